@@ -28,10 +28,10 @@ import numpy as np
 import torch
 
 import howsmooth as hs
-from howsmooth.attention.core import NO_FEATURES
 from howsmooth.attention.masks import Visibility
+from howsmooth.attention.scaled_dot_product import NO_FEATURES
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.streamed_softmax import streamed_derivative
 from howsmooth.study.exponents import fit_exponent
 

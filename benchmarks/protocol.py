@@ -56,7 +56,7 @@ from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.models import LoadedModel
 from howsmooth.spectral import to_scipy
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.text_windows import arrange
+from howsmooth.study.window_placement import arrange
 from howsmooth.texts import load_text
 
 RTOL = 1e-4

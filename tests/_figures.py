@@ -17,7 +17,7 @@ from howsmooth.errors import ModelError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.tokenizers import Tokenizer
-from howsmooth.paper.figure_dataclasses import Figure, Finding, models_for
+from howsmooth.paper.figure_definition import Figure, Finding, models_for
 from howsmooth.paper.plotting import PAPER
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import ModelSpec

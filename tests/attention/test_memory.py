@@ -9,7 +9,6 @@ import torch
 from torch.autograd import forward_ad
 
 import howsmooth as hs
-from howsmooth.attention import core
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import ACTING, CASES, D, dense_jacobian, random_attention, tokens
 from tests._forked import memory_added

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth import adversarial, bounds
-from howsmooth.attention.core import cap_slope
+from howsmooth.attention.scaled_dot_product import cap_slope
 from howsmooth.dynamics import Rescaled
 from howsmooth.dynamics.rescaled_tokens import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError

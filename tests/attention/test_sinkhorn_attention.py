@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import core
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import D, dense_jacobian, random_attention, tokens

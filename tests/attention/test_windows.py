@@ -15,14 +15,14 @@ from howsmooth import bounds
 from howsmooth.adversarial.gradient_ascent import _basis, _compressed
 from howsmooth.adversarial.repeated_token_search import can_search_atoms
 from howsmooth.adversarial.search_domains import Ball
-from howsmooth.attention import SoftmaxCore, core
+from howsmooth.attention import SoftmaxCore
 from howsmooth.attention.masks import Visibility, check_window
 from howsmooth.bounds import ball_lower_bounds as lower_bounds
 from howsmooth.bounds import certificates
 from howsmooth.bounds import masked_ball_upper_bounds as masked_bounds
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Gaussian
-from howsmooth.models.parameter_files import read_parameter_file, save_parameters
+from howsmooth.models.attention_parameter_files import read_parameter_file, save_parameters
 from tests._cases import D, random_attention, rotary, tokens, true_norm
 from tests._selection import others_slow
 

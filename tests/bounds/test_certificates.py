@@ -18,11 +18,9 @@ from howsmooth.bounds.certificates import (
     certificate_heads,
     certificate_parts,
     certificate_rows,
-    jacobian_parts,
+    three_part_certificate,
 )
-from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue, nonnegative_norm, norm, shrink
-from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
-from howsmooth.bounds.certificates.heads_at_tokens import (
+from howsmooth.bounds.certificates.attention_with_error_bounds import (
     HeadAt,
     _normed,
     _Projected,
@@ -30,9 +28,11 @@ from howsmooth.bounds.certificates.heads_at_tokens import (
     _weights,
     heads_at,
 )
-from howsmooth.bounds.certificates.jacobian_rows import rows_value
-from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, sandwich
-from howsmooth.bounds.certificates.token_weight_search import Weights
+from howsmooth.bounds.certificates.block_row_certificate import rows_value
+from howsmooth.bounds.certificates.certificate_weight_search import Weights
+from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue, nonnegative_norm, norm, shrink
+from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
+from howsmooth.bounds.certificates.weighted_gram_matrices import diagonal_norms, sandwich
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._exact import exact_differences, exact_jacobian, exact_norm
@@ -406,8 +406,8 @@ def test_certificates_are_the_theorems(name: str) -> None:
     total = torch.minimum(first, second) + nu + diagonal
     scale = 2.0**at.exponent
     found = [
-        jacobian_parts.averages(at, "cholesky"),
-        jacobian_parts.moving_keys_norm(at, Weights(weights, c, nu), "cholesky"),
+        three_part_certificate.averages(at, "cholesky"),
+        three_part_certificate.moving_keys_norm(at, Weights(weights, c, nu), "cholesky"),
     ]
     found.append(diagonal_norms(at))
     assert sum(float(part.upper) for part in found) * scale == pytest.approx(float(total), rel=1e-9)
@@ -436,7 +436,7 @@ def test_any_weights_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(5):
         q = torch.rand(12, generator=torch.Generator().manual_seed(seed), dtype=F64).pow(4) + 1e-6
         monkeypatch.setattr(
-            jacobian_parts,
+            three_part_certificate,
             "joint_weights",
             lambda at, steps, q=q: Weights(q, torch.ones(12, dtype=F64), q[0]),
         )
@@ -487,12 +487,12 @@ def test_heads_written_as_in_the_paper() -> None:
 
 def test_long_heavy_tail_of_heads_is_proved_from_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     # The path of large matrices: eigenvalues guessed, then proved
-    from howsmooth.bounds.certificates import quadratic_forms
+    from howsmooth.bounds.certificates import weighted_gram_matrices
 
     f = random_attention(38, heads=3, temperature=4.0)
     x = tokens(38, 9, D)
     usual = float(certificate_heads(f, x).value)
-    monkeypatch.setattr(quadratic_forms, "FULL_SPECTRUM", 1)
+    monkeypatch.setattr(weighted_gram_matrices, "FULL_SPECTRUM", 1)
     guessed = float(certificate_heads(f, x).value)
     assert float(true_norm(f, x[None])[0]) <= guessed
     assert guessed == pytest.approx(usual, rel=0.02)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention.core import attend
+from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import CASES, random_attention, tokens
 from tests._selection import others_slow

@@ -18,7 +18,7 @@ from transformers import ViTConfig, ViTModel
 from howsmooth.bounds import best, norm_radius
 from howsmooth.cli import main
 from howsmooth.errors import ModelError
-from howsmooth.models.parameter_files import read_parameter_file, save_parameters
+from howsmooth.models.attention_parameter_files import read_parameter_file, save_parameters
 from howsmooth.study import attack_outputs
 from howsmooth.study.attack_run import AttackTask
 from howsmooth.study.attention_sources import Ball, Target

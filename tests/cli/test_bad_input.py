@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 import howsmooth as hs
 from howsmooth.cli import app, main
 from howsmooth.errors import ModelError
+from howsmooth.models.attention_parameter_files import save_parameters
 from howsmooth.models.loading.load import _device as check_device
-from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.plan_file import KEYS
 from tests._cases import random_attention, tokens
 from tests._sources import AttackWork, SmallModel, plain_table, small_tools

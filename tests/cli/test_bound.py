@@ -18,7 +18,7 @@ import howsmooth as hs
 from howsmooth.bounds import ball_upper_bound, norm_radius, table
 from howsmooth.cli import main
 from howsmooth.cli.terminal_output import amount
-from howsmooth.models.parameter_files import save_parameters
+from howsmooth.models.attention_parameter_files import save_parameters
 from tests._cases import dense_jacobian, random_attention
 from tests._cases import tokens as gaussian
 from tests._sources import SmallModel, norm, plain_table, small_sources, tokens

@@ -14,7 +14,7 @@ from torchdiffeq import odeint
 import howsmooth as hs
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.dynamics import Layers, Rescaled, Sphere, flow, growth
-from howsmooth.dynamics.flow_state import Tokens
+from howsmooth.dynamics.flow_equations import Tokens
 from howsmooth.dynamics.integrate import Plan
 from howsmooth.dynamics.linearised_flow import LinearisedFlow
 from howsmooth.dynamics.velocity_fields import as_field

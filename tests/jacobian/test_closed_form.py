@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import howsmooth as hs
-from howsmooth.attention import core
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian import (
     AutodiffJacobian,

@@ -13,7 +13,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.attention.masks import Visibility
 from howsmooth.distributed.memory_per_process import bytes_per_head
 from howsmooth.jacobian import closed_form_jacobian, has_closed_form, streamed_bytes, streamed_softmax, tiling
-from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.streamed_softmax import streamed_derivative
 from howsmooth.spectral import LinearOperator, to_dense
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens

@@ -14,7 +14,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.closed_form import _Form, _linearise
 from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
-from howsmooth.jacobian.projection_matrices import Projections
+from howsmooth.jacobian.projections import Projections
 from howsmooth.jacobian.rounding_bounds import image_off
 from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator, ProductError, lanczos, start_quantile, to_dense

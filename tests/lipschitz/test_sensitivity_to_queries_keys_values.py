@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention.core import attend
+from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.errors import ArgumentError
 from tests._cases import CASES, random_attention, tokens
 from tests._tiny_models import tiny, token_ids

@@ -528,7 +528,7 @@ def test_hostile_descriptions_are_refused(name: str, good: Path) -> None:
 
 
 def test_a_model_of_too_many_modules_is_refused(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.nn.model_description._MOST_MODULES", 5)
+    monkeypatch.setattr("howsmooth.nn.model_config._MOST_MODULES", 5)
     hs.nn.load(good)
     path = tampered(good, lambda d: d["tree"]["modules"].update({"9": nest(0)}))
     with pytest.raises(ModelError, match="more than 5 modules"):

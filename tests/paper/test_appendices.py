@@ -33,7 +33,7 @@ from howsmooth.paper.appendix_c_7_quadratic_growth import (
     mean_rotary_head,
 )
 from howsmooth.paper.appendix_e_2_untrained_gpt2 import GPT2_GROWTH
-from howsmooth.paper.figure_dataclasses import Figure
+from howsmooth.paper.figure_definition import Figure
 from howsmooth.paper.growth_with_length import Growth
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan

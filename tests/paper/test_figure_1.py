@@ -13,7 +13,7 @@ import torch
 
 from howsmooth.errors import HowsmoothError, StoreError
 from howsmooth.paper.figure_1 import FIGURE_1, plan, result_sentences
-from howsmooth.paper.figure_dataclasses import FigureContext, models_for
+from howsmooth.paper.figure_definition import FigureContext, models_for
 from howsmooth.paper.growth_with_length import Growth
 from howsmooth.paper.plotting import fit_factor
 from howsmooth.paper.reproduce_options import FigureOptions

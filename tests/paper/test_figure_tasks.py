@@ -17,7 +17,7 @@ import pytest
 from howsmooth.errors import HowsmoothError, ModelError, StoreError
 from howsmooth.paper import end_of_sqrt_n_growth as crossover
 from howsmooth.paper import reproduction
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding, models_for
+from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding, models_for
 from howsmooth.paper.figure_tasks import UnitTask, Values
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.ranges import Ranges

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from howsmooth.paper.figure_dataclasses import Figure, Finding
+from howsmooth.paper.figure_definition import Figure, Finding
 from howsmooth.paper.html_page import render, section
 from howsmooth.paper.plotting import Picture
 from tests._browser import Complaints, chromium, opened

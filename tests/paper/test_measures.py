@@ -16,7 +16,7 @@ from howsmooth.bounds.mean_field_lower_bounds import two_dirac as two_dirac_boun
 from howsmooth.paper import end_of_sqrt_n_growth as crossover
 from howsmooth.paper import proposition_3_6_two_diracs as two_dirac
 from howsmooth.paper.end_of_sqrt_n_growth import CROSSOVER, growth_ends
-from howsmooth.paper.figure_dataclasses import Figure
+from howsmooth.paper.figure_definition import Figure
 from howsmooth.paper.proposition_3_6_two_diracs import BETTER, HALF, OPPOSITE, PAPER_WEIGHT, TWO_DIRAC
 from tests._figures import asked, dense_norm, measured, shown
 

@@ -12,7 +12,7 @@ import pytest
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.paper import reproduction
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.plotting import Picture
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.measurement_run import run

@@ -24,9 +24,9 @@ from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, NonFinit
 from howsmooth.study import runner
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.executors import threads_each
-from howsmooth.study.measured_models import prepared_study
 from howsmooth.study.measurement_run import _with_memory_shared
 from howsmooth.study.runner import Means, _sendable
+from howsmooth.study.study_preparation import prepared_study
 from howsmooth.study.tasks.lipschitz_constants import constants_left
 from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools
 from tests._study import Heard, Tools, contents_of, installed, make_plan, make_tools, rows_of, run
@@ -308,7 +308,7 @@ def test_attention_in_closed_form_leaves_the_settings_of_the_process_alone(
     attention = hs.SelfAttention(*parts, torch.randn(6, 6, generator=generator), causal=True)
     x = torch.randn(2, 40, 6, generator=generator)
     monkeypatch.setattr("torch.nn.attention.sdpa_kernel", refuse)
-    monkeypatch.setattr("howsmooth.attention.core.sdpa_kernel", refuse)
+    monkeypatch.setattr("howsmooth.attention.scaled_dot_product.sdpa_kernel", refuse)
     monkeypatch.setattr("torch.manual_seed", refuse)
     assert bool(hs.local_lipschitz(attention, x).converged.all())
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.dynamics import Sphere, flow
 from howsmooth.errors import ArgumentError, HowsmoothError, StoreError
-from howsmooth.models.parameter_files import save_parameters
+from howsmooth.models.attention_parameter_files import save_parameters
 from howsmooth.seeds import derive_seed
 from howsmooth.study.figures.flows import FlowView, cluster_colours, limits_of, outline
 from howsmooth.study.flows.flow_outputs import FlowOutputs, measure_frames, view_of, write_flow_outputs

@@ -21,13 +21,13 @@ from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, StoreError, TextError
 from howsmooth.models import load_model
 from howsmooth.models.sequence_datasets import image_inputs
-from howsmooth.study.datasets import TextFeed, sequence_starts
+from howsmooth.study.input_sequences import TextFeed, sequence_starts
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run
 from howsmooth.study.merge import merge_stores
 from howsmooth.study.plans import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.text_windows import arrange, overlapping
+from howsmooth.study.window_placement import arrange, overlapping
 from tests._study import contents_of, make_plan, make_tools, rows_of
 
 IMAGES = InputSpec("images", ("builtin",))

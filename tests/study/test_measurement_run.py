@@ -26,7 +26,7 @@ from howsmooth.study.status import status
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.lipschitz_constants import batch_size
 from howsmooth.study.tasks.task import Task, Work
-from howsmooth.study.text_windows import overlapping
+from howsmooth.study.window_placement import overlapping
 from tests._study import (
     FakeModel,
     Heard,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import howsmooth as hs
-from howsmooth.study.datasets import token_pieces
+from howsmooth.study.input_sequences import token_pieces
 from howsmooth.study.measurement_run import run as carry_out
 from howsmooth.study.plans import ModelSpec
 from tests._study import FakeModel, FakeTokenizer, contents_of, make_plan, make_tools, run, words

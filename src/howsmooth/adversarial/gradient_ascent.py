@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.adversarial.constructions import Construction, constructions
+from howsmooth.adversarial.query_key_norm_inputs import zero_query_or_key_inputs
 from howsmooth.adversarial.repeated_token_search import Atoms, AtomSearch, can_search_atoms, search_atoms
 from howsmooth.adversarial.search_domains import Around, Ball, Domain, Ellipsoid
-from howsmooth.adversarial.zero_query_or_key_inputs import zero_query_or_key_inputs
 from howsmooth.attention import Residual, SelfAttention, TokenMap
 from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.theorem_preconditions import require_formula

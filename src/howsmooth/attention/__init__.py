@@ -1,9 +1,9 @@
 """Attention maps: functions of the tokens whose Lipschitz constants this library measures and bounds.
 
-``core`` computes softmax attention from queries, keys and values. ``self_attention`` adds the projections,
-and ``staged`` adds arbitrary PyTorch code before and after the softmax. ``cross_attention`` has two
-sequences, one for the queries and one for keys and values. ``norms`` and ``compositions`` build residual
-connections and pre-norm and post-norm blocks.
+``scaled_dot_product`` computes softmax attention from queries, keys and values. ``self_attention`` adds the
+projections, and ``custom_code_attention`` arbitrary PyTorch code before and after the softmax.
+``cross_attention`` has two sequences, one for the queries and one for keys and values. ``norm_layers`` and
+``compositions`` build residual connections and pre-norm and post-norm blocks.
 """
 
 from howsmooth.attention.atom_weights import EarlierAtoms, Weighting

@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention.atom_weights import Weighting
-from howsmooth.attention.core import ScoreFeatures, attend
 from howsmooth.attention.map import TokenMap
 from howsmooth.attention.masks import Visibility, check_window
+from howsmooth.attention.scaled_dot_product import ScoreFeatures, attend
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["Core", "CoreShape", "Layer", "SoftmaxCore", "StagedAttention"]

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.atom_weights import Weighting
-from howsmooth.attention.core import Visible, attend
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.multi_head_projections import HeadsAttention
+from howsmooth.attention.scaled_dot_product import Visible, attend
 from howsmooth.errors import ArgumentError
 
 __all__ = ["L2Attention"]

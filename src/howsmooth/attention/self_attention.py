@@ -10,12 +10,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention.atom_weights import EarlierAtoms, Weighting
-from howsmooth.attention.core import ScoreFeatures, attend
 from howsmooth.attention.map import as_parameter
 from howsmooth.attention.masks import Visibility, check_window
 from howsmooth.attention.multi_head_projections import HeadsAttention, in_heads
 from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
+from howsmooth.attention.scaled_dot_product import ScoreFeatures, attend
 from howsmooth.errors import ArgumentError
 
 __all__ = ["SelfAttention"]

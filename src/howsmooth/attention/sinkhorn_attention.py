@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention.atom_weights import Weighting
-from howsmooth.attention.core import attend, attention_scores, differentiated, row_blocks
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.multi_head_projections import HeadsAttention
+from howsmooth.attention.scaled_dot_product import attend, attention_scores, differentiated, row_blocks
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["SinkhornAttention"]

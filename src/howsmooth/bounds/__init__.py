@@ -63,7 +63,7 @@ from howsmooth.bounds.cross_attention_upper_bounds import (
     cross_attention_upper_bound,
 )
 from howsmooth.bounds.key_value_error_upper_bounds import OutputErrorBound, kv_error_upper_bound
-from howsmooth.bounds.large_radius_limit import theorem_3_7, theorem_4_5
+from howsmooth.bounds.large_radius_bounds import theorem_3_7, theorem_4_5
 from howsmooth.bounds.local_upper_bounds import (
     covariance_upper_bound,
     diameter_upper_bound,

@@ -35,7 +35,7 @@ from howsmooth.bounds.certificates import (
     certificate_parts,
     certificate_rows,
 )
-from howsmooth.bounds.large_radius_limit import theorem_3_7, theorem_4_5
+from howsmooth.bounds.large_radius_bounds import theorem_3_7, theorem_4_5
 from howsmooth.bounds.local_upper_bounds import (
     covariance_upper_bound,
     diameter_upper_bound,

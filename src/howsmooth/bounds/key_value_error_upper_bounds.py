@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.attention.core import cap_slope
 from howsmooth.attention.map import check_tokens
+from howsmooth.attention.scaled_dot_product import cap_slope
 from howsmooth.bounds.attention_parameters import SiteLike, spectral_norm
 from howsmooth.bounds.certificates.eigenvalue_bounds import shrink
 from howsmooth.bounds.certificates.number_with_error_bound import LARGEST

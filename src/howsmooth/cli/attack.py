@@ -27,7 +27,7 @@ _EXAMPLES = (
     "The folder --out receives a store (SQLite), summary.csv with one row for each attention and length, "
     "attacks.csv with every input that was tried, exponents.csv and figures. Its folder inputs/ holds the "
     "worst tokens that were found, each file with the parameters of its attention; howsmooth bound and "
-    "howsmooth.models.parameter_files.read_parameter_file read such files.",
+    "howsmooth.models.attention_parameter_files.read_parameter_file read such files.",
     "Examples:",
     "[cyan]howsmooth attack builtin-encoder --layers 0 --lengths 12,24 --restarts 4[/]  fast",
     "[cyan]howsmooth attack builtin-decoder --heads all --out worst[/]  all heads of all layers; slow",

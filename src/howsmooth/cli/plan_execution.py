@@ -25,9 +25,9 @@ from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import counted, duration, encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.measured_models import PreparedStudy
     from howsmooth.study.resource_forecast import Forecast
     from howsmooth.study.runner import Means
+    from howsmooth.study.study_preparation import PreparedStudy
     from howsmooth.study.tasks.task import Work
 
 __all__ = [

@@ -20,7 +20,7 @@ from howsmooth.study.options import OUTPUT
 from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.paper.figure_dataclasses import Figure
+    from howsmooth.paper.figure_definition import Figure
     from howsmooth.paper.reproduction import Reproduction
 
 __all__ = ["reproduce"]

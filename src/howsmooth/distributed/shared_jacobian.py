@@ -20,8 +20,8 @@ from howsmooth.attention import (
     SelfAttention,
     TokenMap,
 )
-from howsmooth.attention.core import ScoreFeatures
 from howsmooth.attention.masks import Visibility
+from howsmooth.attention.scaled_dot_product import ScoreFeatures
 from howsmooth.distributed.communication import Collectives, Exchange
 from howsmooth.distributed.softmax_derivative import SharedSoftmax, shared_softmax
 from howsmooth.errors import ArgumentError, HowsmoothError

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention.core import ScoreFeatures
 from howsmooth.attention.masks import Visibility
+from howsmooth.attention.scaled_dot_product import ScoreFeatures
 from howsmooth.distributed.communication import Exchange
-from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.streamed_softmax import StreamedDerivative, streamed_derivative
 
 __all__ = ["SharedSoftmax", "shared_softmax"]

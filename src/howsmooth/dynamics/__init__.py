@@ -6,7 +6,12 @@ time is the depth.
 have clustered.
 """
 
-from howsmooth.dynamics.clusters import (
+from howsmooth.dynamics.clustering_and_stability_bounds import (
+    clustering_bound,
+    finite_context_bound,
+    log_stability_bound,
+)
+from howsmooth.dynamics.clustering_quantities import (
     cluster_labels,
     cluster_metrics,
     effective_rank,
@@ -15,7 +20,6 @@ from howsmooth.dynamics.clusters import (
     numerical_rank,
 )
 from howsmooth.dynamics.flow import flow
-from howsmooth.dynamics.flow_bounds import clustering_bound, finite_context_bound, log_stability_bound
 from howsmooth.dynamics.perturbation_growth import Growth, growth
 from howsmooth.dynamics.rescaled_tokens import Rescaled, rescaled, value_matrix
 from howsmooth.dynamics.trajectory import Trajectory

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.dynamics.arguments import check_plan, check_times
-from howsmooth.dynamics.flow_state import System, system_of
+from howsmooth.dynamics.flow_equations import System, system_of
 from howsmooth.dynamics.integrate import ORDERS, Plan, Run, Status, integrate
 from howsmooth.dynamics.trajectory import State, Trajectory
 from howsmooth.dynamics.velocity_fields import Velocity, as_field

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torchdiffeq import odeint
 
-from howsmooth.dynamics.flow_state import System
+from howsmooth.dynamics.flow_equations import System
 from howsmooth.dynamics.velocity_fields import Velocity
 
 __all__ = ["ADAPTIVE", "FIXED", "ORDERS", "Plan", "Run", "Status", "integrate"]

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention, TokenMap, Weighting
 from howsmooth.dynamics.butcher_tableaux import TABLEAUX
+from howsmooth.dynamics.flow_equations import Tokens
 from howsmooth.dynamics.flow_jacobian import (
     ChainJacobian,
     ProjectionJacobian,
     StepJacobian,
     TangentJacobian,
 )
-from howsmooth.dynamics.flow_state import Tokens
 from howsmooth.dynamics.integrate import Plan
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, Velocity
 from howsmooth.errors import NonFiniteError

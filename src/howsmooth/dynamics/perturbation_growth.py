@@ -21,7 +21,7 @@ from torch import Tensor
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.dynamics.arguments import check_plan, check_times
-from howsmooth.dynamics.flow_state import Tokens, system_of
+from howsmooth.dynamics.flow_equations import Tokens, system_of
 from howsmooth.dynamics.integrate import FIXED, ORDERS
 from howsmooth.dynamics.linearised_flow import LinearisedFlow
 from howsmooth.dynamics.rescaled_tokens import Rescaled

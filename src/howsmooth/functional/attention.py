@@ -13,7 +13,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.functional.blockwise_autograd import Grid, Shape, apply
 from howsmooth.functional.derivatives import attention_map
 from howsmooth.functional.fused_attention import Kernels, obstacle
-from howsmooth.functional.softmax import Scores
+from howsmooth.functional.softmax_attention import Scores
 
 __all__ = ["attention"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.functional.blockwise_autograd import Block, BlockMap, Flags, Part, Shape, reduced
 from howsmooth.functional.fused_attention import KEPT, Kept, Kernels
-from howsmooth.functional.softmax import PARTS, Scores, adjoint, output, second, tangent, weights
+from howsmooth.functional.softmax_attention import PARTS, Scores, adjoint, output, second, tangent, weights
 
 __all__ = ["attention_map"]
 

@@ -1,10 +1,10 @@
 """Attention and its first and second derivatives computed by Triton kernels, without n × n matrices in
 memory.
 
-A kernel computes for all blocks at once what :mod:`howsmooth.functional.softmax` computes for one. The kernel
-for the value keeps two tensors for the derivatives: O in float32, and the logarithms of the softmax
-denominators. PyTorch does not differentiate these two; the closed forms of the derivatives account for their
-dependence on the inputs.
+A kernel computes for all blocks at once what :mod:`howsmooth.functional.softmax_attention` computes for one.
+The kernel for the value keeps two tensors for the derivatives: O in float32, and the logarithms of the
+softmax denominators. PyTorch does not differentiate these two; the closed forms of the derivatives account
+for their dependence on the inputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from howsmooth.functional.softmax import Scores
+from howsmooth.functional.softmax_attention import Scores
 from howsmooth.triton_launch import Tile, launch, padded_width
 
 __all__ = ["KEPT", "Kept", "Kernels", "obstacle", "precision", "tiles"]

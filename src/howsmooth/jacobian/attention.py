@@ -17,10 +17,10 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention, Weighting
 from howsmooth.attention.masks import Visibility
+from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.fused_softmax import fused
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
-from howsmooth.jacobian.projection_matrices import Projection, Projections
-from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.projections import Projection, Projections
 from howsmooth.jacobian.rounding_bounds import attention_error
 from howsmooth.jacobian.softmax import (
     SoftmaxDerivative,

@@ -20,8 +20,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
-from howsmooth.attention.core import attention_probabilities, cap_slope
-from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.attention.scaled_dot_product import attention_probabilities, cap_slope
+from howsmooth.jacobian.centred_queries_keys_values import Operands
 
 __all__ = ["frozen_derivatives"]
 

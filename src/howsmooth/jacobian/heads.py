@@ -18,7 +18,7 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention
 from howsmooth.jacobian.attention import AttentionJacobian
 from howsmooth.jacobian.padded_jacobian_batch import joined
-from howsmooth.jacobian.projection_matrices import Projections
+from howsmooth.jacobian.projections import Projections
 from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator
 

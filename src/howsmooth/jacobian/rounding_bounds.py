@@ -19,8 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, SelfAttention, TokenMap
-from howsmooth.jacobian.moments_for_rounding_bounds import Moments
-from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.key_value_moments import Moments
 from howsmooth.roundoff import LOST, MatrixNorms, U, gamma, up
 from howsmooth.spectral import ProductError
 

@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import Weighting
-from howsmooth.attention.core import attention_scores, cap_slope, row_blocks, weighted_values
+from howsmooth.attention.scaled_dot_product import attention_scores, cap_slope, row_blocks, weighted_values
 from howsmooth.errors import NonFiniteError
-from howsmooth.jacobian.moments_for_rounding_bounds import Moments, moment_columns
-from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.key_value_moments import Moments, moment_columns
 
 __all__ = [
     "Sink",

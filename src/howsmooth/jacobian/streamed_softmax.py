@@ -18,10 +18,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention.core import ScoreFeatures, cap_slope
 from howsmooth.attention.masks import Visibility
-from howsmooth.jacobian.moments_for_rounding_bounds import Moments, moment_columns, moment_width
-from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.attention.scaled_dot_product import ScoreFeatures, cap_slope
+from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.key_value_moments import Moments, moment_columns, moment_width
 from howsmooth.jacobian.scratch_memory import Scratch
 from howsmooth.jacobian.softmax import Sink, largest_score, rounding_of
 from howsmooth.jacobian.tiling import Block, Piece, Tiling

@@ -235,10 +235,8 @@ class DiagonalSquares(Block):
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Convert a range of keys, counted within each square of this block, to indices of keys in the whole
-        sequence.
-
-        The result is a list of pairs: the index of a square, and its keys.
+        """Return, for each square of this block, the index of the square and its keys, numbered in the whole
+        sequence. ``keys`` is a range numbered from the first key of each square.
         """
         return [(i, shifted(keys, self.key_origin + i * self.side)) for i in range(self.batches)]
 

@@ -31,10 +31,10 @@ from howsmooth.attention import (
     SelfAttention,
     TokenMap,
 )
+from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, closed_form_jacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
-from howsmooth.jacobian.projection_matrices import Projection
-from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.projections import Projection
 from howsmooth.jacobian.softmax import softmax_derivative
 from howsmooth.spectral import LinearOperator
 

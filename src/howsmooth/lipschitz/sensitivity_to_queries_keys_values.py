@@ -15,10 +15,10 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention, TokenMap
-from howsmooth.attention.core import row_blocks
+from howsmooth.attention.scaled_dot_product import row_blocks
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
-from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.singular_value_solver import member_seeds, starts

@@ -23,7 +23,7 @@ from howsmooth.functional import register
 from howsmooth.jacobian.autodiff import moved_by_rounding
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.float32_weights import computing_dtype, device_of, stored_dtype
-from howsmooth.models.identification.model_map import (
+from howsmooth.models.identification.model_part_map import (
     ModelMap,
     Output,
     Passage,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from howsmooth.nn.certificates.certificate import ModelCertificate
     from howsmooth.nn.certificates.evaluation import Evaluation, evaluate
     from howsmooth.nn.certificates.model_bound import certify
-    from howsmooth.nn.deployment import deploy
+    from howsmooth.nn.deployable_copy import deploy
     from howsmooth.nn.lipschitz_module import LipschitzModule
     from howsmooth.nn.monitoring.lightning import lightning_callback
     from howsmooth.nn.monitoring.logging import log_to_mlflow, log_to_trackio, log_to_wandb
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
     from howsmooth.nn.parts.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
     from howsmooth.nn.parts.residual import AverageResidual, GradientStep, Residual
-    from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
+    from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
     from howsmooth.nn.saving import SavedModel, load, load_saved, save
 
 __all__ = [
@@ -104,10 +104,10 @@ _MODULES = {
     "attention.sigmoid": ("SigmoidAttention",),
     "attention.sinkhorn": ("SinkhornAttention",),
     "attention.softmax": ("SoftmaxAttention",),
-    "parts.self_attention_block": ("SelfAttentionBlock",),
+    "parts.self_attention_layer": ("SelfAttentionBlock",),
     "certificates.certificate": ("ModelCertificate",),
     "certificates.model_bound": ("certify",),
-    "deployment": ("deploy",),
+    "deployable_copy": ("deploy",),
     "lipschitz_module": ("LipschitzModule",),
     "certificates.evaluation": ("Evaluation", "evaluate"),
     "parts.linear": ("OrthogonalLinear", "SpectralLinear"),

@@ -2,7 +2,7 @@
 code.
 
 The metadata of a file has the entries ``format``, ``version`` and ``model``. ``model`` is the tree of
-:mod:`howsmooth.nn.model_description` as JSON, with length and radius of the certificate. The tensors are all
+:mod:`howsmooth.nn.model_config` as JSON, with length and radius of the certificate. The tensors are all
 parameters and buffers under their names in the model. Unconstrained tensors of parametrizations (orthogonal,
 spectral norm) are stored unchanged, so that a loaded model computes the same numbers to the last bit.
 """
@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.nn.certificates.model_bound import foreign_hooks
-from howsmooth.nn.model_description import (
+from howsmooth.nn.model_config import (
     DescriptionError,
     KnownClasses,
     LimitedMemory,

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from howsmooth.bounds import norm_radius, table
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import exp
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, Values
 from howsmooth.paper.model_with_texts import prepared_models
 from howsmooth.paper.plotting import Curve, Panel

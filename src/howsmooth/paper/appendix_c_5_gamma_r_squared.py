@@ -25,7 +25,7 @@ from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, Values
 from howsmooth.paper.model_with_texts import ROTARY, attention_of, bilinear, other_scores, prepared_models
 from howsmooth.paper.plotting import Curve, Panel

@@ -33,7 +33,7 @@ from howsmooth.bounds.bilinear_score_norms import BilinearScoreNorms
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.model_with_texts import (
     ROTARY,

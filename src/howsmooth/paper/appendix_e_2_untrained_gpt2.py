@@ -13,15 +13,15 @@ import pandas as pd
 
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import power_label
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, SiteTask, Values
 from howsmooth.paper.growth_with_length import Growth, growths
 from howsmooth.paper.model_with_texts import PreparedModel, loaded
 from howsmooth.paper.plotting import Curve, Panel, fitted
 from howsmooth.study.figures.drawing import literal
-from howsmooth.study.measured_models import layer_and_head_counts
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.records import Failure, FigureRow
+from howsmooth.study.study_preparation import layer_and_head_counts
 from howsmooth.study.text_formatting import decimal, file_stem, readable
 
 __all__ = ["GPT2_GROWTH", "plan", "show"]

@@ -24,7 +24,7 @@ from howsmooth.bounds import (
 )
 from howsmooth.measures import wasserstein_lipschitz
 from howsmooth.paper import plotting
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.proposition_3_6_two_diracs import RTOL, describe, identity_head, two_diracs

@@ -13,7 +13,7 @@ from matplotlib.colors import Normalize
 
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import power_label
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.growth_with_length import Growth, growths
 from howsmooth.paper.model_with_texts import prepared_models
 from howsmooth.paper.plotting import Curve, Panel, fitted

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from howsmooth.study.measured_models import Models
 from howsmooth.study.records import FigureRow, Row
+from howsmooth.study.study_preparation import Models
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Task
 
 __all__ = ["Key", "SiteTask", "UnitTask", "Values", "unit_of"]

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from howsmooth.paper.figure_dataclasses import Figure, Finding
+from howsmooth.paper.figure_definition import Figure, Finding
 from howsmooth.study.html_assets import data_url, digest, style_sheet, templates_of
 from howsmooth.study.text_formatting import readable
 

@@ -15,18 +15,18 @@ from torch import Tensor
 from howsmooth import texts
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.paper.figure_dataclasses import FigureContext
+from howsmooth.paper.figure_definition import FigureContext
 from howsmooth.paper.figure_tasks import Key, SiteTask, Values
 from howsmooth.paper.published_code.constants_task import published_left
-from howsmooth.study.measured_models import (
+from howsmooth.study.plans import ModelSpec, Plan
+from howsmooth.study.records import MEASURE, Measurement, Row
+from howsmooth.study.study_preparation import (
     PreparedStudy,
     Subject,
     capture_sites,
     checked_subjects,
     layer_and_head_counts,
 )
-from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.records import MEASURE, Measurement, Row
 from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
 from howsmooth.study.tasks.task import Work
 from howsmooth.study.text_formatting import readable, sentence

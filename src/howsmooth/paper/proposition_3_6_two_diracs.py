@@ -27,7 +27,7 @@ from howsmooth.bounds.mean_field_lower_bounds import (
 )
 from howsmooth.measures import DiscreteMeasure, wasserstein_lipschitz
 from howsmooth.paper import plotting
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.seeds import derive_seed

@@ -19,18 +19,18 @@ from howsmooth.paper.appendix_c_7_quadratic_growth import QUADRATIC_GROWTH
 from howsmooth.paper.appendix_e_2_untrained_gpt2 import GPT2_GROWTH
 from howsmooth.paper.end_of_sqrt_n_growth import CROSSOVER
 from howsmooth.paper.figure_1 import FIGURE_1
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, models_for
+from howsmooth.paper.figure_definition import Figure, FigureContext, Finding, models_for
 from howsmooth.paper.html_page import PAGE, render, section
 from howsmooth.paper.proposition_3_6_two_diracs import TWO_DIRAC
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.paper.section_5_2_worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
 from howsmooth.study.file_writing import replace_file, write_table, written_beside
-from howsmooth.study.measured_models import Models
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.resource_forecast import TaskTimes
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
+from howsmooth.study.study_preparation import Models
 from howsmooth.study.tasks.lipschitz_constants import JoinedConstants
 from howsmooth.study.tasks.task import Failed, SequenceTask, Task
 

@@ -25,7 +25,7 @@ from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp, power, power_label
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.model_with_texts import MODELS, PreparedModel, attention_of, loaded, other_scores
 from howsmooth.paper.plotting import Curve, Panel

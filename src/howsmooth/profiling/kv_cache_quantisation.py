@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention
-from howsmooth.attention.core import attend
+from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.bounds import kv_error_upper_bound
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError
 from howsmooth.lipschitz.sensitivity_to_queries_keys_values import entry_sensitivities

@@ -32,7 +32,8 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ProductError:
-    """Proved bounds on the errors of the products of an operator, one for each linear map of its batch.
+    """Proved bounds on the errors of the matrix–vector products that an operator computes. Each bound is a
+    tensor with one entry for each linear map in the operator's batch.
 
     J is the exact map, and J̃ the map that the stored numbers of the operator define in exact arithmetic. The
     bounds are float64 tensors on the CPU.

@@ -20,7 +20,7 @@ from torch import Tensor
 from howsmooth import adversarial, bounds, lipschitz
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError
-from howsmooth.models.parameter_files import save_parameters
+from howsmooth.models.attention_parameter_files import save_parameters
 from howsmooth.seeds import derive_seed
 from howsmooth.study.attention_sources import (
     AttentionSource,
@@ -30,12 +30,12 @@ from howsmooth.study.attention_sources import (
     open_attention_source,
     shortened,
 )
-from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import AttackPlan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import ATTACK, ATTACK_PLACE, Attack, Row
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.store import Store
+from howsmooth.study.study_preparation import Models
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
 from howsmooth.study.text_formatting import file_stem
 

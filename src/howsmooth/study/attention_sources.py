@@ -15,15 +15,15 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.errors import ArgumentError
-from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
-from howsmooth.study.measured_models import (
+from howsmooth.models.attention_parameter_files import ParameterFile, is_parameter_file, read_parameter_file
+from howsmooth.study.plans import KINDS, ModelSpec, Plan, SourcePlan
+from howsmooth.study.study_preparation import (
     Models,
     capture_sites,
     open_sources,
     place_sequences,
     subject_of,
 )
-from howsmooth.study.plans import KINDS, ModelSpec, Plan, SourcePlan
 from howsmooth.study.text_formatting import encodable, place_in_words
 
 __all__ = ["AttentionSource", "Ball", "FileSource", "ModelSource", "Target", "open_attention_source"]

@@ -16,11 +16,11 @@ import torch
 
 from howsmooth.memory import memory_budget
 from howsmooth.study.executors import workers_of
-from howsmooth.study.measured_models import PreparedStudy, prepared_study
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
+from howsmooth.study.study_preparation import PreparedStudy, prepared_study
 from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds
 from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
 from howsmooth.study.tasks.task import Failed, Work

@@ -29,7 +29,7 @@ from howsmooth.study.records import (
     TextRecord,
 )
 from howsmooth.study.store import Store
-from howsmooth.study.text_windows import overlapping
+from howsmooth.study.window_placement import overlapping
 
 __all__ = ["Merged", "merge_stores"]
 

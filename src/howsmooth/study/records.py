@@ -370,7 +370,8 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
 
 @dataclass(frozen=True)
 class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
-    """A row of the store: a constant that an attack measured, or the smallest upper bound on the ball.
+    """A row of the store: a local Lipschitz constant that an attack measured, or the smallest upper bound on
+    this constant over all tokens in the ball that the attack searched.
 
     The upper bound holds at all tokens of the ball. ``kind`` is one of :data:`ATTACK_KINDS`. ``value`` is the
     measured constant, with the interval from ``lower`` to ``upper``; for the kind ``upper`` it is the bound,

@@ -30,12 +30,12 @@ from howsmooth.attention import SelfAttention
 from howsmooth.batching import footprint
 from howsmooth.memory import memory_budget
 from howsmooth.scopes import ATTENTION_SCOPES
-from howsmooth.study.measured_models import PreparedStudy, prepared_study
 from howsmooth.study.plans import Plan
+from howsmooth.study.study_preparation import PreparedStudy, prepared_study
 from howsmooth.study.tasks.bounds import SHARE, BoundsTask
 from howsmooth.study.tasks.lipschitz_constants import ConstantsTask, constants_left
 from howsmooth.study.tasks.task import Failed, SequenceTask, Task
-from howsmooth.study.text_windows import bounded_lengths
+from howsmooth.study.window_placement import bounded_lengths
 
 __all__ = ["WITHIN", "Forecast", "Part", "TaskTimes", "after_measuring", "forecast"]
 

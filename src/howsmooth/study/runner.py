@@ -30,11 +30,11 @@ import torch
 from howsmooth.errors import HowsmoothError, WorkerError
 from howsmooth.study.environment import environment
 from howsmooth.study.executors import workers_of
-from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.resource_forecast import TaskTimes
 from howsmooth.study.store import Store
+from howsmooth.study.study_preparation import Models
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
 
 __all__ = ["Means", "Runner"]

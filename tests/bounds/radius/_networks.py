@@ -17,9 +17,9 @@ from howsmooth.bounds.radius import (
     Norm,
     Stage,
 )
+from howsmooth.bounds.radius.error_propagation import partial_jacobians
 from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, SecondOrder, ThirdOrder
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.partial_jacobians import partial_jacobians
 
 ALL = slice(None)
 

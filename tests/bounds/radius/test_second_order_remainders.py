@@ -19,10 +19,10 @@ from howsmooth.bounds.radius import (
     Norm,
     Stage,
 )
-from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
+from howsmooth.bounds.radius.ellipsoid_arithmetic import balls, ellipsoid_sum, half_widths, radii
+from howsmooth.bounds.radius.error_propagation import Errors, Step
 from howsmooth.bounds.radius.margin_expansion import SecondOrder
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.partial_jacobians import Errors, Step
 from howsmooth.bounds.radius.second_order_remainders import AttentionErrors, GatedFeedForwardRemainder
 from howsmooth.bounds.radius.spectral_norm_bounds import (
     each_form_norm,

@@ -24,10 +24,10 @@ from howsmooth.bounds.radius import (
     Network,
     Norm,
     Stage,
+    error_propagation,
     margin_expansion,
-    partial_jacobians,
 )
-from howsmooth.bounds.radius.ellipsoids import (
+from howsmooth.bounds.radius.ellipsoid_arithmetic import (
     ellipsoid_sum,
     enclosing,
     gram,
@@ -442,7 +442,7 @@ class Noise:
 
 
 def noisy(monkeypatch: pytest.MonkeyPatch, noise: Noise) -> None:
-    for module in (partial_jacobians, margin_expansion):
+    for module in (error_propagation, margin_expansion):
         monkeypatch.setattr(module, "settled", noise)
 
 
@@ -480,8 +480,8 @@ def test_the_margin_stays_above_its_bound_with_visible_errors(
 # functional, then adjoints and their derivatives in turns.
 STATES = [0, 1, 3, 5, 7, 9, 12, 15, 18]
 CALLS: dict[str, tuple[Any, Any]] = {
-    "states": (partial_jacobians, STATES),
-    "jacobians": (partial_jacobians, [call for call in range(21) if call not in STATES]),
+    "states": (error_propagation, STATES),
+    "jacobians": (error_propagation, [call for call in range(21) if call not in STATES]),
     "tangents": (margin_expansion, range(9)),
     "functional": (margin_expansion, [9]),
     "adjoints": (margin_expansion, range(10, 28, 2)),
@@ -534,11 +534,11 @@ def test_the_expansion_is_exact_up_to_the_stated_residuals(
 
 def test_residuals_of_jacobians_cover_visible_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     network, x = post_norm(3, n=3, d=4)
-    right = partial_jacobians.partial_jacobians(network, x)
+    right = error_propagation.partial_jacobians(network, x)
     for call in range(21):
         with monkeypatch.context() as patch:
-            patch.setattr(partial_jacobians, "settled", Noise(1e-3, calls=[call]))
-            at = partial_jacobians.partial_jacobians(network, x)
+            patch.setattr(error_propagation, "settled", Noise(1e-3, calls=[call]))
+            at = error_propagation.partial_jacobians(network, x)
         own = [step.own.error for step in at.steps if step.own is not None]
         every = [*at.state_errors, *own, *(error for stage in at.residuals for error in stage)]
         assert len(every) == 21
@@ -566,7 +566,7 @@ def test_a_jacobian_that_is_not_known_counts_by_its_error(monkeypatch: pytest.Mo
         return (0 * number, error + float(number.norm())) if count == 4 else (number, error)
 
     with monkeypatch.context() as patch:
-        patch.setattr(partial_jacobians, "settled", unknown)
+        patch.setattr(error_propagation, "settled", unknown)
         found = expanded(2, network, x, moved(x, [0]), network.readout[0])
     assert count == 4
     for epsilon in (0.1, 0.3):

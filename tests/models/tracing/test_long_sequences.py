@@ -27,7 +27,7 @@ from transformers import (
 
 import howsmooth as hs
 from howsmooth import batching
-from howsmooth.attention import StagedAttention, core
+from howsmooth.attention import StagedAttention
 from howsmooth.jacobian import tiling
 from howsmooth.models import capture
 from howsmooth.models.tracing import attention_hooks, mask_and_bias

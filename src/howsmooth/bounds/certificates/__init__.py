@@ -1,12 +1,12 @@
 """Certificates: upper bounds on ‖D_X f‖ at given tokens, with a proof that covers floating-point rounding."""
 
+from howsmooth.bounds.certificates.block_row_certificate import certificate_rows
 from howsmooth.bounds.certificates.certificate import Certificate
-from howsmooth.bounds.certificates.jacobian_parts import (
+from howsmooth.bounds.certificates.three_part_certificate import (
     certificate_frobenius,
     certificate_heads,
     certificate_parts,
 )
-from howsmooth.bounds.certificates.jacobian_rows import certificate_rows
 
 __all__ = [
     "Certificate",

@@ -14,8 +14,8 @@ from howsmooth.attention.map import check_tokens
 from howsmooth.attention.theorem_preconditions import require_formula, require_plain_scores
 from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike
 from howsmooth.bounds.bound import Bound, Quantity
+from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, heads_at
 from howsmooth.bounds.certificates.eigenvalue_bounds import norm
-from howsmooth.bounds.certificates.heads_at_tokens import HeadsAt, heads_at
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.roundoff import U

@@ -4,7 +4,7 @@
 ``transformer_network`` of ``transformer_layers``. The margin of its answer is expanded in
 ``margin_expansion``: to second order with ``second_order_remainders``, to third order with
 ``third_order_remainders``. The remainders of earlier layers reach later ones along the network's own
-``partial_jacobians``. Tensors of ``tensor_with_error_bound`` carry bounds on their own rounding errors;
+``error_propagation``. Tensors of ``tensor_with_error_bound`` carry bounds on their own rounding errors;
 ``network_rounding_errors`` bounds how much these reduce the margin. ``attack`` searches the nearest change of
 the answer. Proofs: documentation page "A proved radius for a whole network".
 """

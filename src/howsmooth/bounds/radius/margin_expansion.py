@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, radii
+from howsmooth.bounds.radius.ellipsoid_arithmetic import balls, ellipsoid_sum, radii
+from howsmooth.bounds.radius.error_propagation import Errors, PartialJacobians
 from howsmooth.bounds.radius.network_rounding_errors import Residuals, rounding_loss
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.partial_jacobians import Errors, PartialJacobians
 from howsmooth.bounds.radius.second_order_remainders import Left, remainder_of
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm
 from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, INFLATION, exact, plain, settled

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
+from howsmooth.bounds.radius.error_propagation import partial_jacobians
 from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
-from howsmooth.bounds.radius.partial_jacobians import partial_jacobians
 from howsmooth.bounds.radius.pretrained_classifier_reader import embedded, read_classifier
 from howsmooth.bounds.radius.robust_radius_result import RobustRadius
 from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, exact

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.ellipsoids import (
+from howsmooth.bounds.radius.ellipsoid_arithmetic import (
     balls,
     ellipsoid_sum,
     enclosing,
@@ -102,8 +102,8 @@ class NormRemainder:
         self.adjoint = torch.linalg.vector_norm(norm.scaled(adjoint), dim=1)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the Taylor remainder of the norm layer for |δ| ≤ ε, given ellipsoids of the input
-        errors.
+        """Bound the Taylor remainder of the norm layer when its input tokens change by G δ + e, for all
+        |δ| ≤ ``epsilon`` and all e in the ellipsoids ``errors``.
 
         They are infinite where a token could be displaced by its whole length.
         """
@@ -130,7 +130,9 @@ class TokenWise:
         self.each = each
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on a layer's remainder for |δ| ≤ ε, given one ellipsoid for each token's error."""
+        """Bound the Taylor remainder of a layer when its input tokens change by G δ + e, for all |δ| ≤
+        ``epsilon`` and all e in ``errors``, which has one ellipsoid for each token.
+        """
         found = [one(epsilon, error[None]) for one, error in zip(self.each, errors, strict=True)]
         return Left(
             torch.cat([left.shape for left in found]), torch.stack([left.margin for left in found]).sum()
@@ -160,8 +162,8 @@ class FeedForwardRemainder:
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the Taylor remainder of the feed-forward layer for |δ| ≤ ε, given ellipsoids of
-        the input errors.
+        """Bound the Taylor remainder of the feed-forward layer when its input tokens change by G δ + e, for
+        all |δ| ≤ ``epsilon`` and all e in the ellipsoids ``errors``.
         """
         # Ellipsoid matrices are squares of lengths: ε² belongs to changes linear in δ, ε⁴ to quadratic ones.
         linear = epsilon**2 * self.linear
@@ -196,8 +198,8 @@ class GatedFeedForwardRemainder:
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the Taylor remainder of the gated layer for |δ| ≤ ε, given ellipsoids of the input
-        errors.
+        """Bound the Taylor remainder of the gated layer when its input tokens change by G δ + e, for all
+        |δ| ≤ ``epsilon`` and all e in the ellipsoids ``errors``.
         """
         layer = self.layer
         y, w = enclosing(image(layer.gate, errors)), enclosing(image(layer.up, errors))
@@ -345,8 +347,8 @@ class AttentionRemainder:
         self.pulled = spectral_norm(root[..., None] * dc)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the Taylor remainder of attention for |δ| ≤ ε, given ellipsoids of the input
-        errors.
+        """Bound the Taylor remainder of attention when its input tokens change by G δ + e, for all |δ| ≤
+        ``epsilon`` and all e in the ellipsoids ``errors``.
         """
         P, of = self.weights, self.errors(errors)
         dq = epsilon * self.query + of.query

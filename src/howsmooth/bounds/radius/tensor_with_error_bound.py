@@ -409,8 +409,11 @@ def _joined(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> 
 
 
 def _elementary(slope: Callable[[Tensor, float], float]) -> Any:
-    """Return a function that applies an entrywise function to rounded tensors and bounds the error of the
-    result.
+    """Return the rule by which PyTorch's entrywise functions, such as exp, are evaluated on a tensor with an
+    error bound.
+
+    The error bound of the result is the error of the argument times ``slope``, which bounds the derivative of
+    the function within this error, plus the rounding of the function.
     """
 
     def rule(func: Any, x: Any) -> Any:

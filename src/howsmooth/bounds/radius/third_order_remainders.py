@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.ellipsoids import (
+from howsmooth.bounds.radius.ellipsoid_arithmetic import (
     ellipsoid_sum,
     enclosing,
     gram,
@@ -399,8 +399,8 @@ class _Moments:
         return self.third * power, self.third * (3 * far * t + power)
 
     def beyond_third_order(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Bound what is left of the third-order Taylor remainder of an attention output h(s) after its cubic
-        term is subtracted.
+        """Bound the rest of an attention output h(s) after its quadratic Taylor polynomial and the cubic term
+        given below are subtracted.
 
         The cubic term is ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0. The bound is the sum of three factors
         times the deviations of v, v₁ and v₂.

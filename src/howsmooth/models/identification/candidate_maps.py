@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.identification.attention_module_map import CopiedModule, ReplayedAttention, Tail
 from howsmooth.models.identification.output_projection import AttentionOutput, heads_of, is_given
 from howsmooth.models.identification.qkv_projections import (
     multihead_parameters,
     read_projections,
     weight_and_bias,
 )
+from howsmooth.models.identification.replayed_attention import CopiedModule, ReplayedAttention, Tail
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule
 from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_linear, output_of
 from howsmooth.models.tracing.mask_and_bias import (

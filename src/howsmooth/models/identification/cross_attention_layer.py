@@ -17,7 +17,6 @@ from howsmooth.attention import CrossAttention, StagedCrossAttention
 from howsmooth.attention.custom_code_attention import Core
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.captured_layer import CrossSite
-from howsmooth.models.identification.attention_module_map import CopiedModule
 from howsmooth.models.identification.candidate_maps import (
     condition_of,
     heads_in,
@@ -34,6 +33,7 @@ from howsmooth.models.identification.qkv_projections import (
     read_cross_projections,
     weight_and_bias,
 )
+from howsmooth.models.identification.replayed_attention import CopiedModule
 from howsmooth.models.identification.self_attention_module import (
     RandomAttention,
     SelfAttentionModule,

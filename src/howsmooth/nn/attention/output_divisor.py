@@ -56,7 +56,8 @@ class CachedNumber:
         self._number = torch.tensor(self._value, dtype=torch.float64)
 
     def recorded(self, weights: Mapping[str, Tensor], key: object) -> Tensor:
-        """Return the cached number as a tensor, for a graph that torch.export or torch.compile records.
+        """Return the number that the last call computed, such as the divisor, as a tensor for a graph that
+        torch.export or torch.compile records.
 
         The graph asserts at each run that no weight has changed since the number was computed.
 

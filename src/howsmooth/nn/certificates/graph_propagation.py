@@ -25,7 +25,7 @@ from howsmooth.nn.certificates.torch_module_constants import rule_of
 from howsmooth.nn.checks import check_ball
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.embedding_and_pooling import Patches
-from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
+from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
 from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
 
 __all__ = ["first_module", "walk_graph"]

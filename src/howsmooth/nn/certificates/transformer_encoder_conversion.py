@@ -12,7 +12,7 @@ from torch import nn
 from howsmooth.nn.attention.softmax import SoftmaxAttention
 from howsmooth.nn.certificates.module_propagation import REWRITINGS
 from howsmooth.nn.parts.residual import Residual
-from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
+from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
 
 __all__ = ["encoder_layer"]
 

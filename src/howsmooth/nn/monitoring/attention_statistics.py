@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import L2Attention, SelfAttention, TokenMap
-from howsmooth.attention.core import NO_FEATURES, ScoreFeatures, attention_scores, row_blocks
 from howsmooth.attention.custom_code_attention import Core, StagedAttention
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.multi_head_projections import HeadsAttention
+from howsmooth.attention.scaled_dot_product import NO_FEATURES, ScoreFeatures, attention_scores, row_blocks
 from howsmooth.bounds import Head
 from howsmooth.errors import ArgumentError
 

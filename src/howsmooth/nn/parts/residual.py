@@ -16,7 +16,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.attention.energy import EnergyAttention
 from howsmooth.nn.certificates.module_propagation import Composite, Row, refusal, walk
 from howsmooth.nn.checks import check_placement, check_tokens
-from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
+from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
 from howsmooth.nn.upward_rounding import rounded_up, times
 
 __all__ = ["AverageResidual", "GradientStep", "Residual"]

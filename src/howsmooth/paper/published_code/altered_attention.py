@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from howsmooth.attention import Compose, Residual, SelfAttention, TokenMap
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.compositions import OuterMap
-from howsmooth.attention.core import attention_probabilities, weighted_values
+from howsmooth.attention.scaled_dot_product import attention_probabilities, weighted_values
 from howsmooth.attention.theorem_preconditions import require_plain_scores
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.errors import ArgumentError, NonFiniteError

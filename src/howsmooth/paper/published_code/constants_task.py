@@ -18,9 +18,9 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.paper.published_code import PublishedLayer, capture_layers, items_that_apply, measure_layer
 from howsmooth.seeds import derive_seed
-from howsmooth.study.datasets import TextFeed
-from howsmooth.study.measured_models import PreparedStudy, Subject
+from howsmooth.study.input_sequences import TextFeed
 from howsmooth.study.records import PublishedKey, PublishedValue, Row, quantities
+from howsmooth.study.study_preparation import PreparedStudy, Subject
 from howsmooth.study.tasks.lipschitz_constants import batch_size, start_seed
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
 

@@ -273,7 +273,8 @@ def parts_of(table: pd.DataFrame, value: str) -> list[Part]:
 def draw_overview(
     parts: Sequence[Part], draw: Callable[[Axes, Part], None], unit: str, most_columns: int
 ) -> Figure:
-    """Draw a small panel for each layer or head, with its exponent.
+    """Draw one small panel for each layer or head, and write into it the exponent of the fitted power of the
+    length n.
 
     ``draw`` draws one part on given axes, and sets the limits. ``unit`` is the unit of the length, such as
     "tokens". At most ``most_columns`` heads are side by side; layers are drawn in at most four columns.

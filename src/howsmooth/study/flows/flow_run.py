@@ -23,11 +23,11 @@ from howsmooth.errors import NonFiniteError, StoreError
 from howsmooth.measures import Gaussian
 from howsmooth.study.flows.flow_plan import FIXED_STEP, FlowPlan
 from howsmooth.study.flows.flow_system import System
-from howsmooth.study.measured_models import Models
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import FLOW, Ending, FrameRow, GrowthRow, Row
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.store import Store
+from howsmooth.study.study_preparation import Models
 from howsmooth.study.tasks.task import Found, Task, Work
 
 __all__ = ["Integration", "ending", "frames", "gaussian_of", "run_flow", "tokens_of"]

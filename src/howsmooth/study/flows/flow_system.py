@@ -14,8 +14,8 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, L2Attention, SelfAttention, SinkhornAttention, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, similar_name
+from howsmooth.models.attention_parameter_files import is_parameter_file
 from howsmooth.models.inputs.array_files import read_arrays
-from howsmooth.models.parameter_files import is_parameter_file
 from howsmooth.seeds import derive_seed
 from howsmooth.study.attention_sources import AttentionSource, ModelSource, open_attention_source
 from howsmooth.study.flows.flow_plan import FlowPlan

@@ -12,7 +12,7 @@ from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import decimal, place_in_words, readable
-from howsmooth.study.text_windows import bounded_lengths
+from howsmooth.study.window_placement import bounded_lengths
 
 __all__ = [
     "CONFIDENCE", "ITEM_MEANINGS", "chance", "convergence", "headline", "items_of", "maskings", "number",

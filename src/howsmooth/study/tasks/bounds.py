@@ -16,11 +16,11 @@ from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem
 from howsmooth.errors import HowsmoothError
 from howsmooth.scopes import ATTENTION_SCOPES
-from howsmooth.study.measured_models import PreparedStudy
 from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, Run, SiteBound
 from howsmooth.study.store import Store
+from howsmooth.study.study_preparation import PreparedStudy
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
-from howsmooth.study.text_windows import bounded_lengths
+from howsmooth.study.window_placement import bounded_lengths
 
 __all__ = ["SHARE", "BoundsTask", "bound_site", "bounds_left", "seconds_for_bounds", "spent_on_bounds"]
 

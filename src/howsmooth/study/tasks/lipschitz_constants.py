@@ -21,9 +21,9 @@ from howsmooth.batching import are_measured_together
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.scopes import CROSS_SCOPE, layers_of_scope
 from howsmooth.seeds import derive_seed
-from howsmooth.study.measured_models import PreparedStudy, Subject
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import KEY_COLUMNS, Measurement, Row, Sensitivity, SequenceRecord, keys_of
+from howsmooth.study.study_preparation import PreparedStudy, Subject
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
 
 __all__ = ["ConstantsTask", "JoinedConstants", "batch_size", "constants_left", "joined", "start_seed"]

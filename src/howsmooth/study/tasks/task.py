@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from howsmooth.study.datasets import SequenceData
-from howsmooth.study.measured_models import Models, Subject, capture_sites
+from howsmooth.study.input_sequences import SequenceData
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import PLACE, Failure, Row
 from howsmooth.study.store import now
+from howsmooth.study.study_preparation import Models, Subject, capture_sites
 from howsmooth.study.text_formatting import encodable
 
 __all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all"]

@@ -19,11 +19,11 @@ from matplotlib import rc_context
 from howsmooth.paper.figure_tasks import SiteTask, UnitTask, unit_of
 from howsmooth.paper.plotting import PAPER, Picture
 from howsmooth.paper.reproduce_options import FigureOptions
-from howsmooth.study.measured_models import Models, PreparedStudy
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import FIGURE, FigureRow
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.store import Store
+from howsmooth.study.study_preparation import Models, PreparedStudy
 from howsmooth.study.tasks.task import Work
 
 __all__ = ["Figure", "FigureContext", "FigurePlan", "Finding", "models_for"]

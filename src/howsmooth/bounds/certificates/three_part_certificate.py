@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt
 from howsmooth.bounds.certificates.certificate import (
     Certificate,
     certify,
@@ -16,11 +17,15 @@ from howsmooth.bounds.certificates.certificate import (
     checked_input,
     one_head,
 )
+from howsmooth.bounds.certificates.certificate_weight_search import Weights, joint_weights
 from howsmooth.bounds.certificates.eigenvalue_bounds import Rule, nonnegative_norm, norm, shrink
-from howsmooth.bounds.certificates.heads_at_tokens import HeadsAt
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
-from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, key_sums, sandwich, value_sums
-from howsmooth.bounds.certificates.token_weight_search import Weights, joint_weights
+from howsmooth.bounds.certificates.weighted_gram_matrices import (
+    diagonal_norms,
+    key_sums,
+    sandwich,
+    value_sums,
+)
 from howsmooth.roundoff import U, gamma, up
 
 __all__ = ["certificate_frobenius", "certificate_heads", "certificate_parts"]

@@ -26,7 +26,7 @@ from howsmooth.dynamics import (
     rescaled,
     value_matrix,
 )
-from howsmooth.dynamics import clusters as clusters_module
+from howsmooth.dynamics import clustering_quantities as clusters_module
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import D, random_attention, tokens

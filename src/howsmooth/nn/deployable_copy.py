@@ -14,7 +14,7 @@ from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.parts.embedding_and_pooling import ClipTokens
 from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
 from howsmooth.nn.parts.norms import LipschitzLayerNorm, LipschitzRMSNorm
-from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
+from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
 
 __all__ = ["deploy"]
 

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.attention.core import ScoreFeatures
 from howsmooth.attention.multi_head_projections import in_heads
+from howsmooth.attention.scaled_dot_product import ScoreFeatures
 
 __all__ = ["Operands"]
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.heads_at_tokens import HeadsAt
+from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt
 
 __all__ = ["Weights", "diagonal_guesses", "joint_weights", "tidy"]
 

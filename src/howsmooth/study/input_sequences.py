@@ -19,7 +19,7 @@ from howsmooth import texts
 from howsmooth.study.plans import InputSpec
 from howsmooth.study.records import TextRecord
 from howsmooth.study.text_formatting import encodable
-from howsmooth.study.text_windows import Sequences, arrange, draw_distinct
+from howsmooth.study.window_placement import Sequences, arrange, draw_distinct
 
 if TYPE_CHECKING:
     from howsmooth.models.sequence_datasets import Dataset  # imports transformers, which takes seconds
@@ -166,7 +166,7 @@ def sequence_starts(
 ) -> dict[tuple[int, int], int]:
     """Choose at random where each sequence of a study begins in its text or other input.
 
-    Windows do not overlap; :func:`howsmooth.study.text_windows.arrange` places them. Images are drawn in
+    Windows do not overlap; :func:`howsmooth.study.window_placement.arrange` places them. Images are drawn in
     random order, and the same images serve for every length.
 
     Returns

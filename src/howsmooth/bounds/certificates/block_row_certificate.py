@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, row_blocks
 from howsmooth.bounds.certificates.certificate import (
     Certificate,
     certify,
@@ -18,11 +19,10 @@ from howsmooth.bounds.certificates.certificate import (
     checked_input,
     one_head,
 )
+from howsmooth.bounds.certificates.certificate_weight_search import tidy
 from howsmooth.bounds.certificates.eigenvalue_bounds import shrink
-from howsmooth.bounds.certificates.heads_at_tokens import HeadsAt, row_blocks
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
-from howsmooth.bounds.certificates.quadratic_forms import sandwich
-from howsmooth.bounds.certificates.token_weight_search import tidy
+from howsmooth.bounds.certificates.weighted_gram_matrices import sandwich
 from howsmooth.roundoff import gamma, up
 
 __all__ = ["certificate_rows"]

@@ -11,7 +11,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.bounds import attention_parameters
 from howsmooth.bounds.attention_parameters import Head
-from howsmooth.bounds.large_radius_limit import large_radius, theorem_3_7, theorem_4_5
+from howsmooth.bounds.large_radius_bounds import large_radius, theorem_3_7, theorem_4_5
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import dense_jacobian, random_attention, tokens
 from tests._search import Point, largest_ratio

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.models.parameter_files import (
+from howsmooth.models.attention_parameter_files import (
     is_parameter_file,
     read_parameter_file,
     save_parameters,

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.roundoff import gamma
 
 __all__ = ["Moments", "moment_columns", "moment_width"]

@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.bounds.certificates.attention_with_error_bounds import HeadAt, HeadsAt, row_blocks
+from howsmooth.bounds.certificates.certificate_weight_search import diagonal_guesses
 from howsmooth.bounds.certificates.eigenvalue_bounds import Rule, largest_eigenvalue, shrink
 from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
-from howsmooth.bounds.certificates.heads_at_tokens import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
-from howsmooth.bounds.certificates.token_weight_search import diagonal_guesses
 from howsmooth.roundoff import gamma, up
 
 FULL_SPECTRUM = 128

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum, image
+from howsmooth.bounds.radius.ellipsoid_arithmetic import ellipsoid_sum, image
 from howsmooth.bounds.radius.network_rounding_errors import length
 from howsmooth.bounds.radius.tensor_with_error_bound import exact, settled
 from howsmooth.bounds.radius.transformer_layers import Attention

@@ -91,7 +91,7 @@ def read_parameter_file(path: str | os.PathLike[str]) -> ParameterFile:
     Parameters
     ----------
     path
-        Path of the file; :mod:`howsmooth.models.parameter_files` describes its contents.
+        Path of the file; :mod:`howsmooth.models.attention_parameter_files` describes its contents.
 
     Raises
     ------

@@ -18,7 +18,7 @@ import torch
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, StoreError, TextError
 from howsmooth.scopes import CROSS_SCOPE, layers_of_scope
 from howsmooth.seeds import derive_seed
-from howsmooth.study.datasets import (
+from howsmooth.study.input_sequences import (
     Inputs,
     OpenedInput,
     SequenceData,
