@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 import howsmooth as hs
+from howsmooth.attention import scaled_dot_product
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import ACTING, CASES, D, dense_jacobian, random_attention, tokens
 from tests._forked import memory_added
@@ -34,8 +35,8 @@ def test_blocks_do_not_change_the_map(name: str, entries: int, monkeypatch: pyte
     positions = torch.tensor([0.1, 0.9, 0.1, 0.3, 0.4, 0.2, 0.2])
     acts = name in ACTING or name.startswith("L2")
     moved = f(DiscreteMeasure(x[0], WEIGHTS, positions=positions)).points if acts else None
-    monkeypatch.setitem(core._ENTRIES, "cpu", entries)
-    monkeypatch.setattr(core, "_FUSED_ABOVE", 0)
+    monkeypatch.setitem(scaled_dot_product._ENTRIES, "cpu", entries)
+    monkeypatch.setattr(scaled_dot_product, "_FUSED_ABOVE", 0)
     # Without derivatives by the fused kernel, where it can; with them in blocks.
     for y in (x, x.clone().requires_grad_()):
         torch.testing.assert_close(f(y).detach(), whole, rtol=1e-13, atol=1e-13)
@@ -58,10 +59,10 @@ def test_the_fused_kernel_is_used_and_takes_every_size(
     x = tokens(4, 2, 3, 7, D)
     whole = f(x)
     used = []
-    fused = core._fused
-    monkeypatch.setattr(core, "_fused", lambda *a, **k: used.append(1) or fused(*a, **k))
-    monkeypatch.setitem(core._ENTRIES, "cpu", 1)
-    monkeypatch.setattr(core, "_FUSED_ABOVE", 0)
+    fused = scaled_dot_product._fused
+    monkeypatch.setattr(scaled_dot_product, "_fused", lambda *a, **k: used.append(1) or fused(*a, **k))
+    monkeypatch.setitem(scaled_dot_product._ENTRIES, "cpu", 1)
+    monkeypatch.setattr(scaled_dot_product, "_FUSED_ABOVE", 0)
     torch.testing.assert_close(f(x), whole, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(f.to(dtype=torch.float32)(x.float()), whole.float(), rtol=1e-5, atol=1e-5)
     assert len(used) == 2
@@ -78,8 +79,8 @@ def test_the_fused_kernel_is_used_and_takes_every_size(
 def test_blocks_are_differentiated_in_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     f, x = CASES["causal grouped, hot"](5), tokens(1, 5, D)
     whole = dense_jacobian(f, x)
-    monkeypatch.setitem(core._ENTRIES, "cpu", 1)
-    monkeypatch.setattr(core, "_FUSED_ABOVE", 0)
+    monkeypatch.setitem(scaled_dot_product._ENTRIES, "cpu", 1)
+    monkeypatch.setattr(scaled_dot_product, "_FUSED_ABOVE", 0)
     torch.testing.assert_close(dense_jacobian(f, x), whole, rtol=1e-12, atol=1e-12)
     forward = torch.func.jacfwd(f)(x).reshape(whole.shape)
     torch.testing.assert_close(forward, whole, rtol=1e-12, atol=1e-12)
@@ -105,8 +106,8 @@ def test_a_constant_is_measured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autodiff compares values, by the fused kernel, with derivatives, in blocks."""
     f, x = random_attention(5), tokens(5, 7, D)
     value = float(hs.local_lipschitz(f, x).value)
-    monkeypatch.setitem(core._ENTRIES, "cpu", 1)
-    monkeypatch.setattr(core, "_FUSED_ABOVE", 0)
+    monkeypatch.setitem(scaled_dot_product._ENTRIES, "cpu", 1)
+    monkeypatch.setattr(scaled_dot_product, "_FUSED_ABOVE", 0)
     estimate = hs.local_lipschitz(f, x, method="autodiff")
     assert bool(estimate.converged)
     assert float(estimate.value) == pytest.approx(value, rel=1e-6)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.attention import scaled_dot_product
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import D, dense_jacobian, random_attention, tokens
@@ -155,8 +156,8 @@ def test_blocks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = f(x)
     torch.testing.assert_close(torch.stack([f(member) for member in x]), whole, rtol=1e-13, atol=1e-13)
     for entries in (1, 40, 250):
-        monkeypatch.setitem(core._ENTRIES, "cpu", entries)
-        monkeypatch.setattr(core, "_FUSED_ABOVE", 0)
+        monkeypatch.setitem(scaled_dot_product._ENTRIES, "cpu", entries)
+        monkeypatch.setattr(scaled_dot_product, "_FUSED_ABOVE", 0)
         torch.testing.assert_close(f(x), whole, rtol=1e-13, atol=1e-13)
 
 

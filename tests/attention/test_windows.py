@@ -15,7 +15,7 @@ from howsmooth import bounds
 from howsmooth.adversarial.gradient_ascent import _basis, _compressed
 from howsmooth.adversarial.repeated_token_search import can_search_atoms
 from howsmooth.adversarial.search_domains import Ball
-from howsmooth.attention import SoftmaxCore
+from howsmooth.attention import SoftmaxCore, scaled_dot_product
 from howsmooth.attention.masks import Visibility, check_window
 from howsmooth.bounds import ball_lower_bounds as lower_bounds
 from howsmooth.bounds import certificates
@@ -101,12 +101,12 @@ def test_blocks_of_rows_take_only_the_keys_in_reach(
     causal: bool, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several blocks of rows, of heads: nothing is left out, and the scores formed are of order n w."""
-    monkeypatch.setattr(core, "_ENTRIES", {"cpu": entries})
-    monkeypatch.setattr(core, "_ROWS", 4)
+    monkeypatch.setattr(scaled_dot_product, "_ENTRIES", {"cpu": entries})
+    monkeypatch.setattr(scaled_dot_product, "_ROWS", 4)
     n, window = 150, 5
     f, masked = pair(4, window, causal=causal, n=n, heads=4, kv_heads=2)
     formed: list[int] = []
-    plain = core.attention_probabilities
+    plain = scaled_dot_product.attention_probabilities
 
     def counted(q: Tensor, k: Tensor, *rest: object) -> Tensor:
         formed.append(q[..., 0].numel() * k.shape[-2])
@@ -114,14 +114,14 @@ def test_blocks_of_rows_take_only_the_keys_in_reach(
 
     x = tokens(2, n, D)
     expected = masked(x)
-    monkeypatch.setattr(core, "attention_probabilities", counted)
+    monkeypatch.setattr(scaled_dot_product, "attention_probabilities", counted)
     torch.testing.assert_close(f(x), expected, rtol=1e-12, atol=1e-13)
     assert 4 * n * window <= sum(formed) <= 4 * n * 3 * window
 
 
 def test_blocks_of_a_long_sequence_are_not_cut_as_if_every_key_were_seen() -> None:
     n = 1 << 20
-    ((_, rows),) = core.row_blocks(1, 1, n, n, torch.device("cpu"), 64)
+    ((_, rows),) = scaled_dot_product.row_blocks(1, 1, n, n, torch.device("cpu"), 64)
     assert len(rows) == n // 64
 
 

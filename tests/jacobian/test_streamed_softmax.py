@@ -223,7 +223,7 @@ def test_a_mask_that_differs_between_heads_and_members_hides_tiles() -> None:
     seen = torch.rand(2, 2, 1, n, n, generator=torch.Generator().manual_seed(0)) < 0.4
     seen |= torch.eye(n, dtype=torch.bool)
     q, k, v = tokens(0, 2, 2, 1, n, 3), tokens(1, 2, 2, n, 3), tokens(2, 2, 2, n, 4)
-    features = hs.attention.core.ScoreFeatures(seen=seen)
+    features = hs.attention.scaled_dot_product.ScoreFeatures(seen=seen)
     at = streamed_derivative(Operands.of_heads(q, k, v, 0.5, features), Visibility(n), torch.float64)
 
     def heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ def test_blocks_of_a_narrow_window_are_as_large_in_a_long_sequence_as_in_a_short
         rows = torch.zeros(1, 1, 1, 1).expand(1, 1, n, 1)
         at = streamed_softmax.StreamedDerivative(
             rows, rows[0], rows[0], rows[..., 0].double(), rows, None, None, torch.zeros(1).double(),
-            Visibility(n, True, 64), hs.attention.core.ScoreFeatures(), 1,
+            Visibility(n, True, 64), hs.attention.scaled_dot_product.ScoreFeatures(), 1,
         )  # fmt: skip
         first = next(at.tiling.blocks()).rows
         lengths.append(first.stop - first.start)

@@ -261,13 +261,13 @@ def test_entries_of_half_precision_keep_their_digits_in_any_dimension(size: int)
     row = some / some.norm() * math.sqrt(1000 / size)
     basis = Basis(size, HALF, own, None)
     basis.append(row)
-    kept = torch.empty(1000, dtype=own)
-    basis.combine(0, np.ones(1), out=kept)
-    assert float((kept - some[0] / some.norm()).norm()) <= 2.0**-11
+    kept, first = torch.empty(1, 1000, dtype=own), np.zeros(1, dtype=np.int64)
+    basis.combine(first, np.ones((1, 1)), kept, first)
+    assert float((kept - some / some.norm()).norm()) <= 2.0**-11
     corner = Basis(size, HALF, own, None)
     corner.append(torch.eye(1, 1000, dtype=own))
-    corner.combine(0, np.ones(1), out=kept)
-    assert float(kept[0]) == 1.0
+    corner.combine(first, np.ones((1, 1)), kept, first)
+    assert float(kept[0, 0]) == 1.0
 
 
 @pytest.mark.parametrize("size", [300, 3 * PIECE // 2])
@@ -298,6 +298,29 @@ def test_members_together_are_those_one_by_one(
     overlaps = torch.einsum("kmp,mp->km", rows.double(), together.double())
     assert (overlaps.abs() <= digits * same.clamp_min(1e-30)).all()
     assert float(same[2]) == 0.0
+
+
+@BASES
+def test_many_maps_are_those_few_at_a_time(
+    basis: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end at different steps; some thirty at the first of them, which are then written together."""
+    leading = [5.0 if i < 35 else 1.0 + 0.05 * (i - 34) for i in range(50)]
+    maps = [with_spectrum(i, [top, *np.linspace(1.0, 0.1, 40)], 600, 600) for i, top in enumerate(leading)]
+    operator, start = Dense(torch.stack(maps)), gaussian(7, 50, 600)
+    options = {"rtol": 1e-3, "confidence": 0.999, "max_iterations": 40, "basis_dtype": basis}
+    many = lanczos(operator, start, **options)
+    monkeypatch.setattr("howsmooth.spectral.krylov_basis._MANY", 1000)
+    few = lanczos(operator, start, **options)
+    assert len(set(many.steps.tolist())) > 3
+    assert bool(many.converged.all())
+    assert many.steps.tolist() == few.steps.tolist()
+    digits = 1e-11 if basis is None else 1e-3
+    for name in ("sigma", "lower", "upper", "right", "left"):
+        torch.testing.assert_close(getattr(many, name), getattr(few, name), rtol=digits, atol=digits)
+    for i, one in enumerate(maps):
+        true = float(torch.linalg.matrix_norm(one, 2))
+        assert float(many.lower[i]) * (1 - 1e-12) <= true <= float(many.upper[i])
 
 
 @pytest.mark.parametrize(("allowed", "steps"), [(2, [2, 2]), (8, [3, 8])])

@@ -227,7 +227,8 @@ class _AttentionBlocks(TokenBlocks):
     ) -> list[LinearOperator]:
         own = self._own_query(i, factor) if bool((i == j).all()) else None
         moved = (factor * self._slope[:, i, j])[..., None] * (self._v[:, j] - self._mean[:, i])
-        parts = ((factor * self._p[:, i, j]).mT, moved.transpose(0, 1), self._read(i, j))
+        owners, read = self._read(i, j)
+        parts = ((factor * self._p[:, i, j]).mT, moved.transpose(0, 1), read)
         found: list[LinearOperator] = []
         for dtype in dtypes:
             if dtype not in self._projections:
@@ -236,13 +237,25 @@ class _AttentionBlocks(TokenBlocks):
             digits = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
             rounding = digits * self._core.rounding(1).expand(len(i))
             query = None if own is None else own.to(dtype)
-            found.append(_AttentionTile(self._projections[dtype], p, moved, read, query, rounding))
+            found.append(_AttentionTile(self._projections[dtype], p, moved, read, owners, query, rounding))
         return found
 
-    def _read(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
+    def _read(self, i: Tensor, j: Tensor) -> tuple[Int[Tensor, " pairs"], Float[Tensor, "owners heads d"]]:
         """Return, for each head and pair (i, j), the gradient of the score of query i and key j with respect
         to token j.
+
+        The second result has the distinct gradients, and the first their indices for the pairs. Without
+        rotary positions and a norm of the keys, the gradient is the same for all j.
         """
+        f = self._f
+        if f.rotary is None and f.key_norm is None:
+            queries, owners = torch.unique_consecutive(i, return_inverse=True)
+            t = self._q[:, queries].transpose(0, 1)
+            return owners, torch.einsum("phk,hkd->phd", t, f.key[self._group])
+        return torch.arange(len(i), device=i.device), self._read_at_keys(i, j)
+
+    def _read_at_keys(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
+        """Return the gradients of :meth:`_read` for each pair (i, j), if they depend on both tokens."""
         f, t = self._f, self._q[:, i].transpose(0, 1)
         pairs, weight, n = len(i), f.key, self._p.shape[1]
         if f.key_norm is None or f.key_norm.d == f.key_dim:
@@ -384,8 +397,8 @@ class _AttentionTile(LinearOperator):
         The weights P_ij of each head.
     moved
         P_ij D_ij (v_j − O_i) of each head.
-    read
-        The vectors b_ij of each head.
+    read, owners
+        The vectors b_ij of each head, each distinct one once, and the index in ``read`` for each pair.
     own
         The further term of blocks on the diagonal; None for other blocks.
     rounding
@@ -398,14 +411,19 @@ class _AttentionTile(LinearOperator):
         projection: Projection,
         p: Float[Tensor, "pairs heads"],
         moved: Float[Tensor, "pairs heads value_dim"],
-        read: Float[Tensor, "pairs heads d"],
+        read: Float[Tensor, "owners heads d"],
+        owners: Int[Tensor, " pairs"],
         own: _OwnQuery | None,
         rounding: Float[Tensor, " pairs"],
     ) -> None:
         f = projection.attention
         super().__init__(len(p), (1, f.d), (1, f.d_out), p.dtype, p.device, rounding)
         self.projection = projection
-        self.p, self.moved, self.read, self.own = p, moved, read, own
+        self.p, self.moved, self.read, self.owners, self.own = p, moved, read, owners, own
+        # Pairs that follow each other and have the same vectors b_ij share a product with them.
+        runs, counts = torch.unique_consecutive(owners, return_counts=True)
+        self._counts = counts.tolist() if 2 * len(runs) <= len(owners) else None
+        self._b = read[runs] if self._counts else read[owners]
 
     def _product(self, e: Tensor) -> Tensor:
         return self.projection.out(self._heads(e[:, 0]).flatten(1))[:, None]
@@ -424,8 +442,7 @@ class _AttentionTile(LinearOperator):
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (e @ value.mT).view(len(e), f.kv_heads, 1, f.value_dim)
         p = self.p.view(len(e), f.kv_heads, -1, 1)
-        scores = self.read @ e[..., None]
-        z = torch.addcmul((p * v).view_as(self.moved), scores, self.moved)
+        z = torch.addcmul((p * v).view_as(self.moved), self._scores(e)[..., None], self.moved)
         return z if self.own is None else z + self.own.product(e @ query.mT)
 
     def _heads_adjoint(self, z: Float[Tensor, "pairs heads value_dim"]) -> Float[Tensor, "pairs d"]:
@@ -434,13 +451,30 @@ class _AttentionTile(LinearOperator):
         """
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (self.p[..., None] * z).view(len(z), f.kv_heads, -1, f.value_dim).sum(dim=2)
-        scores = (z * self.moved).sum(dim=-1, keepdim=True)
-        e = torch.baddbmm((v.flatten(1) @ value)[..., None], self.read.mT, scores)[..., 0]
+        e = self._add_scores_adjoint(v.flatten(1) @ value, torch.linalg.vecdot(z, self.moved))
         return e if self.own is None else e.addmm_(self.own.adjoint(z), query)
+
+    def _scores(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads"]:
+        """Return ⟨b_ij, e_j⟩ for each pair (i, j) and head: the tangents of the scores."""
+        if self._counts is None:
+            return (self._b @ e[..., None])[..., 0]
+        return torch.cat([part @ b.mT for part, b in zip(e.split(self._counts), self._b, strict=True)])
+
+    def _add_scores_adjoint(
+        self, e: Float[Tensor, "pairs d"], scores: Float[Tensor, "pairs heads"]
+    ) -> Float[Tensor, "pairs d"]:
+        """Add Σ_h s_ij b_ij to the row of ``e`` of each pair (i, j), for cotangents s_ij of the scores."""
+        if self._counts is None:
+            return torch.baddbmm(e[..., None], self._b.mT, scores[..., None])[..., 0]
+        parts = zip(e.split(self._counts), scores.split(self._counts), self._b, strict=True)
+        for part, s, b in parts:
+            part.addmm_(s, b)
+        return e
 
     def select(self, members: Tensor) -> _AttentionTile:
         """Return the blocks of the chosen pairs of tokens."""
         members = members.to(self.device)
         own = None if self.own is None else self.own.select(members)
-        p, moved, read = (t[members] for t in (self.p, self.moved, self.read))
-        return _AttentionTile(self.projection, p, moved, read, own, self.rounding[members.cpu()])
+        p, moved, owners = (t[members] for t in (self.p, self.moved, self.owners))
+        rounding = self.rounding[members.cpu()]
+        return _AttentionTile(self.projection, p, moved, self.read, owners, own, rounding)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from howsmooth.spectral.accurate_sums import PIECE, inner, pieces, row_lengths, split, squared_lengths
@@ -28,6 +29,9 @@ _BLOCK_BYTES_ELSEWHERE = 1 << 29
 # Vectors of at least so many entries are projected on the basis one by one on a CPU, where a product of a
 # matrix and a vector then takes a fifth of the time that it takes as part of a batch.
 _ONE_BY_ONE = 1 << 9
+# The vectors of so many maps are projected together, on one basis vector of each map after the other, because
+# there are fewer steps than maps, and each operation takes some microseconds to start.
+_MANY = 32
 # Entries of long float32 vectors whose products a CPU sums in float32: the error is less than that of vectors
 # that are summed as a whole.
 _SHORT = 1 << 14
@@ -86,9 +90,23 @@ class Basis:
             chosen = members.tolist()
             self._columns = [chosen if old is None else [old[i] for i in chosen] for old in self._columns]
         else:
-            self.blocks = [block[:, members] for block in self.blocks]
+            self.blocks = [self._kept(block, first, members) for first, block in self._numbered()]
         if self.taken is not None:
             self.taken = self.taken[members.cpu()]
+
+    def _numbered(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield each block with the number of basis vectors before it."""
+        first = 0
+        for block in self.blocks:
+            yield first, block
+            first += len(block)
+
+    def _kept(self, block: Tensor, first: int, members: Tensor) -> Tensor:
+        """Return a block restricted to some maps. Its empty rows, which later steps fill, are not copied."""
+        kept = block.new_empty(len(block), len(members), block.shape[2])
+        filled = slice(self.count - first)
+        torch.index_select(block[filled], 1, members, out=kept[filled])
+        return kept
 
     def orthogonalise_(self, z: Tensor, latest: Sequence[Tensor]) -> Tensor:
         """Orthogonalise the vectors z (member, size) against the basis, in place, and return their norms
@@ -116,36 +134,54 @@ class Basis:
                 break
         return lengths
 
-    def combine(self, member: int, weights: np.ndarray, out: Tensor) -> None:
-        """Compute a linear combination of the basis vectors of one map, normalise it, and write it to
-        ``out``.
+    def combine(
+        self,
+        members: Int[np.ndarray, " some"],
+        weights: Float[np.ndarray, "some k"],
+        out: Float[Tensor, "all size"],
+        places: Int[np.ndarray, " some"],
+    ) -> None:
+        """Compute a linear combination of the basis vectors of each of some maps, normalise it, and write it
+        to a row of ``out``.
 
-        The combination is Σ_k weights_k row_k.
+        The combination of a map is Σ_k weights_k row_k. ``members`` are the indices of the maps in the batch,
+        and ``places`` are the rows of ``out``.
         """
-        coefficients = torch.as_tensor(weights / self.scale, dtype=self.working, device=out.device)
-        out.zero_()
-        for piece in pieces(len(out), out.device):
-            for rows, part in self._parts(slice(member, member + 1), piece, len(weights)):
-                out[piece].addmv_(part[:, 0].mT, coefficients[rows])
-        out /= norms(out[None], self.reduce).to(out.dtype)
+        coefficients = torch.as_tensor(weights.T / self.scale, dtype=self.working, device=out.device)
+        if len(members) < _MANY:
+            for member, place, own in zip(members.tolist(), places.tolist(), coefficients.mT, strict=True):
+                x = out[place].zero_()
+                for piece in pieces(len(x), x.device):
+                    for rows, part in self._parts(slice(member, member + 1), piece, len(own)):
+                        x[piece].addmv_(part[:, 0].mT, own[rows])
+                x /= norms(x[None], self.reduce).to(x.dtype)
+            return
+        chosen = torch.as_tensor(members, device=out.device)
+        sums = out.new_zeros(len(members), out.shape[1])
+        for rows, part in self._parts(slice(None), slice(None), len(coefficients)):
+            for row, of_row in zip(part, coefficients[rows], strict=True):
+                sums.addcmul_(row[chosen], of_row[:, None])
+        out[places] = sums / norms(sums, self.reduce).to(out.dtype)[:, None]
 
     @staticmethod
     def _one_by_one(z: Tensor) -> bool:
-        """Return True if vectors of the length of ``z`` are projected on the basis one by one, and False if
-        several vectors are projected in one call.
+        """Return True if the vectors ``z`` (..., member, size) are projected on the basis one by one, and
+        False if several vectors are projected in one call.
 
         On devices other than a CPU all vectors are projected in one call, because starting an operation takes
         long there.
         """
-        return z.device.type == "cpu" and z.shape[-1] >= _ONE_BY_ONE
+        return z.device.type == "cpu" and z.shape[-1] >= _ONE_BY_ONE and z.shape[-2] < _MANY
 
     def _together(self, z: Tensor) -> list[slice]:
         """Divide the maps of the batch into groups. The vectors of one group are projected on the basis in
         one call.
         """
         size = len(z)
-        if z.device.type == "cpu":
-            size = 1 if self._one_by_one(z) else max(1, _TOGETHER // z.shape[1])
+        if self._one_by_one(z):
+            size = 1
+        elif z.device.type == "cpu" and z.shape[1] < _ONE_BY_ONE:
+            size = max(1, _TOGETHER // z.shape[1])
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _pieces_of_sums(self, z: Tensor) -> tuple[torch.dtype, list[slice]]:
@@ -220,6 +256,8 @@ def _by_member(rows: Tensor, z: Tensor) -> Tensor:
     """
     if len(z) == 1:  # a product of a matrix and a vector is faster than a batch of one
         return torch.mv(rows[:, 0], z[0])[:, None]
+    if _by_steps(z):
+        return torch.stack([torch.linalg.vecdot(row, z) for row in rows])
     return torch.einsum("kmp,mp->km", rows, z)
 
 
@@ -232,8 +270,19 @@ def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
     """
     if len(z) == 1:
         z[0].addmv_(rows[:, 0].mT, weights[:, 0], alpha=-1)
+    elif _by_steps(z):
+        for row, of_row in zip(rows, weights, strict=True):
+            z.addcmul_(row, of_row[:, None], value=-1)
     else:
         z -= torch.einsum("km,kmp->mp", weights, rows)
+
+
+def _by_steps(z: Tensor) -> bool:
+    """Return True if the vectors of many maps, the rows of z, meet the basis vectors of one step at a time.
+
+    A batched product of matrices and vectors takes several times as long on a CPU.
+    """
+    return z.device.type == "cpu" and z.shape[1] >= _ONE_BY_ONE
 
 
 def norms(x: Tensor, reduce: Reduction | None) -> Tensor:

@@ -229,14 +229,17 @@ def _run(
         some = active[places]
         members.bound(some, k, None if basis.taken is None else basis.taken.numpy()[places])
         done = members.finished(some, k)
-        for row, member in zip(places[done].tolist(), some[done].tolist(), strict=True):
-            weights = members.ritz_vector(member, k)
-            basis.combine(row, weights, out=right[member])
+        rows, ended = places[done], some[done]
+        if len(rows):
+            weights = members.ritz_vectors(ended, k)
+            basis.combine(rows, weights, right, ended)
             if gram is not None:
-                # JᵀJ V = V T + z e_kᵀ
-                torch.mul(right[member], float(members.sigma[member]) ** 2, out=gram[member])
-                recurrence.add_rest_(gram[member], row, float(weights[-1] * members.units[member] ** 2))
-        running[places[done]] = False
+                last = weights[:, -1] * members.units[ended] ** 2
+                for row, member, rest in zip(rows.tolist(), ended.tolist(), last.tolist(), strict=True):
+                    # JᵀJ V = V T + z e_kᵀ
+                    torch.mul(right[member], float(members.sigma[member]) ** 2, out=gram[member])
+                    recurrence.add_rest_(gram[member], row, rest)
+        running[rows] = False
         # Drop the members that have ended.
         if not running.any():
             break
@@ -341,11 +344,11 @@ class _Members:
         self.steps[some[done]] = k
         return done
 
-    def ritz_vector(self, member: int, k: int) -> Float[np.ndarray, " k"]:
-        """Return the leading eigenvector of the tridiagonal matrix of one map. Its entries are the
+    def ritz_vectors(self, some: Int[np.ndarray, " some"], k: int) -> Float[np.ndarray, "some k"]:
+        """Return the leading eigenvector of the tridiagonal matrix of each of some maps. Its entries are the
         coefficients of the map's singular vector in the Krylov basis.
         """
-        return _leading_vector(self.diagonal[member, :k], self.off[member, :k])
+        return np.stack([_leading_vector(self.diagonal[member, :k], self.off[member, :k]) for member in some])
 
     def triplet(
         self,

@@ -27,7 +27,7 @@ from transformers import (
 
 import howsmooth as hs
 from howsmooth import batching
-from howsmooth.attention import StagedAttention
+from howsmooth.attention import StagedAttention, scaled_dot_product
 from howsmooth.jacobian import tiling
 from howsmooth.models import capture
 from howsmooth.models.tracing import attention_hooks, mask_and_bias
@@ -112,7 +112,7 @@ def test_a_measurement_in_a_small_budget_makes_none_either(
     monkeypatch.setattr(batching, "_STREAMED_FROM", N + 1)
     kept = hs.local_lipschitz(site.map, site.x, max_iterations=1)
     monkeypatch.setattr(batching, "cached_bytes", lambda *arguments: 1 << 60)
-    monkeypatch.setattr(core, "_ENTRIES", {"cpu": N * N // 16})
+    monkeypatch.setattr(scaled_dot_product, "_ENTRIES", {"cpu": N * N // 16})
     monkeypatch.setitem(tiling._TILE, "cpu", N * N // 16)
     monkeypatch.setattr(tiling, "_ROWS", N // 16)
     with Largest() as largest:
