@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -131,11 +132,8 @@ class AutodiffJacobian(LinearOperator):
         self._f = f
         self._x = x
         self._lead = len(lead)
-        if rounding is None:
-            y = self._first_value()
-        else:
-            self._linearise()
-            y = self._kept.y.detach()
+        self._linearise()
+        y: object = self._kept.y
         if not isinstance(y, Tensor) or y.shape[: len(lead)] != lead or y.ndim == len(lead):
             tensor = isinstance(y, Tensor)
             got = f"shape {tuple(cast(Tensor, y).shape)}" if tensor else type(y).__name__
@@ -157,13 +155,7 @@ class AutodiffJacobian(LinearOperator):
             )
         if not bool(torch.isfinite(y).all()):
             raise NonFiniteError("f", expected="finite outputs at x", got="NaN or infinity")
-        if rounding is None and not self._gives_again(y):
-            raise ArgumentError(
-                "f",
-                expected="the same output for the same input",
-                got="two different outputs",
-                remedy="Turn off dropout and other randomness, for instance with f.eval().",
-            )
+        y = y.detach()
         self._y_shape = y.shape
         shapes = tuple(x.shape[len(lead) :]), tuple(y.shape[len(lead) :])
         super().__init__(max(1, lead.numel()), *shapes, x.dtype, x.device, rounding)
@@ -178,24 +170,37 @@ class AutodiffJacobian(LinearOperator):
         """Evaluate f at x and keep the autograd graph, along which the products are computed."""
         # Estimating the rounding needs a second graph, and each is followed by that of its derivative.
         most = memory_budget(None, self._x.device) // _GRAPHS if self._x.shape[self._lead] < _LONG else 0
-        with as_derivative_errors("reverse"):
-            self._kept = _Linearisation(self._f, self._x, most)
+        try:
+            with as_derivative_errors("reverse"):
+                self._kept = _Linearisation(self._f, self._x, most)
+        except Exception:
+            self._refuse_failing()
+            raise
 
-    def _gives_again(self, y: Tensor) -> bool:
-        """Return True if a second evaluation of the map ``f`` gives the same output ``y``. The graph of the
-        second evaluation is kept.
+    def _refuse_other_outputs(self, again: Tensor | None) -> None:
+        """Raise an ArgumentError if the map ``f`` gives different outputs for the same input.
+
+        ``again`` is its output of a second evaluation, or None.
         """
-        self._linearise()
-        # Where a graph is kept, the same operations may round otherwise; then a value without one decides.
-        return torch.equal(y, self._kept.y) or torch.equal(y, cast(Tensor, self._evaluate(self._x)))
+        # Where derivatives are computed too, the same operations may round otherwise; then values decide.
+        if again is not None and torch.equal(self._kept.y, again):
+            return
+        first, second = (cast(Tensor, self._evaluate(self._x)) for _ in range(2))
+        if not torch.equal(first, second):
+            raise ArgumentError(
+                "f",
+                expected="the same output for the same input",
+                got="two different outputs",
+                remedy="Turn off dropout and other randomness, for instance with f.eval().",
+            )
 
-    def _first_value(self) -> object:
+    def _refuse_failing(self) -> None:
         """Evaluate the map ``f`` at the point ``x``, and convert any exception of ``f`` to an ArgumentError
         that quotes it.
         """
         f, x = self._f, self._x
         try:
-            return self._evaluate(x)
+            self._evaluate(x)
         except HowsmoothError:
             raise
         except Exception as error:
@@ -219,7 +224,9 @@ class AutodiffJacobian(LinearOperator):
             return self._f(x)
 
     def _product(self, e: Tensor) -> Tensor:
-        with one_backend(), as_derivative_errors("reverse" if self._kept.twice else "forward"):
+        with as_derivative_errors("reverse"):
+            twice = self._kept.twice
+        with one_backend(), as_derivative_errors("reverse" if twice else "forward"):
             tangent = self._kept.product(e.reshape(self._x.shape))
         return tangent.reshape(self.batch, *self.out_shape)
 
@@ -228,18 +235,18 @@ class AutodiffJacobian(LinearOperator):
             cotangent = self._kept.adjoint_product(u.reshape(self._y_shape))
         return cotangent.reshape(self.batch, *self.in_shape)
 
-    def _forward_product(self, e: Tensor) -> Tensor:
-        """Return the product J e by forward mode, or by double reverse mode if an operation of the map has no
-        forward mode.
+    def _forward_product(self, e: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return f(x) and the product J e by forward mode, or None and J e by double reverse mode if an
+        operation of the map has no forward mode.
         """
         try:
             with one_backend(), as_derivative_errors("forward"):
-                tangent = _by_forward_mode(self._f, self._x, e.reshape(self._x.shape))
+                y, tangent = _by_forward_mode(self._f, self._x, e.reshape(self._x.shape))
         except DerivativeError:
             if not self._kept.twice:
                 raise
-            return self._product(e)
-        return tangent.reshape(self.batch, *self.out_shape)
+            return None, self._product(e)
+        return y, tangent.reshape(self.batch, *self.out_shape)
 
     def _conditioning(self, u: Tensor, jtu: Tensor) -> Tensor:
         """Estimate the relative error of a product Jᵀu that is caused by rounding inside the map ``f``.
@@ -279,7 +286,9 @@ class AutodiffJacobian(LinearOperator):
             e = torch.randn(self.batch, *self.in_shape, generator=generator, dtype=torch.float64)
         u = torch.randn(self.batch, *self.out_shape, generator=generator, dtype=torch.float64)
         e, u = e.to(self._x), u.to(self._x)
-        je, jtu = self._forward_product(e), self._adjoint_product(u)
+        again, je = self._forward_product(e)
+        self._refuse_other_outputs(again)
+        jtu = self._adjoint_product(u)
         first = self._product(e) if self._kept.twice else je
         reverse = self._conditioning(u, jtu)
         if self.judged and float(reverse.max()) <= _SMALL:
@@ -332,35 +341,41 @@ class _Linearisation:
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, most: float) -> None:
         self._f = f
         self._x = x.detach().requires_grad_()
-        self._jtu: Tensor | None = None
+        self._most = most
         kept: dict[int, int] = {}
 
         def counted(t: Tensor) -> Tensor:
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
 
+        with torch.enable_grad(), one_backend(), saved_tensors_hooks(counted, lambda t: t):
+            self.y = f(self._x)
+        # How many bytes PyTorch keeps for reverse mode, weights included
+        self.graph_bytes = sum(kept.values())
+        self._jtu: Tensor | None = None
+
+    @cached_property
+    def twice(self) -> bool:
+        """Whether products J e are computed along the graph of u ↦ Jᵀu, which is made here."""
+        if self.graph_bytes > self._most:
+            return False
+        self._u = torch.zeros_like(self.y).requires_grad_()
         with torch.enable_grad(), one_backend():
-            with saved_tensors_hooks(counted, lambda t: t):
-                self.y = f(self._x)
-            # How many bytes PyTorch keeps for reverse mode, weights included
-            self.graph_bytes = sum(kept.values())
-            twice = self.graph_bytes <= most
-            self._u = torch.zeros_like(self.y).requires_grad_()
-            if twice:
-                self._jtu = _gradient(self.y, self._x, self._u, create_graph=True)
+            self._jtu = _gradient(self.y, self._x, self._u, create_graph=True)
         try:
-            linear = self._jtu is not None and _gradient(self._jtu, self._u, torch.zeros_like(x)) is not None
+            zero = torch.zeros_like(self._x)
+            linear = self._jtu is not None and _gradient(self._jtu, self._u, zero) is not None
         except RuntimeError:
             linear = False
         # Jᵀu knows nothing of u if the map is locally constant, or if a custom derivative is made only once.
-        self.twice = twice and (linear or not self.adjoint_product(torch.ones_like(self.y)).any())
+        return linear or not self.adjoint_product(torch.ones_like(self.y)).any()
 
     def product(self, e: Tensor) -> Tensor:
         """Return J e, the product of the Jacobian J of a map with a tangent ``e`` of its input."""
         if not self.twice:
-            return _by_forward_mode(self._f, self._x.detach(), e)
+            return _by_forward_mode(self._f, self._x.detach(), e)[1]
         found = None if self._jtu is None else _gradient(self._jtu, self._u, e)
-        return torch.zeros_like(self._u) if found is None else found
+        return torch.zeros_like(self.y) if found is None else found
 
     def adjoint_product(self, u: Tensor) -> Tensor:
         """Return Jᵀu, the product of the transposed Jacobian of a map with a cotangent ``u`` of its
@@ -379,8 +394,10 @@ def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) ->
     return found
 
 
-def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> Tensor:
-    return cast(Tensor, torch.func.jvp(f, (x,), (e,))[1]).detach()
+def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+    """Return f(x) and the product of the Jacobian of f at x with e."""
+    y, tangent, *_ = torch.func.jvp(f, (x,), (e,))
+    return cast(Tensor, y).detach(), cast(Tensor, tangent).detach()
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
