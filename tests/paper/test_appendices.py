@@ -178,9 +178,9 @@ def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:
     assert "gpt2" in finding.seen[1]
 
 
-def test_rotary_models_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"llama, with rotary positions"):
-        measured(GAMMA_RADIUS, tmp_path, asked(LLAMA, lengths=(6,)))
+def test_models_with_windows_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"mistral, with rotary positions and a window"):
+        measured(GAMMA_RADIUS, tmp_path, asked(ModelSpec("mistral"), lengths=(6,)))
 
 
 def test_models_without_a_tokenizer_are_refused_with_what_to_do(
