@@ -105,6 +105,7 @@ def _windows(model: str, n: int, samples: int) -> Tensor:
 
 def test_radii_of_texts_are_weighed_by_their_tokens() -> None:
     common = {"model": "m", "layer": 0, "head": 0, "gamma_min": -2.0, "gamma_max": 8.0, "gamma": 2.0}
+    common["matrices"] = 1
     rows = pd.DataFrame(
         [
             {**common, "n": 10, "samples": 3, "radius": 1.0, "radius_from": 0.5, "radius_to": 1.5},
@@ -123,6 +124,7 @@ def test_a_head_without_real_eigenvalue_is_counted_apart() -> None:
         "layer": 0,
         "n": 1,
         "samples": 1,
+        "matrices": 1,
         "radius": 1.0,
         "radius_from": 1.0,
         "radius_to": 1.0,
@@ -166,6 +168,10 @@ def test_gamma_takes_a_model_with_rotary_positions(tmp_path: Path) -> None:
     assert (longest["gamma"] >= shortest["gamma"] - 1e-12).all()
     table = over_texts(rows)
     assert table["gamma"].tolist() == longest.groupby(["layer", "head"])["gamma"].max().tolist()
+    assert (longest["matrices"] == 6).all()
+    assert "as far from it as the positions whose scores are strongest." in gamma_radius.result_sentences(
+        table
+    )
 
 
 def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:

@@ -79,11 +79,14 @@ def _rows(label: str, site: Any) -> list[Values]:
     }
     f = attention_of(site, label)
     if other_scores(f) == ROTARY:
-        found = [_largest_gamma(rotary_real_eigenvalues(f.head(h), site.x.shape[1])) for h in range(f.heads)]
+        found = [rotary_real_eigenvalues(f.head(h), site.x.shape[1]) for h in range(f.heads)]
     else:
         heads = parameters_of(bilinear(site, label)).heads
-        found = [_largest_gamma([[value for value, _ in real_eigenpairs(head)]]) for head in heads]
-    return [{**of_layer, "head": h, **gamma} for h, gamma in enumerate(found)]
+        found = [[[value for value, _ in real_eigenpairs(head)]] for head in heads]
+    return [
+        {**of_layer, "head": h, "matrices": len(spectra), **_largest_gamma(spectra)}
+        for h, spectra in enumerate(found)
+    ]
 
 
 def rotary_real_eigenvalues(f: SelfAttention, n: int) -> list[list[float]]:
@@ -123,8 +126,9 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
     Parameters
     ----------
     rows
-        One row for each model, text, length, layer and head, with the eigenvalues; ``radius``, the root mean
-        square norm of the tokens; ``radius_from`` and ``radius_to``, its smallest and largest value for
+        One row for each model, text, length, layer and head, with the eigenvalues; ``matrices``, the number
+        of score matrices A, more than one with rotary positions; ``radius``, the root mean square norm of the
+        tokens; ``radius_from`` and ``radius_to``, its smallest and largest value for
         single sequences; ``n`` and ``samples``.
 
     Returns
@@ -145,6 +149,7 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
     eigenvalues = largest_first[["gamma_min", "gamma_max", "gamma"]].first()
     table = eigenvalues.reindex(sums.index).assign(
         radius=np.sqrt(sums["squares"] / sums["tokens"]),
+        matrices=of_head["matrices"].max(),
         radius_from=of_head["radius_from"].min(),
         radius_to=of_head["radius_to"].max(),
     )
@@ -222,8 +227,11 @@ def result_sentences(rows: pd.DataFrame) -> str:
         f"{largest['head']}; R is {between(there['radius'], '{:.4g}')}, by layer. γ is −γ_min in {negative} "
         f"heads and γ_max/8 in {count - negative}. In {enough} of {count} heads γR² is at least "
         f"{decimal(_HALF, 2)}: there the paper's two clusters, at the norm of real tokens, still give the "
-        f"heavy token half of the weight at n = {_LONG}."
+        f"heavy token half of the weight at n = {_LONG}"
     )
+    if int(rows["matrices"].max()) > 1:
+        words += ", if all tokens were as far from it as the positions whose scores are strongest"
+    words += "."
     without = len(rows) - count
     return words + (f" Without any real eigenvalue: {without} more." if without else "")
 
