@@ -168,8 +168,8 @@ def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -
 
 
 def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -> list[_Group]:
-    """Add a sequence to the last group of a batch if that needs little padding, and otherwise start a new
-    group with it.
+    """Add a sequence to the last group of a batch if this addition needs little padding. Otherwise, start a
+    new group with the sequence.
 
     The argument ``one`` describes the sequence: the bytes of its probabilities and of its Krylov basis.
     """
@@ -179,8 +179,8 @@ def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -
 
 
 def are_measured_together(f: object, g: object) -> bool:
-    """Return True if the map ``f`` can stand in for the map ``g`` when both are measured together at
-    sequences of different lengths.
+    """Return True if ``f`` can replace ``g`` in a measurement, and can be measured at sequences of several
+    lengths in one batch.
 
     This is the case if ``f`` equals ``g`` at all sequences that ``g`` takes, and if sequences of several
     lengths share matrix products in the Jacobian of ``f``. Both must be maps of this library with equal
@@ -190,7 +190,9 @@ def are_measured_together(f: object, g: object) -> bool:
 
 
 def _covers(a: object, b: object) -> bool:
-    """Return True if the map or parameter ``a`` is known to equal ``b`` at all sequences that ``b`` takes."""
+    """Return True if ``a`` is known to equal ``b`` as far as ``b`` is defined. Both are maps of tokens or
+    parameters of such maps. Longer tables of rotary positions, for example, may replace shorter ones.
+    """
     if type(a) is not type(b):
         return False
     if a is b:
@@ -209,8 +211,8 @@ def _covers(a: object, b: object) -> bool:
 
 
 def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
-    """Return True if attention probabilities at the sequence ``x`` are recomputed in each product instead of
-    kept in memory.
+    """Return True if the attention probabilities at the sequence ``x`` are recomputed in each product with
+    the Jacobian, and False if they are kept in memory.
 
     They are recomputed if they do not fit in memory, or if that is faster.
     """
@@ -247,7 +249,7 @@ def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
 
 
 def bytes_without_basis(double: TokenMap, x: Tensor) -> int:
-    """Return the bytes that the measurement of one sequence takes, without the Krylov basis.
+    """Return the number of bytes that the measurement of one sequence takes, without the Krylov basis.
 
     They hold the sequence's Jacobian, five vectors of the solver and the tokens, in the dtype of x.
     """
@@ -258,7 +260,7 @@ def bytes_without_basis(double: TokenMap, x: Tensor) -> int:
 
 
 def fewest_vectors(x: Tensor) -> int:
-    """Return the bytes of the smallest Krylov basis with which a measurement of one sequence is attempted."""
+    """Return the number of bytes of the smallest Krylov basis with which one sequence is measured."""
     return _FEWEST_VECTORS * x.shape[-2] * x.shape[-1] * torch.float16.itemsize
 
 

@@ -92,15 +92,15 @@ class _Side:
         return cls(W[mine], b[mine], norm.weight[mine], zero, long)
 
     def directions(self) -> Float64[Tensor, "dim two"]:
-        """Return two orthogonal directions in the space of queries or keys. A change of the token changes its
-        query or key most in the first direction.
+        """Return two orthogonal unit vectors in the space of queries or keys. The first is the direction in
+        which a query or key changes most when its token changes.
         """
         u: Tensor = torch.linalg.svd(self.gain[:, None] * self.W).U
         return u[:, :2]
 
     def before(self, wanted: Float64[Tensor, "n dim"]) -> Float64[Tensor, "n dim"]:
-        """Return a vector W x for each row of ``wanted``, where W is the projection matrix and x a token. The
-        query or key of this token has the largest possible component along the row.
+        """Return, for each row of ``wanted``, the product W x of the projection matrix W and a token x. The
+        token is such that its query or key has the largest possible component along the row.
         """
         y = self.gain * wanted
         images: Tensor = self.long * y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300) - self.b
@@ -175,8 +175,8 @@ def _with_images(
     signs: Float64[Tensor, "n 1"],
     radius: float,
 ) -> Float64[Tensor, "n d"]:
-    """Return tokens x of norm ``radius`` whose images W x under the matrix W are the given vectors, possibly
-    up to a factor.
+    """Return tokens x of norm ``radius`` for which each product W x with the matrix W is the given vector, or
+    a multiple of it.
 
     An image is multiplied by a factor if its token would be longer than the radius, or if W maps no nonzero
     token to zero. Otherwise a token that W maps to zero is added, such that the value of the sum is as long

@@ -40,7 +40,7 @@ class Domain(abc.ABC):
 
     @abc.abstractmethod
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return the coordinates nearest to u that belong to tokens in this set of inputs."""
+        """Project coordinates ``u`` to the nearest coordinates of tokens in this set of inputs."""
 
     @abc.abstractmethod
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
@@ -58,13 +58,13 @@ class Domain(abc.ABC):
         return u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Convert a gradient with respect to tokens into one with respect to their coordinates."""
+        """Convert a gradient with respect to tokens into the gradient with respect to their coordinates."""
         return gradient
 
     def project(self, X: Tensor) -> Tensor:
         """Project tokens X (..., n, d) onto this set of inputs.
 
-        Each goes to the nearest point of the domain, where distance is measured in coordinates.
+        The result is the nearest point of the set, where distance is measured in coordinates.
         """
         return self.tokens(self.project_coordinates(self.coordinates(X)))
 
@@ -172,9 +172,10 @@ class Ellipsoid(Domain):
         return self._shift.to(u) + self._gain.to(u) * u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Convert a gradient with respect to tokens into one with respect to points of the unit ball.
+        """Convert a gradient with respect to tokens into the gradient with respect to their coordinates.
 
-        It is √d γ∘gradient; for LayerNorm, its mean over each token is subtracted.
+        The coordinates of a token are a point of the unit ball. The result is √d γ∘gradient; for LayerNorm,
+        its mean over each token is subtracted.
         """
         return self._centred(self._gain.to(gradient) * gradient)
 

@@ -74,7 +74,7 @@ class EarlierAtoms:
     positions: Float[Tensor, " n"]
 
     def keys(self, rows: slice) -> slice:
-        """Return the range of all atoms of the measure, since an atom in ``rows`` may see any other atom.
+        """Return the range of the indices of all atoms, since an atom in ``rows`` may see any other atom.
 
         The positions of the atoms need not be sorted.
         """

@@ -34,8 +34,8 @@ __all__ = [
 
 @runtime_checkable
 class CrossLayer(Protocol):
-    """The interface of a cross-attention layer that is given as PyTorch code around its softmax
-    attentions.
+    """The interface of PyTorch code for a cross-attention layer in which the softmax attentions can be
+    replaced.
     """
 
     def run(self, x: Tensor, memory: Tensor, core: Core) -> Tensor:

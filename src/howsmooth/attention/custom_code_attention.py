@@ -206,7 +206,7 @@ class Layer(Protocol):
     """
 
     def run(self, x: Tensor, core: Core) -> Tensor:
-        """Run the layer on one sequence ``x`` (n, d), with the function ``core`` in place of each softmax.
+        """Run the layer on one sequence ``x`` (n, d). The function ``core`` replaces each softmax attention.
 
         Instead of its i-th softmax attention (i counts from 0 in the order of the calls) the layer calls
         ``core(i, q, k, v)`` with q (*lead, heads, m, key_dim), k (*lead, kv_heads, n, key_dim) and v

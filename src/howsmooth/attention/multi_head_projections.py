@@ -143,7 +143,7 @@ class HeadsAttention(HeadParameters, TokenMap):
 
 
 def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply the projection of each head to the tokens X (..., n, d), and return (..., heads, n, dim)."""
+    """Apply the projection of each head to tokens X (..., n, d). The result is (..., heads, n, dim)."""
     rows = X @ weight.flatten(0, 1).mT
     if bias is not None:
         rows = rows + bias.flatten()

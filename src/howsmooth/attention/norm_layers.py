@@ -54,7 +54,7 @@ class _Norm(TokenMap):
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
     def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numerator and the denominator of the norm layer for each token.
+        """Return, for each token, the vector that the norm layer normalises and the length that divides it.
 
         The vectors h (..., n, d) are the tokens, centred for LayerNorm. The lengths s = √(|h|² + dε) have
         shape (..., n, 1).

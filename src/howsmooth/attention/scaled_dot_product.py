@@ -1,5 +1,5 @@
-"""Softmax attention as a function of queries, keys and values, the part that all architectures have in
-common.
+"""Softmax attention as a function of queries, keys and values. All attention layers with a softmax have this
+part in common.
 
 Queries have shape (..., kv_heads, group, n, key_dim) and keys (..., kv_heads, n, key_dim). All query heads
 that share a key head (grouped-query attention) are multiplied with it in one product, without copies of it.

@@ -16,7 +16,8 @@ __all__ = ["require_formula", "require_plain_scores"]
 
 
 def require_plain_scores(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError if an attention in ``f`` has scores other than ⟨q_i, k_j⟩. A mask is allowed.
+    """Raise ArgumentError if ``f`` is or contains an attention whose scores are not ⟨q_i, k_j⟩. A mask is
+    allowed.
 
     Scores with a bias, a soft cap, sinks or norms of queries and keys are refused, and so is attention whose
     layer is code (:class:`~howsmooth.attention.StagedAttention`).
@@ -54,9 +55,10 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
 
 
 def require_formula(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError if a map in ``f`` is given by code instead of a known formula with parameters.
+    """Raise ArgumentError if ``f``, or a part of the composition ``f``, is not one of the maps with a known
+    formula, such as SelfAttention or LayerNorm.
 
-    A module of a model, for example, is given by code.
+    A module of a model, for example, is given by code instead.
 
     The parameters are the same as in :func:`require_plain_scores`.
     """

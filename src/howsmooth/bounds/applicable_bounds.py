@@ -73,7 +73,7 @@ Statement = Callable[[], Bound]
 
 
 def all_bounds(problem: Problem, *, side: str | None = None) -> list[Bound]:
-    """Compute all bounds that apply to an attention, including bounds whose hypotheses fail.
+    """Compute all bounds that are defined for this kind of attention, even where a hypothesis fails.
 
     They are the bounds at the tokens X, if the problem has X; the bounds on the ball for n tokens, if it has
     a length; and the bounds on the ball that hold for every length.

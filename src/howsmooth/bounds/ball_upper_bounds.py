@@ -236,8 +236,8 @@ def mean_field_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def row_norm_maximum(a: float) -> float:
-    """Return h*(a), an upper bound on the squared norm of a block row of the Jacobian for V = I, without the
-    derivative of the query. The scores of the row must lie in an interval of length 2a.
+    """Return h*(a), an upper bound on the squared norm of a block row of the Jacobian for V = I and a query
+    that is held fixed. The scores of the row must lie in an interval of length 2a.
 
     h*(a) is the maximum over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)². It is 1 for a <= 1/2, and at
     most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and all numbers t_j in an
@@ -285,8 +285,8 @@ def log_h_star(a: float) -> float:
 
 
 def log_row(n: int, a3: float) -> float:
-    """Return the logarithm of an upper bound on the squared norm of a block row of the Jacobian for V = I,
-    without the derivative of the query.
+    """Return the logarithm of an upper bound on the squared norm of a block row of the Jacobian for V = I and
+    a query that is held fixed.
 
     The row is that of a query that sees n tokens. The bound is min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, with h* of
     :func:`row_norm_maximum` and P̄ of :func:`log_largest_weight`.

@@ -162,7 +162,9 @@ class _Rotations:
     def turned(
         self, columns: Float[Tensor, "key_dim r"], offsets: Float[Tensor, " m"]
     ) -> Float[Tensor, "m key_dim r"]:
-        """Multiply the columns of a matrix by T_jᵀ T_i, for each given offset i − j of the positions."""
+        """Multiply a matrix from the left by T_jᵀ T_i for each given offset i − j, where T_i is the rotation
+        at position i.
+        """
         half = len(self.angles)
         first, second, rest = columns[:half], columns[half : 2 * half], columns[2 * half :]
         turns = torch.polar(self.scales.square().expand(len(offsets), half), offsets[:, None] * self.angles)

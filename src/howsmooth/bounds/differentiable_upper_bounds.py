@@ -27,7 +27,8 @@ _LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Return a :class:`VisibleRows` for which the bounds hold under every boolean mask.
+    """Return counts of visible keys, as a :class:`VisibleRows`, with which the bounds of this module hold
+    under every boolean mask.
 
     The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
     the result has only these two kinds of row.
@@ -48,7 +49,7 @@ def softmax_layer(
     scale: float,
 ) -> Float[Tensor, ""]:
     """Bound the Lipschitz constant of multi-head softmax attention on a ball by a number that is
-    differentiable in the weights.
+    differentiable in the projection matrices.
 
     Let a_h = ‖A_h‖R², let ρ_h,i be Theorem A's bound on row i of head h, m_i the number of keys that row i
     sees, O_h = W_h V_h, O = Σ_h O_h, and M(c)² = min{Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g, ‖W_O‖² Σ_h ‖V_h‖²c_h²}. The
@@ -179,7 +180,8 @@ class _Heads:
         """Return two upper bounds on ‖Σ_h W_h V_h F_h‖², a sum over the heads h. They hold for all matrices
         F_h with ‖F_h‖ <= c_h.
 
-        W_h are the output maps and V_h the value matrices.
+        W_h are the output maps and V_h the value matrices. The first bound uses norms ‖(W_h V_h)ᵀ W_g V_g‖,
+        the second the norms of the matrices V_h and of the output projection.
         """
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
@@ -255,9 +257,10 @@ def _largest(m: Tensor, a: Tensor) -> Tensor:
 
 
 def _heaviest_key(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return for each head the largest sum of given weights over the queries that see the same key.
+    """Sum given weights of the queries over the queries that see a key, and return for each head the largest
+    of these sums over all keys.
 
-    For weights w_i of the rows it is max_j Σ_{i sees j} w_i.
+    For weights w_i of the queries it is max_j Σ_{i sees j} w_i.
     """
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
 
@@ -312,10 +315,10 @@ def products_norms(
 
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of the product q_left @ small @ q_rightᵀ, computed from those of
-    ``small``.
+    """Return the leading singular vectors of the product q_left @ small @ q_rightᵀ.
 
-    ``q_left`` and ``q_right`` have orthonormal columns. The left vector is zero if the matrix is zero.
+    They are computed from the leading singular vectors of ``small``. ``q_left`` and ``q_right`` have
+    orthonormal columns. The left vector is zero if the matrix is zero.
     """
     u, v = _singular_vectors(small)
     return (q_left @ u[..., None])[..., 0], (q_right @ v[..., None])[..., 0]

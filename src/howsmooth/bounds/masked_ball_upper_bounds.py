@@ -253,7 +253,7 @@ def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
 
 
 def mask_blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Yield the mask in blocks, each with the slices of its rows and keys and with its boolean entries."""
+    """Cut the mask into blocks. Yield for each block the slices of its rows and keys, and its entries."""
     longest = seen.n if seen.window is None else max(seen.window, 64)
     step = max(1, min(longest, _ENTRIES // min(seen.n, 3 * longest)))
     for start in range(0, seen.n, step):

@@ -468,7 +468,8 @@ def _fused_attention(
 
 
 def softmax_attention(core: SoftmaxCore, q: Operand, k: Operand, v: Operand, bias: Operand = None) -> Range:
-    """Bound values and derivative of a softmax attention, given such bounds for queries, keys and values.
+    """Bound the output of a softmax attention and its derivative, given bounds on the queries, keys and
+    values and on their derivatives.
 
     An argument that does not depend on the tokens is a tensor.
 

@@ -231,11 +231,11 @@ def searched_pairs(
 
 @dataclass(frozen=True)
 class _Copies:
-    """The numbers of light tokens that the queries see under a mask. Queries with nearly equal numbers may
-    share an entry.
+    """The number of copies of the light token that each query sees under a mask. Queries with nearly equal
+    numbers may share an entry.
 
-    ``log_copies`` has the numbers of light tokens, ``log_weights`` the numbers of queries that share them.
-    Both are stored as logarithms.
+    ``log_copies`` has the numbers of copies, ``log_weights`` the numbers of queries that share an entry. Both
+    are stored as logarithms.
     """
 
     log_copies: Tensor

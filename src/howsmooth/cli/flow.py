@@ -50,7 +50,7 @@ _EXAMPLES = (
 
 @command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-flow")
 def flow(plan: FlowPlan, execution: Execution, shown: ShownOrQuiet) -> int:
-    """Move tokens by the flow x' = f(X) of attention, and watch them form clusters."""
+    """Move tokens by the flow dX/dt = f(X) of attention f, and watch them form clusters."""
     from howsmooth.study.flows.flow_outputs import write_flow_outputs
     from howsmooth.study.flows.flow_run import run_flow
     from howsmooth.study.flows.flow_system import load_system

@@ -99,8 +99,8 @@ class PrecisionPlan(OneInputPlan):
         )
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the chosen numbers of bits for the keys and values of each head, or nothing if the user gave
-        no average.
+        """Return the chosen numbers of bits for the keys and values of each head, or nothing if the option
+        ``average`` is not given.
         """
         from howsmooth.study.records import plain_rows
 

@@ -116,7 +116,7 @@ def show_table(
 
 
 def amount(log: float, digits: int = 5) -> str:
-    """Return the number with the natural logarithm ``log`` as text, even if the number itself overflows."""
+    """Format the number whose natural logarithm is ``log`` as text, even if the number itself overflows."""
     if log == -math.inf:
         return "0"
     if log == math.inf:

@@ -149,8 +149,8 @@ def use_threads(count: int | None) -> None:
 
 
 def refuse_workers(executor: str | None, option: str) -> None:
-    """Refuse ``--executor`` together with an option such as ``--status``, with which a command measures
-    nothing.
+    """Refuse ``--executor`` together with an option such as ``--status``, because a command with this option
+    measures nothing.
     """
     if executor is not None:
         raise ArgumentError(

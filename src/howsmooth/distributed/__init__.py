@@ -1,5 +1,5 @@
-"""Measurement of the Lipschitz constant at one sequence that is too long for one device, with its tokens
-shared among processes.
+"""Measurement of the Lipschitz constant at one sequence that is too long for one device. Its tokens are
+divided among several processes.
 """
 
 from howsmooth.distributed.cost import Device, StepCost, step_cost

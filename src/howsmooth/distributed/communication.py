@@ -1,4 +1,4 @@
-"""Communication between the processes that share one long sequence, through torch.distributed.
+"""Communication, through torch.distributed, between processes that each hold a part of one long sequence.
 
 No other module imports torch.distributed.
 """
@@ -179,8 +179,8 @@ class Exchange:
         return received.to(values.device)
 
     def _places(self) -> list[tuple[int, slice, slice]]:
-        """Return where each range of rows lies, both among the rows of the process that holds it and in the
-        whole sequence.
+        """Return, for each range of rows, its position among the rows of the process that holds it, and its
+        position in the whole sequence.
 
         There is one triple (rank, rows of the process, rows of the sequence) for each range of rows of each
         process.

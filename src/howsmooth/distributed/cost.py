@@ -84,8 +84,8 @@ def step_cost(
     dtype: torch.dtype = torch.float32,
     vectors: int = 32,
 ) -> StepCost:
-    """Predict the cost of one Lanczos step for a sequence of ``n`` tokens shared among ``processes``, each
-    with one device.
+    """Predict the cost of one Lanczos step for a sequence of ``n`` tokens that are divided among
+    ``processes`` processes, each with one device.
 
     Parameters
     ----------

@@ -1,6 +1,4 @@
-"""Measurement of the local Lipschitz constant at one long sequence whose tokens are shared among
-processes.
-"""
+"""Measurement of the local Lipschitz constant at one sequence whose tokens are divided among processes."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ _PROBE_RTOL = 1e-9
 
 
 def own_rows(n: int, group: object = None) -> Int[Tensor, " own"]:
-    """Return the positions of the tokens that this process holds, for a sequence of ``n`` tokens shared among
-    processes.
+    """Return the positions of the tokens that this process holds, for a sequence of ``n`` tokens that are
+    divided among processes.
 
     The rows form two ranges, one from each half of the sequence, so that all processes have the same amount
     of work for a causal map.
@@ -72,12 +70,12 @@ def local_lipschitz(
     seed: int = 0,
     memory: int | None = None,
 ) -> LipschitzEstimate:
-    """Measure the local Lipschitz constant ‖D_X f‖₂ at one sequence X of ``n`` tokens that are shared among
+    """Measure the local Lipschitz constant ‖D_X f‖₂ at one sequence X of ``n`` tokens that are divided among
     processes.
 
-    This function shares the work and the memory of :func:`howsmooth.local_lipschitz`. It takes the same start
-    and the same steps, and its numbers differ from those of one process by rounding only. Every process of
-    the group must call it with the same arguments, except for ``x`` and ``memory``.
+    This function divides the work and the memory of :func:`howsmooth.local_lipschitz` among the processes. It
+    takes the same start and the same steps, and its numbers differ from those of one process by rounding
+    only. Every process of the group must call it with the same arguments, except for ``x`` and ``memory``.
 
     Parameters
     ----------
@@ -140,8 +138,8 @@ def measure(
     seed: int,
     memory: int | None,
 ) -> LipschitzEstimate:
-    """Measure the local Lipschitz constant ‖D_X f‖₂ at a shared sequence, with a given object for
-    communication between processes.
+    """Measure the local Lipschitz constant ‖D_X f‖₂ at a sequence whose tokens are divided among processes
+    that communicate through ``collectives``.
     """
     shares, double = _agreed(f, x, n, collectives, rtol, confidence, max_iterations, seed)
     budget = together(collectives, lambda: memory_budget(memory, x.device))
@@ -197,8 +195,8 @@ def _single(
     exchange: Exchange,
     rtol: float,
 ) -> LeadingTriplet:
-    """Measure the norm of a shared Jacobian in float32 and check it in float64; if the check fails, measure
-    it in float64.
+    """Measure the norm of the Jacobian in float32 and check the result in float64. If the check fails,
+    measure the norm in float64.
     """
     single = operator(torch.float32)
     found = solve(single)
@@ -224,7 +222,7 @@ def _single(
 
 
 def _length(t: Tensor, exchange: Exchange) -> Tensor:
-    """Return the Frobenius norm of a tensor (1, n, ·) whose rows are shared among processes."""
+    """Return the Frobenius norm of a tensor (1, n, ·) whose rows are divided among processes."""
     return exchange.total(squared_lengths(t.flatten(1))).sqrt()
 
 
@@ -293,8 +291,8 @@ def _agreed(
 
 
 def _alike(a: float, b: float) -> bool:
-    """Return True if the outputs of the maps in two processes, each summarised by a number, differ by
-    rounding only.
+    """Return True if ``a`` and ``b``, the norms of an output of the map in two processes, differ by rounding
+    only.
 
     NaN counts as equal to NaN here, because the measurement itself reports numbers that are not finite.
     """

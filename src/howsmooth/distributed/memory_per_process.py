@@ -59,8 +59,8 @@ def _attentions(f: TokenMap) -> Iterator[SelfAttention]:
 
 
 def bytes_per_head(f: TokenMap, n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that a process needs for each head whose keys and values it gathers, in the largest
-    attention layer of ``f``.
+    """Return the bytes that a process needs to gather the keys and values of one head, in the attention layer
+    of ``f`` that needs the most.
     """
     # With one head alone, each thread accumulates cotangents in a buffer of its own.
     tensors = GATHERED + parts_for_threads(1, device) - 1

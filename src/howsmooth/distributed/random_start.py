@@ -1,5 +1,5 @@
-"""The random start vector of Lanczos for a sequence shared among processes, of which each process keeps its
-own rows.
+"""The random start vector of Lanczos for a sequence that is divided among processes. Each process keeps only
+the rows of the tokens that it holds.
 
 The rows are bit for bit those that a single process would draw.
 """

@@ -1,4 +1,4 @@
-"""The Jacobian of a map at one long sequence whose tokens are shared among processes."""
+"""The Jacobian of a map at one long sequence whose tokens are divided among processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def check_shareable(f: object) -> None:
-    """Raise ArgumentError unless the map ``f`` can be measured at a sequence whose tokens are shared among
+    """Raise ArgumentError unless the map ``f`` can be measured at a sequence whose tokens are divided among
     processes.
     """
     match f:
@@ -89,7 +89,7 @@ def together(collectives: Collectives, compute: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class SharedMap:
-    """The computation of maps and their Jacobians at one long sequence whose tokens are shared among
+    """The computation of maps and their Jacobians at one long sequence whose tokens are divided among
     processes.
 
     Parameters

@@ -1,4 +1,4 @@
-"""The derivative of softmax attention at one long sequence whose query rows are shared among processes.
+"""The derivative of softmax attention at one long sequence whose query rows are divided among processes.
 
 Each process has some of the queries, and the processes exchange keys and values.
 """
@@ -41,7 +41,7 @@ class _Heads:
 
 @dataclass(frozen=True)
 class SharedSoftmax:
-    """The derivative of softmax attention at one long sequence whose query rows are shared among processes.
+    """The derivative of softmax attention at one long sequence whose query rows are divided among processes.
 
     The class has the methods of :class:`~howsmooth.jacobian.streamed_softmax.StreamedDerivative`, for the
     rows of this process. Tangents of keys and values are gathered from all processes, and their cotangents
@@ -71,8 +71,8 @@ class SharedSoftmax:
     kappa_rounding: Float[Tensor, " batch"]
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Return an estimate of the relative rounding error of a Jacobian norm that is computed with this
-        derivative. It is the largest estimate of all processes.
+        """Estimate the relative rounding error of the norm of the Jacobian when the norm is computed with
+        this derivative. The result is the largest estimate of all processes.
         """
         return self.kappa_rounding.expand(batch)
 
@@ -212,8 +212,8 @@ def shared_softmax(
     exchange: Exchange,
     heads_together: int,
 ) -> SharedSoftmax:
-    """Return the derivative of softmax attention at a shared sequence, as an object whose products are
-    computed in ``dtype``.
+    """Return the derivative of softmax attention at a sequence whose tokens are divided among processes, as
+    an object whose products are computed in ``dtype``.
 
     The arguments are this process's queries, keys and values, in float64.
 

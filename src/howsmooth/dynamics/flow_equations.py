@@ -1,5 +1,5 @@
-"""The state of a flow as one tensor for integration: tokens, the atoms of a discrete measure, or the moments
-of a Gaussian.
+"""Differential equations of flows. The state of a flow (tokens, a discrete measure or a Gaussian) is
+represented by one tensor.
 
 Derivation for Gaussians: documentation page "Flows: tokens, measures and Gaussians through depth".
 """
@@ -21,8 +21,8 @@ __all__ = ["Atoms", "Moments", "System", "Tokens", "system_of"]
 
 
 class System(abc.ABC):
-    """The differential equation of a flow for one tensor, which represents tokens, a discrete measure or a
-    Gaussian.
+    """The differential equation of a flow. Its unknown is one tensor, which represents the state of the flow:
+    tokens, a discrete measure or a Gaussian.
     """
 
     start: Tensor
@@ -37,25 +37,25 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the integrated tensor between the times ``begin`` and ``end``, as a function
-        of time and tensor.
+        """Return the velocity of the tensor that represents the state, between the times ``begin`` and
+        ``end``. The velocity is a function of the time and of this tensor.
 
         The velocity does not jump between the two times.
         """
 
     @abc.abstractmethod
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity v of the residual layers y ↦ y + h v(y), where y is the integrated tensor and h
-        is the step size.
+        """Return the velocity v of the residual layers y ↦ y + h v(y), where the tensor y represents the
+        state of the flow and h is the step size.
         """
 
     def project(self, y: Tensor) -> Tensor:
-        """Project the integrated tensor onto the set in which the flow must stay, such as a sphere."""
+        """Project the state ``y`` of the flow onto the set in which the flow must stay, such as a sphere."""
         return self.field.project(y)
 
     def drift(self, y: Tensor) -> float | None:
-        """Return the relative distance of the integrated tensor from the set in which the flow must stay,
-        such as a sphere.
+        """Return the relative distance of the state ``y`` from the set in which the flow must stay, such as a
+        sphere.
 
         Without such a set, the result is None.
         """
@@ -82,18 +82,18 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def state(self, y: Tensor) -> Tensor | AbstractMeasure:
-        """Return the tokens, measure or Gaussian that the integrated tensor ``y`` represents."""
+        """Return the tokens, measure or Gaussian that the tensor ``y`` represents."""
 
     @abc.abstractmethod
     def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
-        """Convert the integrated tensors of all output times to tokens, measures or Gaussians, as a
-        trajectory stores them.
+        """Convert the tensors ``ys``, which represent the states at all output times, to the tokens, measures
+        or Gaussians that a trajectory stores.
         """
 
 
 class Tokens(System):
-    """The differential equation of a flow of tokens (..., n, d), where the integrated tensor consists of the
-    tokens themselves.
+    """The differential equation of a flow of tokens (..., n, d). The tensor that represents the state
+    consists of the tokens themselves.
     """
 
     def __init__(self, field: Field, start: Tensor, weighting: Weighting | None = None) -> None:
@@ -134,7 +134,7 @@ class Tokens(System):
         return float(mean.max().sqrt())
 
     def state(self, y: Tensor) -> Tensor | AbstractMeasure:
-        """Return the integrated tensor ``y``, which consists of the tokens."""
+        """Return the tensor ``y`` itself, since it consists of the tokens."""
         return y
 
     def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
@@ -143,23 +143,23 @@ class Tokens(System):
 
 
 class Atoms(Tokens):
-    """The differential equation of a flow of a discrete measure, where the integrated tensor consists of the
-    atoms (n, d).
+    """The differential equation of a flow of a discrete measure. The tensor that represents the measure
+    consists of its atoms (n, d).
     """
 
     def state(self, y: Tensor) -> AbstractMeasure:
-        """Return the discrete measure whose atoms are the rows of the integrated tensor ``y``."""
+        """Return the discrete measure whose atoms are the rows of the tensor ``y``."""
         assert self.weighting is not None
         return DiscreteMeasure(y, log_weights=self.weighting.log_weights, positions=self.weighting.positions)
 
     def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
-        """Return the discrete measures whose atoms are the integrated tensors, one for each time."""
+        """Return one discrete measure for each tensor in ``ys``, whose rows are the atoms of the measure."""
         return tuple(self.state(y) for y in ys)
 
 
 class Moments(System):
-    """The differential equation of a flow of a Gaussian, where the integrated tensor consists of the mean and
-    a root of the covariance.
+    """The differential equation of a flow of a Gaussian. The tensor that represents the Gaussian consists of
+    its mean and a root of its covariance matrix.
 
     For the Gaussian N(α, Σ), the tensor (d, 1 + d) is the mean α beside a root L of Σ. If a map acts on N(α,
     Σ) as x ↦ M x + c, the Gaussian moves by α' = M α + c and Σ' = M Σ + Σ Mᵀ. The second equation follows
@@ -181,8 +181,8 @@ class Moments(System):
         self.start = _pack(start.mean, start.covariance)
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the mean and the covariance root of a Gaussian, as a function of time and of
-        the integrated tensor.
+        """Return the velocity of the mean and of the covariance root of a Gaussian. It is a function of the
+        time and of the tensor that represents the Gaussian.
 
         It is (M α + c, M L) if the map acts on the Gaussian as x ↦ M x + c.
         """
@@ -211,9 +211,7 @@ class Moments(System):
         return _pack(*_unpack(y))
 
     def project(self, y: Tensor) -> Tensor:
-        """Return the integrated tensor unchanged, because a flow of Gaussians has no constraint such as a
-        sphere.
-        """
+        """Return ``y`` unchanged, because a flow of Gaussians has no constraint such as a sphere."""
         return y
 
     def drift(self, y: Tensor) -> None:
@@ -235,11 +233,11 @@ class Moments(System):
         return float(torch.linalg.vector_norm(y - other))
 
     def state(self, y: Tensor) -> AbstractMeasure:
-        """Return the Gaussian whose mean and covariance root form the integrated tensor."""
+        """Return the Gaussian that the tensor ``y`` represents by its mean and a root of its covariance."""
         return Gaussian(*_unpack(y))
 
     def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
-        """Return the Gaussians that the integrated tensors represent, one for each time."""
+        """Return one Gaussian for each tensor in ``ys``, which represents the Gaussian at one time."""
         return tuple(self.state(y) for y in ys)
 
 

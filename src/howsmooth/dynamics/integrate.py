@@ -277,7 +277,8 @@ def _ode(watch: _CheckedVelocity, end: float) -> Tensor:
 
 @torch.no_grad()
 def _largest_token(error: Tensor) -> Tensor:
-    """Return the root mean square of the integration error of the token with the largest error.
+    """Return the largest integration error of a token. The error of a token is the root mean square error of
+    its coordinates.
 
     The mean over all tokens would hide the error of a single token.
     """

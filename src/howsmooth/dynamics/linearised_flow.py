@@ -226,7 +226,7 @@ def _linearise(
 
 
 def _bytes(system: Tokens) -> int:
-    """Estimate the bytes of one Jacobian of the velocity field."""
+    """Estimate the number of bytes of one Jacobian of the velocity field."""
     field = system.field.field if isinstance(system.field, Sphere) else system.field
     if isinstance(field, MapField):
         matrices = _matrices(field.map)

@@ -1,5 +1,5 @@
-"""Autograd functions that are sums over blocks of query rows, such as attention, with derivatives of every
-order.
+"""Autograd functions, such as attention, that are computed as sums over blocks of query rows and have
+derivatives of every order.
 
 Such a function reads and returns tensors with a row for each query, for each key, or with an entry for each
 score. A block contributes a summand to each result. The derivatives of the function, forward and reverse, are
@@ -141,8 +141,8 @@ Compute = Callable[[Block, tuple[Tensor, ...], tuple[Shape, ...]], tuple[Tensor,
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    """A function of tensors that is computed as a sum over blocks of query rows, such as attention or one of
-    its derivatives.
+    """A function of tensors, such as attention or one of its derivatives, that is computed as a sum over
+    blocks of query rows.
 
     Parameters
     ----------
@@ -180,8 +180,7 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return, for each result of the function, the shape of the part to which one block of query rows
-        contributes.
+        """Return the shapes of the tensors that one block of query rows adds to the results of the function.
 
         The axes ``extra`` are put in front of each shape.
         """
@@ -300,8 +299,8 @@ class BlockMap:
 
 
 def _merged(tensors: tuple[Tensor, ...], which: Flags, some: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return a copy of the tuple ``tensors`` in which the tensors ``some`` replace the entries marked in
-    ``which``.
+    """Return the tuple ``tensors`` after replacing the entries for which ``which`` is True by the tensors in
+    ``some``, in order.
     """
     others = iter(some)
     return tuple(next(others) if w else t for t, w in zip(tensors, which, strict=True))

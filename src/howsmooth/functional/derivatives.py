@@ -232,9 +232,9 @@ class _Inputs:
         return x, tensors[count : count + kept], more
 
     def chosen(self, flags: Flags) -> tuple[Names, Names]:
-        """Return the names of the inputs that ``flags`` marks, for a derivative of attention.
+        """Return the names of the inputs for which ``flags`` is True, as two tuples.
 
-        The first result has the names of arguments x of attention, the second those of tangents and
+        The first tuple has the names of arguments x of attention, the second the names of tangents and
         cotangents (``more``).
         """
         count = len(self.scores.names)
@@ -244,10 +244,10 @@ class _Inputs:
     def run_by(
         self, kernel: Callable[[Kernels, Tensors], Tensors], results: Names = ()
     ) -> Callable[[Tensors], Tensors] | None:
-        """Return a function of the tensors alone that runs a Triton kernel, or None if no kernel can compute
-        this derivative.
+        """Return the function ``kernel``, which runs a Triton kernel, as a function of the tensors only.
+        Return None if no Triton kernel can compute this derivative.
 
-        It cannot be used without Triton kernels, nor for tangents or cotangents of a mask or bias.
+        The result is None without Triton kernels, and for tangents or cotangents of a mask or bias.
         """
         if self.kernels is None or {"mask", "bias"} & {*self.more, *results}:
             return None

@@ -164,7 +164,7 @@ class Kernels:
         which: Sequence[str],
     ) -> dict[str, Tensor]:
         """Return the tangents of the results of :meth:`adjoint`, for tangents of the arguments of attention
-        and of ``u``.
+        and of the cotangent ``u`` of its outputs.
 
         The tensors ``x`` have the tangents ``d``, and ``u`` has the tangent ``du``; None stands for zero.
         """

@@ -65,7 +65,7 @@ def _store(p, tile, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WID
 
 @_jit
 def _plus_dot(acc, a, b, PRECISION: tl.constexpr):
-    """Return acc + a b.
+    """Return the sum of ``acc`` and the matrix product a b.
 
     The matrix units truncate their sums instead of rounding them. In float32 a sum over many tiles would
     drift, so the product of each tile begins at zero on the units and is added outside of them. It is added
@@ -302,7 +302,8 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return by how much rounding the entries of a tile to ``dtype`` changes the sum of each row.
+    """Return the error of each row sum of a tile that arises when the entries of the tile are rounded to
+    ``dtype``.
 
     The tile ``g`` holds D∘G, the cotangents of the products scale · q kᵀ.
 
@@ -416,8 +417,8 @@ def adjoint_keys(
 
 @_jit
 def _moved(s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED: tl.constexpr):
-    """Return, for one tile, the probabilities P and the cotangents of the inner products of queries and keys,
-    and the tangents of these two matrices.
+    """Return two matrices of one tile, each with its tangent. The first matrix holds the attention
+    probabilities, the second the cotangents of the inner products of queries and keys.
 
     The results are P, its tangent dP, the cotangent D∘G of the products scale · q kᵀ, and the tangent of D∘G.
     The arguments ``s`` are scores, ``raw`` their tangents before the cap, ``a`` is U vᵀ and ``da`` its

@@ -248,7 +248,7 @@ def second(
     at: Weights, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
 ) -> dict[str, Tensor]:
     """Return the tangents of the results of :func:`adjoint`, for tangents of the arguments of attention and
-    of ``u``.
+    of the cotangent ``u`` of its outputs.
 
     The tensors ``at.x`` have the tangents ``d``, and ``u`` has the tangent ``du``; None stands for zero.
     """

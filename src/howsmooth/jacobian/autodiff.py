@@ -236,8 +236,11 @@ class AutodiffJacobian(LinearOperator):
         return cotangent.reshape(self.batch, *self.in_shape)
 
     def _forward_product(self, e: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return f(x) and the product J e by forward mode, or None and J e by double reverse mode if an
-        operation of the map has no forward mode.
+        """Return f(x) and the product J e of the Jacobian of f with the tangent ``e``, both computed in
+        forward mode.
+
+        If an operation of f has no forward mode, the first result is None, and J e is computed by double
+        reverse mode.
         """
         try:
             with one_backend(), as_derivative_errors("forward"):
@@ -275,7 +278,8 @@ class AutodiffJacobian(LinearOperator):
 
     def _check_derivatives(self, y: Tensor, start: Tensor | None) -> Tensor:
         """Check the forward-mode and reverse-mode derivatives of the map ``f`` against each other and against
-        finite differences. Return the product of the Jacobian with ``start``.
+        finite differences. Return the product of the Jacobian with the tangent ``start``, or with a random
+        tangent if ``start`` is None.
 
         Forward and reverse mode agree if ⟨J e, u⟩ = ⟨e, Jᵀu⟩. Members of a batch must not depend on each
         other. The rounding errors of the products are estimated and stored. The argument ``y`` is f(x).
@@ -356,7 +360,9 @@ class _Linearisation:
 
     @cached_property
     def twice(self) -> bool:
-        """Whether products J e are computed along the graph of u ↦ Jᵀu, which is made here."""
+        """True if products with the Jacobian J are computed along the autograd graph of u ↦ Jᵀu, and False if
+        they are computed in forward mode. This property creates the graph.
+        """
         if self.graph_bytes > self._most:
             return False
         self._u = torch.zeros_like(self.y).requires_grad_()
@@ -401,8 +407,8 @@ def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> tup
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Return True if the linear map ``product`` mixes the elements of a batch, so that an element of its
-    result depends on a different element of its input.
+    """Return True if the linear map ``product`` mixes the members of a batch: one member of its result
+    depends on another member of its input.
 
     Any two indices differ in some binary digit. So for each digit, e is set to zero at all indices without
     that digit, and the product must be zero there: as many products as indices have digits.
@@ -416,8 +422,8 @@ def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
 
 
 def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
-    """Yield four copies of the tensor ``x``. In each copy every entry is increased or decreased, at random,
-    by its product with the machine epsilon.
+    """Yield four copies of the tensor ``x`` in which every entry is multiplied by 1 + ε or 1 − ε, at random,
+    where ε is the machine epsilon.
     """
     generator = torch.Generator().manual_seed(1)
     for _ in MULTIPLES:
@@ -426,7 +432,8 @@ def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
 
 
 def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float = _ALLOWED) -> Tensor:
-    """Estimate the relative rounding error of a Jacobian product from repeated computations of it.
+    """Estimate the relative rounding error of a Jacobian product by comparing it with repeated computations
+    of the same product.
 
     The estimate is ``allowed`` times the largest relative difference from ``je``.
 
@@ -588,8 +595,8 @@ def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
 
 @contextmanager
 def one_backend() -> Iterator[None]:
-    """Return a context manager in which PyTorch's attention is differentiable in both forward and reverse
-    mode.
+    """Return a context manager under which PyTorch's attention can be differentiated in both forward and
+    reverse mode.
 
     Only PyTorch's "math" backend has both modes, so the context allows no other backend.
     """
@@ -599,8 +606,8 @@ def one_backend() -> Iterator[None]:
 
 @contextmanager
 def as_derivative_errors(mode: str) -> Iterator[None]:
-    """Return a context manager that converts errors in forward or reverse ``mode`` to a DerivativeError that
-    quotes them.
+    """Return a context manager that converts errors of forward-mode or reverse-mode differentiation to a
+    DerivativeError, whose message quotes the original error.
     """
     try:
         yield

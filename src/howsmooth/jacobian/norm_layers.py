@@ -98,8 +98,8 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
-        """Multiply by the Jacobian that the norm layer has without its gains. It is a symmetric matrix at
-        each token.
+        """Multiply the tangents ``e`` by the Jacobian of the norm layer without its gains, which is one
+        symmetric matrix for each token.
 
         The matrix is (√d/s)(H − h hᵀ/s²).
         """

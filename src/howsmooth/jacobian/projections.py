@@ -63,7 +63,7 @@ class Projection:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The numbers of rows of queries, keys and values in the stacked matrix ``weight``."""
+        """The numbers of rows of the query, key and value matrices, which are stacked in ``weight``."""
         f = self.attention
         return f.heads * f.key_dim, f.kv_heads * f.key_dim, f.kv_heads * f.value_dim
 
@@ -111,7 +111,7 @@ class Projection:
 
     @cached_property
     def output_gram(self) -> Float[Tensor, "d_heads d_heads"] | None:
-        """The matrix WᵀW, where W is the output matrix of the layer, or None unless a product with WᵀW is
+        """The matrix WᵀW, where W is the output matrix of the layer. It is None if a product with WᵀW is not
         cheaper than two products with W.
 
         It is used in float32 only, where the final value is computed again in float64: if W nearly cancels,

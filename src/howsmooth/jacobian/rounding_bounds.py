@@ -391,8 +391,8 @@ class _Attention:
         """Return a bound on the additional rounding errors of the scores if the mean of the keys is not
         subtracted.
 
-        They add to the errors of :meth:`score_off`. The map itself forms scores from uncentred keys, its
-        Jacobian does not.
+        They add to the errors of :meth:`score_off`. The map itself forms scores from uncentred keys, but
+        its Jacobian does not.
         """
         keys = self.keys(shifted=False).off.amax(dim=-1)[..., None, None]
         shift = torch.linalg.vector_norm(self.at.key_shift, dim=-1)[..., None]
@@ -502,6 +502,8 @@ def _turn(f: SelfAttention) -> float:
 
 
 def _longest(rows: Tensor) -> Float[Tensor, " b"]:
-    """Return the largest norm of a row vector for each key head in a tensor (batch, kv_heads, …, dim)."""
+    """Return, for each sequence and key head, the largest norm of a row of the tensor ``rows`` (batch,
+    kv_heads, …, dim).
+    """
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1).flatten(0, 1).flatten(1)
     return lengths.amax(dim=-1)

@@ -115,8 +115,8 @@ class SoftmaxDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each sequence, the relative rounding error of a norm of the Jacobian of attention
-        that is computed with this derivative.
+        """Estimate, for each sequence, the relative rounding error of the norm of the attention Jacobian when
+        the norm is computed with this derivative.
 
         Entries of dS are as large as κ = max|q| max|k| for a unit tangent, and the softmax keeps differences
         of order one. Measured errors stay below eps (2 + κ / 100), for saturated and unsaturated, causal and
@@ -158,8 +158,8 @@ class SoftmaxDerivative:
         return dq, torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
 
     def to(self, dtype: torch.dtype) -> SoftmaxDerivative:
-        """Return the derivative of softmax attention converted to ``dtype``; proved rounding bounds are kept
-        only for the same dtype.
+        """Return the derivative of softmax attention converted to ``dtype``. A conversion to another dtype
+        drops the proved rounding bounds.
         """
         if dtype == self.q.dtype:
             return self
@@ -213,8 +213,8 @@ class WeightedSoftmaxDerivative:
     log_range: float
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each measure, the relative rounding error of a weighted norm of the Jacobian that is
-        computed with this derivative.
+        """Estimate, for each measure, the relative rounding error of the weighted norm of the Jacobian when
+        the norm is computed with this derivative.
 
         It is the error of :class:`SoftmaxDerivative` and an error of the exponents: a small P_ij counts here
         if a_j is small too, and its logarithm is a float64 number of size κ + ``log_range``. Compared with 60

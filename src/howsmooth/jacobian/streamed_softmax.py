@@ -99,8 +99,8 @@ class StreamedDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each sequence, the relative rounding error of a norm of the Jacobian of attention
-        that is computed with this derivative.
+        """Estimate, for each sequence, the relative rounding error of the norm of the attention Jacobian when
+        the norm is computed with this derivative.
 
         It is the error of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`, and κ machine epsilons more
         if scores are formed in float32.
@@ -279,8 +279,8 @@ class _Cotangents:
                 place[..., first : first + b.shape[2]].add_(own_product)
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the accumulated cotangents of queries, keys and values, one row for each token, and free
-        their memory.
+        """Return the accumulated cotangents of queries, keys and values as three tensors with one row for
+        each token, and free the memory of the tiles.
         """
         return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
 
@@ -360,8 +360,8 @@ class _Tiles:
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Compute a result for one block of query rows as the sum of the results of ``of_piece`` for all
-        pieces of the block.
+        """Apply the function ``of_piece`` to all pieces of one block of query rows, and return the sum of the
+        results.
         """
         group, out = self.at.q.shape[1], None
         for number, piece in enumerate(self.tiling.pieces(block)):
@@ -378,7 +378,8 @@ class _Tiles:
     def _image(
         self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "b r value_dim"]:
-        """Return the contribution of some keys to the tangent of the attention outputs of some query rows.
+        """Return the contribution of the keys of one piece to the tangent of the attention outputs of its
+        query rows.
 
         The argument ``piece`` holds the query rows and the keys.
         """
@@ -403,7 +404,7 @@ class _Tiles:
     def _cotangent(
         self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return the contribution of some keys to the cotangents of some queries.
+        """Return the contribution of the keys of one piece to the cotangents of its queries.
 
         The argument ``piece`` holds the query rows and the keys. The piece's summands for the cotangents of
         keys and values are added to ``parts``.
@@ -576,7 +577,7 @@ class _Tiles:
         averages[block.heads, :, block.rows] = out / total
 
     def _own(self, block: Block) -> slice:
-        """Return the indices of the key heads of a block within their own sequence of the batch."""
+        """Return the indices of a block's key heads, counted from the first key head of their sequence."""
         first = block.heads.start % self.at.kv_heads
         return slice(first, first + block.heads.stop - block.heads.start)
 

@@ -169,8 +169,8 @@ class Block:
 
 @dataclass(frozen=True)
 class DiagonalSquares(Block):
-    """A block of attention scores that contains the same range of rows from each of several equal squares
-    along the causal diagonal.
+    """A block of attention scores that is spread over several equal squares on the causal diagonal: it
+    contains the same range of rows of every square.
 
     There is one square for each thread. ``rows`` and keys are numbered from the first row and key of their
     square.
@@ -215,8 +215,8 @@ class DiagonalSquares(Block):
         return self._strips(t, self.heads.start * start, self.key_origin, keys, row, entry)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
-        """Insert an axis of length 1 for the query heads of a group into a tensor with one row for each query
-        of this block.
+        """Insert an axis of length 1, in the position of the query heads of a group, into a tensor with one
+        row for each query of this block.
 
         The tensor ``t`` has the shape that :meth:`of_rows` returns.
         """
@@ -235,8 +235,10 @@ class DiagonalSquares(Block):
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return, for each square of this block, the index of the square and its keys, numbered in the whole
-        sequence. ``keys`` is a range numbered from the first key of each square.
+        """Return a list of pairs, one for each square of this block. The first entry is the index of the
+        square, the second the range ``keys`` of the square, as indices of keys in the whole sequence.
+
+        The argument ``keys`` is numbered from the first key of each square.
         """
         return [(i, shifted(keys, self.key_origin + i * self.side)) for i in range(self.batches)]
 
@@ -255,7 +257,7 @@ class DiagonalSquares(Block):
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of query rows together with ranges of the keys that these rows see.
+    """A block of query rows, together with some of the keys that these rows see.
 
     The keys are given as ranges, one for each tile of scores.
     """
@@ -317,8 +319,8 @@ class Tiling:
 
     @property
     def batches(self) -> int:
-        """The number of equal parts into which the query rows of one head are cut: 1, or one part for each
-        processor thread.
+        """The number of equal parts into which the query rows of one head are cut. It is 1 or the number of
+        processor threads.
         """
         return parts_for_threads(self.kv_heads, self.device)
 
@@ -327,8 +329,8 @@ class Tiling:
         return [range(i, min(i + self.columns, self.n)) for i in range(0, self.n, self.columns)]
 
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks of query rows that cover the attention scores of all sequences of the batch, each with
-        all key heads of one sequence.
+        """Yield blocks that cover the attention scores of all sequences of the batch. Each block consists of
+        a range of query rows of one sequence, for all key heads.
         """
         window = self.visibility.window
         # Keys that a block of rows sees, roughly: their tiles are kept between J and Jᵀ.

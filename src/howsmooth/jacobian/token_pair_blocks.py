@@ -255,7 +255,9 @@ class _AttentionBlocks(TokenBlocks):
         return torch.arange(len(i), device=i.device), self._read_at_keys(i, j)
 
     def _read_at_keys(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
-        """Return the gradients of :meth:`_read` for each pair (i, j), if they depend on both tokens."""
+        """Return the gradients of :meth:`_read` separately for each pair (i, j), for layers in which they
+        depend on both tokens.
+        """
         f, t = self._f, self._q[:, i].transpose(0, 1)
         pairs, weight, n = len(i), f.key, self._p.shape[1]
         if f.key_norm is None or f.key_norm.d == f.key_dim:
@@ -455,7 +457,11 @@ class _AttentionTile(LinearOperator):
         return e if self.own is None else e.addmm_(self.own.adjoint(z), query)
 
     def _scores(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads"]:
-        """Return ⟨b_ij, e_j⟩ for each pair (i, j) and head: the tangents of the scores."""
+        """Return the tangent of the attention score of each pair (i, j) and head, given the tangent of token
+        j in ``e``.
+
+        For the tangent e_j of token j it is ⟨b_ij, e_j⟩.
+        """
         if self._counts is None:
             return (self._b @ e[..., None])[..., 0]
         return torch.cat([part @ b.mT for part, b in zip(e.split(self._counts), self._b, strict=True)])
@@ -463,7 +469,9 @@ class _AttentionTile(LinearOperator):
     def _add_scores_adjoint(
         self, e: Float[Tensor, "pairs d"], scores: Float[Tensor, "pairs heads"]
     ) -> Float[Tensor, "pairs d"]:
-        """Add Σ_h s_ij b_ij to the row of ``e`` of each pair (i, j), for cotangents s_ij of the scores."""
+        """For each pair (i, j), add to ``e`` the cotangent of token j, given the cotangents ``scores`` of the
+        attention scores of all heads.
+        """
         if self._counts is None:
             return torch.baddbmm(e[..., None], self._b.mT, scores[..., None])[..., 0]
         parts = zip(e.split(self._counts), scores.split(self._counts), self._b, strict=True)

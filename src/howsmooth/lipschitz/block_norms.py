@@ -61,8 +61,8 @@ class BlockNorms:
         rtol: float,
         factor: Float[Tensor, " pairs"] | float = 1.0,
     ) -> None:
-        """Store the spectral norms of some blocks ∂y_i/∂x_j in the table. The argument ``found`` has the
-        singular values of these blocks multiplied by ``factor``.
+        """Store the spectral norms of some blocks ∂y_i/∂x_j in the table. The argument ``found`` has
+        the singular values of ``factor`` times these blocks.
 
         Intervals are widened by ``error`` on each side.
         """

@@ -153,7 +153,8 @@ def _alone(head: TokenMap, x: Tensor, h: int, solver: Solver, memory: int | None
 
 
 def _vector_bytes(head: TokenMap, x: Tensor) -> int:
-    """Return the bytes of all vectors in memory during the measurement of the Lipschitz constant of one head.
+    """Return the number of bytes of all vectors in memory while the Lipschitz constant of one head is
+    measured.
 
     They are the Krylov basis of the head, and the vectors (n, d) of the final check in float64.
     """
@@ -162,8 +163,8 @@ def _vector_bytes(head: TokenMap, x: Tensor) -> int:
 
 
 class _JacobiansInTokens(LinearOperator):
-    """The Jacobians of all heads with respect to the tokens. The Jacobian of a head is computed from a
-    Jacobian in the coordinates of the smaller subspace on which this head depends.
+    """The Jacobians of all heads with respect to the tokens. A head depends only on the projection of the
+    tokens onto a subspace, and its Jacobian is computed from the Jacobian in coordinates of this subspace.
 
     With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
     """

@@ -246,7 +246,7 @@ def _by_autodiff(
     members: Sequence[int],
     solver: Solver,
 ) -> tuple[LeadingTriplet, bool]:
-    """Measure the local Lipschitz constants of the map ``f`` with a Jacobian by automatic differentiation.
+    """Measure the local Lipschitz constants of the map ``f`` by automatic differentiation.
 
     Return also whether a float32 map of this library was checked in float64, or needs no check.
     """
@@ -256,7 +256,7 @@ def _by_autodiff(
 
 
 def _float64_bytes(f: Callable[[Tensor], Tensor], x: Tensor, settings: _Settings) -> float:
-    """Return the number of bytes that the float64 Jacobian of ``f`` may use when it checks a float32 run.
+    """Return how many bytes the float64 Jacobian of ``f`` may use when a float32 result is checked with it.
 
     It is 0 for functions that are no map of this library: they may compute in float32 only.
     """

@@ -116,8 +116,8 @@ def _checked_by_adjoint(exact: LinearOperator, found: LeadingTriplet, rtol: floa
 
 
 def _typical_rounding(x: Tensor) -> float:
-    """Return the typical relative rounding error of a Jacobian product in the dtype of ``x`` if no terms of
-    the product cancel.
+    """Return the typical relative rounding error of a Jacobian–vector product in the dtype of ``x``, provided
+    that no terms of the product cancel.
     """
     return 32.0 * torch.finfo(x.dtype).eps
 
@@ -125,7 +125,7 @@ def _typical_rounding(x: Tensor) -> float:
 def _cached(
     double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]], solver: Solver
 ) -> list[LeadingTriplet]:
-    """Measure the Lipschitz constants of a map at some sequences with the attention probabilities kept in
+    """Measure the Lipschitz constants of a map at some sequences, and keep the attention probabilities in
     memory.
 
     Float32 results are checked in float64.

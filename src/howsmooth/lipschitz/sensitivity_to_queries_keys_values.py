@@ -279,8 +279,8 @@ class _Layer:
         self.mean = derivative.mean.unflatten(1, (self.group, n))
 
     def out(self, heads: Float[Tensor, "b m value_dim"]) -> Float[Tensor, "b n r"]:
-        """Multiply the output of each head by its part of the output matrix, and sum over the heads that
-        share a key head.
+        """Multiply the output of each head by its part of ``factor``, which replaces the output matrix, and
+        sum over the heads that share a key head.
         """
         return torch.einsum("bgnv,brgv->bnr", heads.unflatten(1, (self.group, self.n)), self.factor)
 

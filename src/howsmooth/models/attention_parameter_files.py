@@ -1,5 +1,5 @@
-"""Reading and writing of the parameters of an attention in ``.safetensors`` and ``.npz`` files, never in
-pickles.
+"""Reading and writing of the parameters of an attention layer in ``.safetensors`` and ``.npz`` files. Pickles
+are refused.
 
 A file contains the arguments of :class:`~howsmooth.attention.SelfAttention` under their names: ``query``,
 ``key``, ``value``, and optionally ``output``, ``query_bias``, ``key_bias``, ``value_bias``, ``output_bias``,
@@ -268,9 +268,10 @@ def _norm(numbers: dict[str, Tensor], tensors: dict[str, Tensor], name: str) -> 
 
 
 def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:
-    """Build an attention with the scores ⟨A x_i + b, x_j⟩ and the values V x_j of the paper.
+    """Build an attention layer from the matrices A, V and W and the vector b of the paper, where W and b may
+    be missing.
 
-    Its queries are A x_i + b, and its keys are x_j.
+    The queries are A x_i + b, the keys are x_j, and the values are V x_j.
     """
     A, V = _with_axis(numbers["A"], 2), _with_axis(numbers["V"], 2)
     if A.ndim != 3 or A.shape[1] != A.shape[2]:

@@ -317,7 +317,8 @@ def self_attention_layers(
 
 
 def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterator[VerifiedLayer]:
-    """Yield the selected layers whose maps were verified, and raise the error of the first layer that fails.
+    """Yield each selected layer after verifying its map. Raise the error of the first layer that cannot be
+    captured.
 
     All sequences of the batch have the same length.
     """

@@ -1,4 +1,4 @@
-"""The class ``Site``, which holds one attention layer of a model at one input, as ``capture`` returns it."""
+"""The classes ``Site`` and ``CrossSite``, in which ``capture`` returns an attention layer with its tokens."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class Site:
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class CrossSite(Site):
-    """One cross-attention layer of a model for one sequence of a batch. It is a map of the tokens of the
-    queries, of the memory (the other sequence), or of both.
+    """One cross-attention layer of a model for one sequence of a batch, as a map of the query tokens, of the
+    memory (the sequence that gives the keys and values), or of both.
 
     ``map`` is ``attention`` as a function of one of its two sequences or of both, and ``x`` its argument:
     ``local_lipschitz(site.map, site.x)`` measures the constant of that side.

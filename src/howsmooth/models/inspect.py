@@ -264,9 +264,7 @@ def _cross_site(
 
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
-    """Complete the description of a layer by properties of the captured map, such as its mask and
-    dimensions.
-    """
+    """Add properties of the captured map, such as its mask and dimensions, to the description of a layer."""
     attention, softmax = read.found.map, read.self_attention.softmaxes[0]
     kv_heads, key_dim, value_dim = softmax.value.shape[-3], None, softmax.value.shape[-1]
     if isinstance(attention, SelfAttention):
@@ -330,7 +328,9 @@ def _reason(error: Exception, layer: AttentionLayer) -> str:
 
 
 def _plain(message: str, layer: AttentionLayer) -> str:
-    """Remove the index and path of a layer from a message, so that messages of equal layers are equal."""
+    """Remove the index and path of a layer from a message, so that layers of the same kind have equal
+    messages.
+    """
     message = re.sub(rf"layer {layer.index} \([^()]*\)", "the layer", message)
     return message.replace(f"{layer.root_name}.", "") if layer.root_name else message
 

@@ -84,8 +84,8 @@ class LogitsOfModel:
         return float((p.exp() * (p - other)).sum(dim=-1).mean().clamp_min(0.0))
 
     def squared_gradients(self, samples: int, seed: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the mean squared derivatives of the log-likelihood with respect to the keys and values of
-        each layer.
+        """Return the squared derivatives of the log-likelihood with respect to the keys and values of each
+        layer, averaged over classes that are drawn from the model's predictions.
 
         Classes are drawn from the model's own prediction, one for each row, and their log-probabilities are
         summed over the rows. So the means over draws estimate the diagonal of the Fisher information times

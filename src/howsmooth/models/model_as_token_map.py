@@ -114,7 +114,7 @@ class ModelParts:
         return self._site("model", start, end, read, None, None, words)
 
     def output(self, output: str, *, last_token: bool = False) -> Output:
-        """Return the kind of output of a map: hidden states, logits or margin.
+        """Return the :class:`Output` with a given name, such as "hidden", "logits" or "margin".
 
         The hidden states of a model that transformers does not know are the first tensor that it returns.
         """
@@ -336,8 +336,8 @@ def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
 
 
 def _attentions(model: nn.Module, n: int) -> list[str | None]:
-    """Return the names of the attention implementations, such as "sdpa", with which a copy of the model is
-    tried. None stands for the implementation of the original model.
+    """Return the names of the attention implementations, such as "sdpa", to try in a copy of the model, in
+    this order. None stands for the implementation of the original model.
 
     PyTorch differentiates its own attention in memory proportional to n². The implementation of howsmooth
     takes memory proportional to n, and more time at small n.

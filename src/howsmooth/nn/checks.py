@@ -117,7 +117,7 @@ def require(
 
 
 def look(t: Tensor, at: Callable[[Tensor], object]) -> None:
-    """Call a function with the values of a tensor as an ordinary tensor, even inside torch.func transforms.
+    """Call ``at`` with an ordinary tensor that has the values of ``t``, also inside torch.func transforms.
 
     Tensors that ``at`` makes stay valid after the transform. Inside torch.func.vmap, ``at`` gets the values
     of all members, stacked along a first axis.
@@ -126,7 +126,7 @@ def look(t: Tensor, at: Callable[[Tensor], object]) -> None:
 
 
 class _Look(torch.autograd.Function):
-    """The autograd function by which :func:`look` passes a tensor's values to a function in transforms."""
+    """The autograd function with which :func:`look` calls a function inside torch.func transforms."""
 
     @staticmethod
     def forward(t: Tensor, at: Callable[[Tensor], object]) -> Tensor:

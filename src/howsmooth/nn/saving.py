@@ -381,7 +381,7 @@ def _steps(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Return a dict from each name of a tensor of the model to the first name of the same tensor.
+    """Return a dict that maps each tensor name in the model to the first name of the same tensor.
 
     Tied tensors have several names.
     """

@@ -124,8 +124,9 @@ def plan(context: FigureContext) -> FigurePlan:
 
 
 def _over_measured(rows: pd.DataFrame, as_published: bool) -> pd.DataFrame:
-    """Add the column ``kind``, a key of :data:`KINDS`, and the column ``log_ratio``, the logarithm of bound /
-    measured constant. The formula of the published code is left out unless the options ask for it.
+    """Add two columns to a table of bounds: ``kind``, a key of :data:`KINDS`, and ``log_ratio``, the
+    logarithm of bound / measured constant. Remove the rows of the published code's formula, unless
+    ``as_published`` is true.
     """
     rows = rows if as_published else rows[rows["name"] != AS_CODED]
     where = np.where(rows["quantity"] == LOCAL, "local ", "ball ")

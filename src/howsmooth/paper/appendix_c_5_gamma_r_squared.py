@@ -90,12 +90,13 @@ def _rows(label: str, site: Any) -> list[Values]:
 
 
 def rotary_real_eigenvalues(f: SelfAttention, n: int) -> list[list[float]]:
-    """Return the real eigenvalues of the score matrices A of one head with rotary positions, in ascending
-    order, one list for each offset i − j of n tokens.
+    """Return the real eigenvalues of each score matrix A of a head with rotary positions, as one list in
+    ascending order. There is one matrix for each offset i − j between the positions i and j of n tokens.
 
-    With the rotations T_i and T_j of the positions, A is τ Kᵀ T_jᵀ T_i Q. Its eigenvalues are those of the
-    k × k matrix τ T_jᵀ T_i Q Kᵀ, and zero if k < d. Offsets from 0 to n − 1 come from the last query and all
-    keys. Without a causal mask there are offsets from 1 − n to −1 too, which come from the first query.
+    With the factor τ of the scores and the rotations T_i and T_j, A is τ Kᵀ T_jᵀ T_i Q. Its eigenvalues are
+    those of the k × k matrix τ T_jᵀ T_i Q Kᵀ, and zero if k < d. Offsets from 0 to n − 1 come from the last
+    query and all keys. Without a causal mask there are offsets from 1 − n to −1 too, which come from the
+    first query.
     """
     assert f.rotary is not None
     small = f.scale * f.query[0] @ f.key[0].mT
@@ -110,8 +111,11 @@ def rotary_real_eigenvalues(f: SelfAttention, n: int) -> list[list[float]]:
 
 
 def _largest_gamma(spectra: Sequence[Sequence[float]]) -> Values:
-    """Return the largest γ of some score matrices, given by their real eigenvalues in ascending order, and
-    the smallest and the largest eigenvalue of the matrix that has it; all are None if no eigenvalue is real.
+    """Return the largest γ = max(−λ_min, λ_max / 8) of some score matrices, with λ_min and λ_max of the
+    matrix that attains it. Here λ_min and λ_max are the smallest and the largest real eigenvalue of a matrix.
+
+    ``spectra`` contains the real eigenvalues of each matrix, in ascending order. If no matrix has a real
+    eigenvalue, all three values are None.
     """
     found = [(max(-real[0], real[-1] / 8), real[0], real[-1]) for real in spectra if real]
     if not found:

@@ -37,7 +37,7 @@ before have been carried out."""
 @dataclass(frozen=True)
 class FigureContext:
     """The data from which a figure plans its tasks: the options of the user, the store of the figure, and the
-    means of carrying out tasks.
+    workers and settings with which tasks are carried out.
 
     ``made`` says how the numbers were made, for the HTML page: the models, the texts with their hashes, and
     the settings. ``studies`` are the models and texts of the figure. Plans add entries to both.

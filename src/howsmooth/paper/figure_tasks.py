@@ -1,4 +1,6 @@
-"""Define the tasks that compute the rows of a figure, for the runner and the store of a study."""
+"""Define the tasks that compute the rows of a figure. The runner of a study carries them out, and its store
+keeps the rows.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ class UnitTask(_OfUnit):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """A tuple that is equal for tasks whose running times differ only by their numbers of tokens."""
+        """A tuple that is equal for tasks whose running times differ only because of their token counts."""
         return (FigureRow.table, *self.group)
 
     @property

@@ -204,8 +204,8 @@ class PreparedModel:
         return kind(self.plan, subject, n, scope, starts, missing, key=key, measure=measure)
 
     def key(self, **more: str | int | None) -> dict[str, str | int | None]:
-        """Return a dictionary that identifies rows in the store. It contains the given values and the values
-        on which all rows of the model depend.
+        """Return a dictionary that identifies rows in the store. It contains the given values, the name and
+        the fingerprint of the model, the seed and the dtype.
         """
         same: Key = {"seed": self.plan.seed, "dtype": self.plan.dtype}
         first = {"model": self.label, "fingerprint": self.subjects[0].fingerprint}

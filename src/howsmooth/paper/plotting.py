@@ -123,7 +123,7 @@ class Curve:
     fit: bool = False
 
     def draw(self, axis: Axes) -> None:
-        """Draw the curve on the given axes; dots are drawn above all lines, except above fitted lines."""
+        """Draw the curve on the given axes. Dots are drawn below fitted lines and above all other lines."""
         x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
         if not np.isfinite(y).any():
             return
@@ -169,7 +169,7 @@ def lines(
 
 
 def fitted(fit: Exponent, colour: str, label: str = "", dashes: Dashes = SOLID) -> Iterator[Curve]:
-    """Yield the line of a fitted power law between the smallest and the largest fitted length; yield nothing
+    """Yield the line of a fitted power law, from the smallest to the largest length in the fit. Yield nothing
     if the fit failed.
     """
     if not fit.note:
@@ -318,6 +318,6 @@ def picture(
 
 
 def _plain(words: list[str]) -> str:
-    """Join different labels to one text without the markup of matplotlib formulas."""
+    """Join labels to one text without repetitions, and remove the markup of matplotlib formulas."""
     joined = "; ".join(dict.fromkeys(words)).replace("\\,", " ").replace("\n", ", ")
     return re.sub(" +", " ", re.sub(r"[${}\\]", "", re.sub(r"\\([a-z]+)", r" \1 ", joined)))

@@ -144,8 +144,8 @@ def _rows(key: Key, radius: float) -> list[Values]:
 
 
 def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
-    """Return the logarithms of the two weights p and 1 − p, where p is the smaller weight. The argument
-    ``name`` chooses p = e^{−2g} or p = 1/(1 + 3e^{2g}).
+    """Return the logarithms of the weights p and 1 − p of two Dirac masses. The argument ``name`` chooses
+    p = e^{−2g} or p = 1/(1 + 3e^{2g}), where g is the squared radius R².
     """
     if name == PAPER_WEIGHT:
         logs = (-2 * g, math.log(-math.expm1(-2 * g)))

@@ -27,8 +27,8 @@ def _model(name: str, value: Any) -> ModelSpec:
 
 
 def _of_plan(name: str, **changed: Any) -> Any:
-    """Define an option with the arguments of the option ``name`` of a measurement plan, except for the
-    arguments in ``changed``.
+    """Define an option like the option ``name`` of a measurement plan, but with the arguments in ``changed``
+    replaced.
     """
     return option(**({"default": None} | vars(options_of(Plan)[name]) | changed))
 

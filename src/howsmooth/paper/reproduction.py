@@ -197,7 +197,8 @@ def expected_times(
     folder: str | os.PathLike[str],
     listener: Listener = SILENT,
 ) -> list[FigureTime]:
-    """Predict the time of each figure without writing anything. The listener is told which figure is tried.
+    """Predict the time of each figure from the times of a few of its tasks, without writing anything. The
+    listener receives the name of the figure whose tasks are carried out.
 
     Tasks of the same kind are sorted by their numbers of tokens. The shortest task is carried out, and so are
     the middle and the longest task, unless they are expected to take more than two seconds. From their times
@@ -242,7 +243,7 @@ def _expected_seconds(tasks: Sequence[Task], models: Models) -> float:
 
 def _seconds(task: Task, models: Models) -> float:
     """Carry out a task and return how many seconds it took, not counting the time to load its model. If the
-    task fails and the figure needs it, raise the error.
+    task fails and the figure cannot be made without its rows, raise the error.
     """
     if isinstance(task, SequenceTask):
         models.load_for(task.subject)

@@ -61,7 +61,7 @@ class DepthProfile(Result):
 
     @property
     def citation(self) -> str:
-        """One line to cite, with the constant of the whole model and the product of all stages."""
+        """One line to cite, with the constant of the whole model and the product of its stages' constants."""
         last = plain_rows(self.table)[-1]
         return (
             f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
@@ -87,8 +87,9 @@ class DepthProfile(Result):
         return "\n".join([*lines, *([f"Not converged: {', '.join(missed)}."] if missed else [])])
 
     def plot(self) -> Figure:
-        """Draw four curves against the depth: the constants of the stages, of the model up to each stage, and
-        of the model after each stage, and the product of the stages' constants.
+        """Draw four curves, with a point for each stage, such as a block. Three curves show the constants of
+        the stage, of the model up to its end, and of the model after it. The fourth shows the product of the
+        constants of all stages up to this one.
         """
         return draw_depth(self.table, f"{self.model}, {self.n} tokens, to the {self.output}")
 
@@ -237,7 +238,7 @@ def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
 
 
 def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
-    """Return the columns of a row whose names begin with ``source``, with ``kind`` in place of ``source``."""
+    """Return those columns of a row whose names begin with ``source``, renamed to begin with ``kind``."""
     return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
 
 

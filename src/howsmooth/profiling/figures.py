@@ -1,4 +1,4 @@
-"""Draw the results of profiles as figures, each from a table of results and titles."""
+"""Draw the results of profiles as heatmaps, curves and scatter plots."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ class Precision(Result):
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
-        """Choose numbers of bits for the keys and the values of each head, such that their average is at most
-        ``average``.
+        """Choose numbers of bits for the keys and the values of each head, such that the average number of
+        bits is at most ``average``.
 
         The numbers of bits are chosen among those in the table, so measure several, such as 2, 3, 4, 5, 6 and
         8. All heads start with the smallest number. Bits are then added where they lower the predicted effect
@@ -262,8 +262,8 @@ class Precision(Result):
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on the effect of quantising all keys and values at once, on predictions that are too
-        large, and on the rank correlations.
+        """Sentences on the effect of quantising all keys and values at once, on predicted divergences that
+        are too large to be reliable, and on the rank correlations.
         """
         found = [f"A{words[1:]}." for words in self._together_in_words()]
         if bool((self.table["predicted_kl"] > _HOLDS).any()):

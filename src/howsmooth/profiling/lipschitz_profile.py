@@ -183,8 +183,8 @@ class Profile(Result):
         return {"rows": rows, "shown": len(rows), "total": len(self.table), "influence": pictured}
 
     def _sides(self, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
-        """Return two lists of all tokens, each with a title. The first list shades the tokens by their input
-        shares, the second by their output shares.
+        """Return two titled lists of all tokens with shades. In the first list the shades show how much a
+        change of the token matters, in the second they show how much the output token changes.
 
         A token is given as a triple: its shade, its text, and its share as a phrase.
         """

@@ -1,5 +1,5 @@
-"""Round keys and values to few bits by absmax quantisation, and run a model with the keys and values of some
-heads quantised, as if they came from a quantised KV cache.
+"""Round keys and values to few bits by absmax quantisation. Run a model with the rounded keys and values of
+some heads, as if they came from a quantised KV cache.
 
 An entry is rounded to an integer multiple of a step. All entries of a group share one step, which is their
 largest absolute value divided by 2^(bits−1) − 1.
@@ -70,7 +70,8 @@ def checked_quantisers(names: object) -> tuple[str, ...]:
 
 
 def group_of(quantiser: str, dim: int) -> str:
-    """Return the name of the quantiser, or "token" if each of its groups contains all channels of a token.
+    """Return "token" if each group of the quantiser contains all ``dim`` channels of a token, and the name of
+    the quantiser otherwise.
 
     A quantiser whose groups have at least ``dim`` channels is the quantiser "token".
     """

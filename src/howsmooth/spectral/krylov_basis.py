@@ -95,14 +95,16 @@ class Basis:
             self.taken = self.taken[members.cpu()]
 
     def _numbered(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each block with the number of basis vectors before it."""
+        """Yield each stored block of basis vectors, and the number of basis vectors in all earlier blocks."""
         first = 0
         for block in self.blocks:
             yield first, block
             first += len(block)
 
     def _kept(self, block: Tensor, first: int, members: Tensor) -> Tensor:
-        """Return a block restricted to some maps. Its empty rows, which later steps fill, are not copied."""
+        """Return a block of basis vectors restricted to some maps. Rows that later steps will fill are not
+        copied.
+        """
         kept = block.new_empty(len(block), len(members), block.shape[2])
         filled = slice(self.count - first)
         torch.index_select(block[filled], 1, members, out=kept[filled])
@@ -141,8 +143,8 @@ class Basis:
         out: Float[Tensor, "all size"],
         places: Int[np.ndarray, " some"],
     ) -> None:
-        """Compute a linear combination of the basis vectors of each of some maps, normalise it, and write it
-        to a row of ``out``.
+        """Compute one linear combination of basis vectors for each map in ``members``, normalise it, and
+        write it to a row of ``out``.
 
         The combination of a map is Σ_k weights_k row_k. ``members`` are the indices of the maps in the batch,
         and ``places`` are the rows of ``out``.
@@ -185,8 +187,9 @@ class Basis:
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _pieces_of_sums(self, z: Tensor) -> tuple[torch.dtype, list[slice]]:
-        """Return how inner products with the vectors ``z`` are summed. The first result is the dtype of the
-        sum within a piece of the vectors, the second is the list of pieces, whose sums are added in float64.
+        """Divide the columns of ``z`` into pieces, such that inner products are summed in each piece and the
+        sums of the pieces are added in float64. The first result is the dtype of the sum in a piece, the
+        second is the list of pieces.
         """
         size = z.shape[1]
         if size <= PIECE:
@@ -278,7 +281,8 @@ def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
 
 
 def _by_steps(z: Tensor) -> bool:
-    """Return True if the vectors of many maps, the rows of z, meet the basis vectors of one step at a time.
+    """Return True if products of the rows of ``z`` with the basis vectors are computed step by step, and
+    False if one batched product computes all of them.
 
     A batched product of matrices and vectors takes several times as long on a CPU.
     """
@@ -286,14 +290,14 @@ def _by_steps(z: Tensor) -> bool:
 
 
 def norms(x: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the Euclidean norm of each row of a matrix x (member, size), in float64. If processes share the
-    columns, the norms include the columns of all processes.
+    """Return the Euclidean norm of each row of a matrix x (member, size), in float64. If the columns
+    are divided among processes, the norms include the columns of all processes.
     """
     return row_lengths(x) if reduce is None else reduce(squared_lengths(x)).sqrt()
 
 
 def reduced(values: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the sum of a tensor over all processes that share the vectors, or the tensor itself in a single
-    process.
+    """Return the sum of a tensor over all processes among which the vectors are divided. In a single process,
+    return the tensor itself.
     """
     return values if reduce is None else reduce(values)

@@ -345,8 +345,8 @@ class _Members:
         return done
 
     def ritz_vectors(self, some: Int[np.ndarray, " some"], k: int) -> Float[np.ndarray, "some k"]:
-        """Return the leading eigenvector of the tridiagonal matrix of each of some maps. Its entries are the
-        coefficients of the map's singular vector in the Krylov basis.
+        """Return the leading eigenvector of the tridiagonal matrix for each map in ``some``. Its entries are
+        the coefficients of the map's singular vector in the Krylov basis.
         """
         return np.stack([_leading_vector(self.diagonal[member, :k], self.off[member, :k]) for member in some])
 
@@ -386,7 +386,7 @@ class _Members:
 def _in_sizes(
     operator: LinearOperator, start: Tensor, sizes: Sequence[int] | None, reduce: Reduction | None
 ) -> Int[np.ndarray, " member"]:
-    """Return the input dimension of each map of the batch, summed over processes that share the input."""
+    """Return the whole input dimension of each map, even if the input is divided among processes."""
     own = start.new_tensor(sizes or [operator.in_size] * operator.batch, dtype=torch.float64)
     dimensions: np.ndarray = reduced(own, reduce).cpu().numpy().astype(np.int64)
     return dimensions

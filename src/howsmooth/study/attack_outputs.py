@@ -104,7 +104,7 @@ def _summary_row(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def fits(table: pd.DataFrame) -> pd.DataFrame:
-    """For each layer or head, fit a power of the length n to each column of the summary in :data:`SERIES`.
+    """For each layer or head, fit a power law in the length n to each summary column named in :data:`SERIES`.
 
     The columns are the largest constants found, the constants at the paper's tokens, and the upper bounds.
 

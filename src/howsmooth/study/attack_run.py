@@ -106,7 +106,10 @@ def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[
 
 
 def _attentions_at(source: AttentionSource, usual: list[Target], n: int) -> Iterator[Target]:
-    """Yield each layer or head of a model or parameter file, with its mask, window and tokens at length n."""
+    """Yield each layer or head of a source (a model or a parameter file), adapted to n tokens.
+
+    The mask, the sliding window and the input tokens are taken for the length n.
+    """
     # A length beyond the model's positions has no tokens of the text, but the same attention map.
     there = source.longest is not None and n <= source.longest
     for one, own in zip(usual, source.attentions(n) if there else usual, strict=True):
@@ -174,7 +177,7 @@ class AttackTask(Task):
             yield self.failed(error)
 
     def failed(self, error: Exception) -> Failed:
-        """Return a failure for an error, with one row that stands for all attacks of the task."""
+        """Turn an error into a failure of the task, with one row for this layer or head at this length."""
         one = self.target
         where = (self.model, self.text, one.scope, one.layer, one.head, self.n)
         return Failed.of(error, Attack, where)
@@ -193,7 +196,7 @@ class AttackTask(Task):
         return [*(replace(row, file=file) if row is best else row for row, _ in tried), upper]
 
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
-        """Measure the constant at the given tokens, at constructed tokens and at tokens of gradient ascent.
+        """Measure the constant at given tokens, at constructed tokens and at tokens found by gradient ascent.
 
         For each of them, yield the row of the constant and the tokens.
         """
@@ -287,7 +290,7 @@ class AttackTask(Task):
 
 
 def _named(constructions: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a unique name and the tokens for each construction of attacking tokens.
+    """For each construction of tokens with a large constant, yield a unique name and the constructed tokens.
 
     The paper's construction is named ``two_cluster``. A head may have two two-cluster constructions; the
     first uses the eigenvalue that the paper chooses.

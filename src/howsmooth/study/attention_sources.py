@@ -136,9 +136,9 @@ class FileSource:
         return hashlib.sha256(self._file.path.read_bytes()).hexdigest()
 
     def attentions(self, length: int) -> list[Target]:
-        """Return the map of all heads for ``length`` tokens, or the map of each chosen head.
+        """Return the attention with all its heads, or each chosen head by itself, for ``length`` tokens.
 
-        The maps come with the tokens of the file if the file has ``length`` tokens.
+        The input tokens are the tokens of the file if it has ``length`` tokens; otherwise there are none.
         """
         f, x = self._file.attention, self._file.x if self.longest == length else None
         masking = "mask of the file" if f.mask is not None else "causal" if f.causal else "none"

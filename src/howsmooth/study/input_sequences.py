@@ -68,7 +68,10 @@ class TextFeed:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The only part of the text from which sequences are cut: the whole text, (0, number of tokens)."""
+        """The parts of the text from which sequences are cut, each as (first token, number of tokens).
+
+        The only part is the whole text.
+        """
         return ((0, self.count),)
 
     def inputs(self, starts: Sequence[int], n: int) -> torch.Tensor:

@@ -90,7 +90,7 @@ def write_outputs(
 
 
 def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line to cite for each model, scope and text, with the largest exponent."""
+    """Yield a line to cite for each model, scope and text, with the largest exponent of any layer or head."""
     digests = {row["name"]: row["digest"] for row in plain_rows(contents.texts)}
     weights = {(row["model"], row["text"]): row["fingerprint"] for row in plain_rows(contents.inputs)}
     made_by = json.loads(plain_rows(contents.runs)[-1]["environment"])

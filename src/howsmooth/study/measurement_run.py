@@ -1,4 +1,4 @@
-"""Run a plan of measurements: first constants, then published values if asked for, then bounds.
+"""Run a plan of measurements: first constants, then values of the published code if asked for, then bounds.
 
 Rows that the store already has are skipped. Results are written step by step, so a run can be interrupted at
 any moment and continued later.

@@ -53,11 +53,11 @@ _CLOSE = 1e-2
 
 @dataclass(frozen=True)
 class Merged:
-    """The numbers of measurements that a merge of stores added and skipped, and that the store now has.
+    """How many measurements a merge of stores added and skipped, and how many the target store has now.
 
-    ``same`` counts the skipped measurements, which the store or an earlier source had already, ``total`` the
-    measurements after the merge, ``failures`` the failures whose measurements are still missing, and
-    ``published`` the added values of the published code.
+    ``added`` counts the added measurements, ``same`` the skipped measurements, which the store or an earlier
+    source had already, ``total`` the measurements after the merge, ``failures`` the failures whose
+    measurements are still missing, and ``published`` the added values of the published code.
     """
 
     added: int
@@ -169,9 +169,10 @@ def _united(kind: type[Row], stores: Sequence[Store], target: Store | None) -> p
 
 
 def _first_of_each(rows: pd.DataFrame, key: Sequence[str], same: Sequence[str]) -> pd.DataFrame:
-    """Return the first row for each key.
+    """Return the first row of a table for each key, which is the tuple of the values in the columns ``key``.
 
-    Raise StoreError if a later row with the key differs in a column of ``same``, or disagrees in its value.
+    Raise StoreError if a later row with the same key differs in a column of ``same``, or disagrees in its
+    value.
     """
     first = rows.drop_duplicates(list(key))
     pairs = rows.drop(first.index).merge(first, on=list(key), suffixes=("", "_first"))
@@ -195,8 +196,9 @@ def _refuse_two_fingerprints(rows: dict[type[Row], pd.DataFrame]) -> None:
 
 
 def _refuse_overlaps(rows: dict[type[Row], pd.DataFrame]) -> None:
-    """Raise StoreError if sequences of one text overlap for one model, which they never do in a single
-    store.
+    """Raise StoreError if two different sequences of the same text and model overlap.
+
+    The sequences in a single store never overlap.
     """
     kinds = dict(rows[TextRecord][["name", "kind"]].itertuples(index=False, name=None))
     columns = ["model", "text", "start", "n"]

@@ -504,11 +504,11 @@ class Plan(Options):
         return (*single, *([InputSpec("images", self.images)] if self.images else []))
 
     def layers_of(self, model: ModelSpec) -> Ranges:
-        """Return which layers of a model to measure: the selection for this model, or else for the plan."""
+        """Return which layers of a model to measure, as the model or else the plan selects them."""
         return self.layers if model.layers is None else model.layers
 
     def heads_of(self, model: ModelSpec) -> Ranges:
-        """Return which heads of a model to measure: the selection for this model, or else for the plan.
+        """Return which heads of a model to measure, as the model or else the plan selects them.
 
         The selection applies to the scope ``head``, which measures single heads.
         """
@@ -589,7 +589,7 @@ class SourcePlan(InputPlan):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The inputs as a dictionary of fields of :class:`Plan`; empty for the default text."""
+        """The fields of :class:`Plan` that name the inputs, with their values; empty for the default text."""
         given = {kind: getattr(self, kind) for kind in KINDS[1:] if getattr(self, kind)}
         return given if self.text is None else given | {"texts": (self.text,)}
 

@@ -19,7 +19,7 @@ class Listener:
         """Receive the name of the phase that starts."""
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Receive how much of the current phase is done, as two numbers in the same unit."""
+        """Receive the finished amount and the total amount of work in the current phase, in the same unit."""
 
     def counter(self, noun: str) -> Callable[[int, int], None]:
         """Return a function that receives the number of finished steps and of all steps, and reports them.

@@ -297,10 +297,10 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """A row of the store: a value of the paper's published code at one sequence, or the correct constant.
+    """A row of the store: a constant as the paper's published code computes it, or corrected fully or partly.
 
-    The published code differs from the definition of the constant in some items; the correct constant is
-    measured without them. ``quantity`` is ``corrected`` (no item), ``only`` followed by one item, or ``as
+    The paper's published code differs from the definition of the constant in some items; the correct constant
+    is measured without them. ``quantity`` is ``corrected`` (no item), ``only`` followed by one item, or ``as
     published`` (all items); ``items`` lists the items that were used. ``lower`` and ``upper`` are ``None`` if
     the published power iteration computed the value, since it gives no interval.
     """
@@ -332,7 +332,7 @@ CORRECTED, PUBLISHED = "corrected", "as published"
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the quantities to measure for some deviations of the published code, which are called items.
+    """Return the variants of the constant to measure, each with its deviations (items) of the published code.
 
     Returns
     -------
@@ -370,14 +370,13 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
 
 @dataclass(frozen=True)
 class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
-    """A row of the store: a local Lipschitz constant that an attack measured, or the smallest upper bound on
-    this constant over all tokens in the ball that the attack searched.
+    """A row of the store: a local Lipschitz constant that an attack measured, or an upper bound on it.
 
-    The upper bound holds at all tokens of the ball. ``kind`` is one of :data:`ATTACK_KINDS`. ``value`` is the
-    measured constant, with the interval from ``lower`` to ``upper``; for the kind ``upper`` it is the bound,
-    which is ``None`` if it overflows. ``log_value`` is its logarithm. ``radius`` is the radius of the ball,
-    ``radius_max`` the norm of the longest token. ``file`` is the path of the saved tokens, relative to the
-    folder of the store.
+    The upper bound holds at all tokens in the ball that the attack searched. ``kind`` is one of
+    :data:`ATTACK_KINDS`. ``value`` is the measured constant, with the interval from ``lower`` to ``upper``;
+    for the kind ``upper`` it is the smallest upper bound, which is ``None`` if it overflows. ``log_value`` is
+    its logarithm. ``radius`` is the radius of the ball, ``radius_max`` the norm of the longest token.
+    ``file`` is the path of the saved tokens, relative to the folder of the store.
     """
 
     layer: int

@@ -164,9 +164,9 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task], until: float) -> Task | None:
-        """Take the next task whose model can be used from a queue.
+        """Remove and return the first task of a queue, after dropping tasks whose model cannot be used.
 
-        Return None if the queue is empty, or if this task is not expected to end in time.
+        Return None if the queue is empty, or if the task is not expected to end in time.
         """
         while left and left[0].model in self._unusable:
             left.popleft()

@@ -346,7 +346,7 @@ def capture_sites(
 
 
 def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
-    """Return the number of attention layers of a model, and the number of heads of the first one.
+    """Return the number of attention layers of a model, and the number of heads of its first attention layer.
 
     Raises
     ------

@@ -84,8 +84,8 @@ def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
 
 
 def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) -> Enclosed:
-    """Evaluate the bound from block rows on the norm of the Jacobian of one head, for given positive weights
-    of the tokens.
+    """Bound the norm of the Jacobian of one head from its block rows, for given positive weights of the
+    tokens.
 
     The head's attention weights, values and queries are taken as rounded to float64. The bound holds for all
     positive weights q and τ.
@@ -102,7 +102,7 @@ def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) ->
 
 
 def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Search for positive weights of the tokens for which the bound from block rows on the Jacobian is small.
+    """Search for positive weights of the tokens that make the bound of :func:`rows_value` small.
 
     The two results are the weights q and τ.
     """
@@ -162,8 +162,8 @@ def row_squares(
 
 
 def row_terms(at: HeadsAt) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield, for one block of queries after another, two vectors for each query i and key j. They give the
-    matrix N_ij N_ijᵀ of :func:`row_squares`.
+    """Yield two vectors for each query i and key j, from which :func:`row_squares` computes its Gram
+    matrices. Each item holds the vectors of one block of queries.
 
     They are w_ij and s_ij = V y_ij + |y_ij|² w_ij / 2, and N_ij N_ijᵀ = V Vᵀ + s_ij w_ijᵀ + w_ij s_ijᵀ.
     """

@@ -37,7 +37,8 @@ def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A positive weight for each token, and the eigenvalue estimates that these weights give.
+    """A positive weight for each token, and estimates of the eigenvalues in the bound of
+    :func:`certificate_heads` for these weights.
 
     ``c`` has the estimates of c_i, and ``nu_square`` is the estimate of ν².
     """
@@ -126,11 +127,12 @@ def diagonal_guesses(at: HeadsAt) -> Float[Tensor, " n"]:
 
 
 def _follow(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Estimate the largest eigenvalues of matrices O B_i Oᵀ by steps of the power method, which start at the
-    rows of ``b``.
+    """Estimate the largest eigenvalues of the matrices O B_i Oᵀ, for one matrix O and many matrices B_i, by
+    steps of the power method.
 
-    ``image`` multiplies row i by B_i, and ``gram`` is OᵀO. A row b stands for the vector O b, so that a step
-    needs one product with ``gram`` and none with O. The results are Rayleigh quotients and the last rows.
+    ``image`` multiplies row i by B_i, and ``gram`` is OᵀO. The steps start at the rows of ``b``. A row b
+    stands for the vector O b, so that a step needs one product with ``gram`` and none with O. The results are
+    Rayleigh quotients and the last rows.
     """
     value = torch.zeros(len(b), dtype=b.dtype)
     for _ in range(steps):
@@ -144,8 +146,8 @@ def _follow(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: i
 
 
 def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int = _LAST_STEPS) -> Tensor:
-    """Estimate the largest eigenvalues of matrices O B_i Oᵀ by Lanczos steps, which start at the rows of
-    ``b``.
+    """Estimate the largest eigenvalues of the matrices O B_i Oᵀ, for one matrix O and many matrices B_i, by
+    Lanczos steps.
 
     The arguments are those of :func:`_follow`. The estimates are below the eigenvalues, up to rounding.
     """

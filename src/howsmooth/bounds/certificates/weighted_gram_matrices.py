@@ -133,7 +133,8 @@ def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
 def _diagonal_norms_by_domination(
     at: HeadsAt, W: Float[Tensor, "rows m"], Qs: Sequence[Float[Tensor, "_k columns"]]
 ) -> Enclosed:
-    """Bound the largest norm of the diagonal blocks of the Jacobian by means of :class:`Domination`.
+    """Bound the largest norm of the diagonal blocks of the Jacobian by comparing all blocks with one matrix,
+    which :class:`Domination` computes.
 
     The block of row i is W F_i Q, where W and Q stack the matrices of all heads and F_i is block-diagonal.
     Its squared norm is the largest eigenvalue of W M_i Wᵀ with M_i = F_i Q Qᵀ F_iᵀ.

@@ -169,7 +169,7 @@ def half_widths(
 
 
 def radii(shapes: Float[Tensor, "... d d"], matrix: Float[Tensor, "... m d"] | None = None) -> Tensor:
-    """Bound the norm of all points of each ellipsoid. With ``matrix``, bound the norm of the images of the
-    points under it.
+    """Bound the norm of all points of each ellipsoid. If ``matrix`` is given, multiply the points by it
+    before their norm is bounded.
     """
     return largest_eigenvalue(plain(shapes if matrix is None else image(matrix, shapes))).sqrt()

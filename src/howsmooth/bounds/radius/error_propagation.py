@@ -17,7 +17,7 @@ __all__ = ["Errors", "PartialJacobians", "Step", "partial_jacobians"]
 
 
 class Step(NamedTuple):
-    """The Jacobians along which the error of the state of a network propagates through one stage.
+    """The Jacobians that carry errors of a network's hidden state through one stage.
 
     ``own`` (n, width', width) is the Jacobian of a stage that does not mix tokens. Attention has none, but
     ``sources``: the Jacobians (m, n', width', width_s) of its output with respect to each of the m tokens at
@@ -95,8 +95,8 @@ class Errors:
         self._since: list[tuple[Step, Tensor]] = []
 
     def reach(self, step: Step) -> None:
-        """Prepare for the next stage. Before attention, store the error that the stages since the previous
-        attention have caused.
+        """Prepare for the next stage. If it is attention, store the error that has been caused by the
+        previous attention and all stages after it.
         """
         if step.own is None and self._since:
             found = self._since[0][1]

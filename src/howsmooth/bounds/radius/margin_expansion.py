@@ -120,8 +120,8 @@ class FirstDerivatives:
         self.stretch = 1 + float(torch.linalg.vector_norm(V.mT @ V - torch.eye(len(H), dtype=H.dtype)))
 
     def own_adjoint(self, stage: int) -> Tensor:
-        """Return the gradient of the margin with respect to the output of the layer of one stage, without its
-        residual connection.
+        """Return the gradient of the margin with respect to the output of the layer of one stage, before the
+        residual is added.
         """
         return self.stages[stage].output_adjoint(self.states[stage], self.adjoints[stage + 1])
 

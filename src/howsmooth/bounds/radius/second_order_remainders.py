@@ -102,10 +102,11 @@ class NormRemainder:
         self.adjoint = torch.linalg.vector_norm(norm.scaled(adjoint), dim=1)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Bound the Taylor remainder of the norm layer when its input tokens change by G δ + e, for all
-        |δ| ≤ ``epsilon`` and all e in the ellipsoids ``errors``.
+        """Bound the Taylor remainder of the norm layer for all changes |δ| ≤ ``epsilon`` of the network's
+        input, and for all errors of the layer's input in the ellipsoids ``errors``.
 
-        They are infinite where a token could be displaced by its whole length.
+        The tokens at the layer's input change by G δ + e, where G is ``tangents`` and e an error. The bounds
+        are infinite where a token could be displaced by its whole length.
         """
         e = radii(errors, self.centre) / self.r
         t = (epsilon * self.size / self.r + e) * INFLATION
@@ -130,8 +131,8 @@ class TokenWise:
         self.each = each
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Bound the Taylor remainder of a layer when its input tokens change by G δ + e, for all |δ| ≤
-        ``epsilon`` and all e in ``errors``, which has one ellipsoid for each token.
+        """Bound the Taylor remainder of the layer for all changes |δ| ≤ ``epsilon`` of the network's input,
+        and for all errors of the layer's input in the ellipsoids ``errors``, one for each token.
         """
         found = [one(epsilon, error[None]) for one, error in zip(self.each, errors, strict=True)]
         return Left(
@@ -162,8 +163,10 @@ class FeedForwardRemainder:
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Bound the Taylor remainder of the feed-forward layer when its input tokens change by G δ + e, for
-        all |δ| ≤ ``epsilon`` and all e in the ellipsoids ``errors``.
+        """Bound the Taylor remainder of the feed-forward layer for all changes |δ| ≤ ``epsilon`` of the
+        network's input, and for all errors of the layer's input in the ellipsoids ``errors``.
+
+        The tokens at the layer's input change by G δ + e, where G is ``tangents`` and e an error.
         """
         # Ellipsoid matrices are squares of lengths: ε² belongs to changes linear in δ, ε⁴ to quadratic ones.
         linear = epsilon**2 * self.linear
@@ -198,8 +201,10 @@ class GatedFeedForwardRemainder:
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Bound the Taylor remainder of the gated layer when its input tokens change by G δ + e, for all
-        |δ| ≤ ``epsilon`` and all e in the ellipsoids ``errors``.
+        """Bound the Taylor remainder of the gated layer for all changes |δ| ≤ ``epsilon`` of the network's
+        input, and for all errors of the layer's input in the ellipsoids ``errors``.
+
+        The tokens at the layer's input change by G δ + e, where G is ``tangents`` and e an error.
         """
         layer = self.layer
         y, w = enclosing(image(layer.gate, errors)), enclosing(image(layer.up, errors))
@@ -262,9 +267,9 @@ class Reached(NamedTuple):
     cause.
 
     ``query`` (H, rows) and ``each_key`` (H, n) bound the changes of queries and keys, ``key`` (H, rows) the
-    mean square of the latter, ``score`` (H, rows, n) the changes of centred scores, and ``pulled`` (H, rows)
-    the deviation of the values along the adjoint. ``value`` (H, rows, d_out, d_out) contains Cov(V e, x) for
-    scores x of deviation 1.
+    root mean square of the latter, ``score`` (H, rows, n) the changes of centred scores, and ``pulled``
+    (H, rows) the deviation of the values along the adjoint. ``value`` (H, rows, d_out, d_out) contains
+    Cov(V e, x) for scores x of deviation 1.
     """
 
     query: Tensor
@@ -308,8 +313,8 @@ class AttentionErrors:
 
 
 def spread_shape(covariance: Tensor, factor: Tensor) -> Tensor:
-    """Multiply covariances between values and scores, given as ellipsoids, by a bound on the deviation of the
-    scores.
+    """Return ellipsoids that contain the covariances of values with scores of deviation at most ``factor``,
+    given the ellipsoids for scores of deviation at most 1.
 
     The matrix of each ellipsoid is multiplied by the square of ``factor``.
     """
@@ -347,8 +352,10 @@ class AttentionRemainder:
         self.pulled = spectral_norm(root[..., None] * dc)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Bound the Taylor remainder of attention when its input tokens change by G δ + e, for all |δ| ≤
-        ``epsilon`` and all e in the ellipsoids ``errors``.
+        """Bound the Taylor remainder of attention for all changes |δ| ≤ ``epsilon`` of the network's input,
+        and for all errors of the layer's input in the ellipsoids ``errors``.
+
+        The tokens at the layer's input change by G δ + e, where G is ``tangents`` and e an error.
         """
         P, of = self.weights, self.errors(errors)
         dq = epsilon * self.query + of.query
@@ -400,8 +407,8 @@ def value_covariance(attention: Attention, own: Softmax) -> Tensor:
 
 
 def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
-    """Return ellipsoids that contain the covariances between the changes of the values and any scores of
-    deviation at most 1. The changes are those that input changes |δ| ≤ 1 cause.
+    """Return ellipsoids that contain the covariances of the changes of the values with all scores of
+    deviation at most 1, for changes |δ| ≤ 1 of the network's input.
 
     The ellipsoids contain Cov(V δ, x) for all such scores x, and have the shape (H, rows, d_out, d_out). They
     are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.

@@ -123,7 +123,7 @@ class CubicNorm:
         """Return bounds on the Taylor remainder of the norm layer for |δ| ≤ ε, given ellipsoids of the input
         errors.
 
-        They are infinite where a token could be displaced by its whole length.
+        The bounds are infinite where a token could be displaced by its whole length.
         """
         e = epsilon**2 * self.form + radii(errors, self.centre) / self.r
         linear = epsilon * self.linear
@@ -399,10 +399,10 @@ class _Moments:
         return self.third * power, self.third * (3 * far * t + power)
 
     def beyond_third_order(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Bound the rest of an attention output h(s) after its quadratic Taylor polynomial and the cubic term
-        given below are subtracted.
+        """Bound the rest of an attention output h(s) after its quadratic Taylor polynomial and its main cubic
+        term have been subtracted.
 
-        The cubic term is ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0. The bound is the sum of three factors
+        The main cubic term is ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0. The bound is the sum of three factors
         times the deviations of v, v₁ and v₂.
         """
         c, t, tau, far = self.c, self.t, self.tau, self.farthest
@@ -413,10 +413,10 @@ class _Moments:
 
 
 class _Tensors:
-    """Ellipsoids that bound two terms of the Taylor expansion of attention in the input perturbation δ.
+    """Ellipsoids that contain the cubic term of attention in the change δ of the network's input, and the
+    mixed second derivatives along δ and along errors of the tokens.
 
-    They are the cubic term in δ, and the mixed second derivative D²F[Gδ, x], where x is the error of the
-    tokens beyond the first-order term Gδ.
+    The mixed derivative is D²F[Gδ, x], where x is the error of the tokens' second-order expansion in δ.
     """
 
     def __init__(

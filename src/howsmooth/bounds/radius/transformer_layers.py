@@ -406,12 +406,14 @@ class GatedFeedForward:
         return (self.activation.derivative(0, z) * v) @ self.down.T + self.down_bias
 
     def slopes(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the partial derivatives φ'(z) v and φ(z) of the product φ(z) v in a gated layer."""
+        """Return the derivatives φ'(z) v and φ(z) of the product φ(z) v with respect to z and to v."""
         z, v = self.preactivations(u)
         return self.activation.derivative(1, z) * v, self.activation.derivative(0, z)
 
     def bends(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the second partial derivatives φ''(z) v and φ'(z) of the product φ(z) v in a gated layer."""
+        """Return two second derivatives of the product φ(z) v. The first, φ''(z) v, is with respect to z, and
+        the second, φ'(z), is the mixed one with respect to z and v.
+        """
         z, v = self.preactivations(u)
         return self.activation.derivative(2, z) * v, self.activation.derivative(1, z)
 
@@ -524,8 +526,10 @@ class Attention:
         return dq, dk, torch.einsum("hed,ndk->hnek", self.value_weight, tangents)
 
     def score_changes(self, at: Softmax, dq: Tensor, dk: Tensor) -> Tensor:
-        """Return the derivatives (H, rows, n, k) of the scores, minus their mean under the attention weights
-        of each query.
+        """Return the derivatives (H, rows, n, k) of the scores along k tangents, minus their mean under the
+        attention weights of each query.
+
+        ``dq`` and ``dk`` are the derivatives of the queries and keys along these tangents.
         """
         changes = torch.einsum("hiek,hje->hijk", dq, at.k) + torch.einsum("hie,hjek->hijk", at.q, dk)
         return at.centred(changes)

@@ -71,8 +71,10 @@ class Stage:
         return found
 
     def output_adjoint(self, x: Tensor, adjoint: Tensor) -> Tensor:
-        """Return the columns of an adjoint (n', width', ...) that belong to the output of the layer without
-        its residual.
+        """Return the part of an adjoint of the stage's output that is the adjoint of the layer's output,
+        before the residual is added.
+
+        The adjoint has the shape (n', width', ...). The result is a slice of its columns.
         """
         return adjoint[:, x.shape[1] :] if self.keep else adjoint
 

@@ -69,8 +69,8 @@ class Hypothesis:
 def hypotheses(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[Hypothesis | CaptureError]:
-    """Yield candidates for the map that an attention layer computes, starting with the one whose parameters
-    are known best.
+    """Yield candidates for the map that an attention layer computes. The candidates with the most known
+    parameters come first.
 
     Every parameter of the first map is known; the last map runs the module as it is. If a hypothesis does not
     fit the trace, the error that says why is yielded in place of the hypothesis.
@@ -233,8 +233,8 @@ def matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def tail_of(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return the place where the attention output is found when the attention module runs. It is what the
-    module returns, or the output of a projection inside or outside of the module.
+    """Return a description of which tensor is the attention output: the value that the attention module
+    returns, or the output of a projection inside or outside of the module.
     """
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)

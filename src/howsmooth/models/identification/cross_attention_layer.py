@@ -66,7 +66,7 @@ class OneSequence(CaptureError):  # noqa: N818 - says what was found
 
 @dataclass(frozen=True, eq=False)
 class VerifiedCrossLayer:
-    """A cross-attention layer at one sequence of a batch, whose map was identified and verified."""
+    """A cross-attention layer whose map was identified and verified for one sequence of a batch."""
 
     module: SelfAttentionModule  # its call as a function of the queries' tokens, at the fixed memory
     map: CrossAttention | StagedCrossAttention
@@ -75,8 +75,8 @@ class VerifiedCrossLayer:
     stored: torch.dtype
 
     def site(self, side: str, sequence: int | None) -> CrossSite:
-        """Return the captured layer at its inputs, as a map of the tokens of the queries, of the memory (the
-        other sequence), or of both.
+        """Return the captured layer with its inputs, as a map of the query tokens, of the memory (the
+        sequence that gives the keys and values), or of both.
         """
         x, memory = self.module.alone.tokens()[0].clone(), _memory_of(self.module.alone).clone()
         layer = self.module.layer
@@ -157,7 +157,7 @@ def _memory_of(call: ModuleReplay) -> Tensor:
 
 
 def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule:
-    """Find the module of a traced layer that takes the tokens of the queries and the memory as arguments."""
+    """Find the module of a traced layer that takes the query tokens and the memory as arguments."""
     layer, reasons = traced_layer.layer, []
     for call in reversed(traced_layer.calls):
         if not call.unchanged():
@@ -211,8 +211,8 @@ def _moved_by(
 def _implementation_and_softmaxes(
     call: ModuleReplay, implementation: str
 ) -> tuple[str | None, list[SoftmaxCall]]:
-    """Repeat a module call. The first result is its attention implementation, which is None if the module
-    does not use the attention interface of transformers. The second result are its softmaxes.
+    """Repeat a module call. The first result is the attention implementation, or None if the module does not
+    use the attention interface of transformers. The second result is the list of the softmaxes in the call.
     """
     seen = softmaxes_of(call, call.x, implementation)
     if any(softmax.kind == "interface" for softmax in seen):
@@ -223,8 +223,8 @@ def _implementation_and_softmaxes(
 def _module_of(
     traced_layer: TracedLayer, call: TracedCall, roles: dict[str, Tensor], implementation: str
 ) -> SelfAttentionModule:
-    """Return the cross-attention module of a layer with its call. Raise CaptureError unless its softmaxes are
-    the same functions of queries, keys and values at changed tokens and at a changed memory.
+    """Return the cross-attention module of a layer with its call. Raise CaptureError if a setting of its
+    softmaxes, such as the mask, depends on the tokens or on the memory.
     """
     layer = replace(traced_layer.layer, name=call.name, module=call.module)
     replay = ModuleReplay(call, roles["queries"], 1, roles["memory"])
@@ -244,8 +244,8 @@ def _module_of(
 def _hypotheses(
     trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[tuple[CrossAttention | StagedCrossAttention, str] | CaptureError]:
-    """Yield candidates for the map of a layer, each with a phrase that says how its Jacobian is computed. If
-    a candidate is not possible, yield the error that says why in its place.
+    """Yield candidates for the map of a layer, each with a phrase that says how its Jacobian is computed. In
+    place of an impossible candidate, yield the error that says why it is impossible.
     """
     try:
         yield _explicit(trace, module, output), "every parameter is known"
@@ -324,7 +324,7 @@ def _staged(trace: LayerTrace, module: SelfAttentionModule, output: AttentionOut
 
 
 class _CopiedCrossModule:
-    """A copy of an attention module as a function of the tokens of the queries and the memory."""
+    """A copy of an attention module as a function of the query tokens and the memory."""
 
     def __init__(self, copied: CopiedModule) -> None:
         self.copied = copied

@@ -36,7 +36,7 @@ def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
     """Return the recorded call of the whole layer that contains an attention module, so that the layer can be
     run again.
 
-    Without a list of layers in the model, the call is one of the whole model.
+    If the model has no list of layers, the call is the call of the whole model.
 
     Raises
     ------

@@ -47,7 +47,8 @@ class VerifiedLayer:
         return self.self_attention.replay.tokens()
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return a part of the layer, such as a single head, as a map with its input tokens.
+        """Return a list of maps that the layer computes, such as the whole attention or single heads, each
+        with its input tokens.
 
         The list has one :class:`Site`, or one for each selected head in scope ``head``. ``scope`` says which
         part of the layer the map covers, such as "head" or "attention".

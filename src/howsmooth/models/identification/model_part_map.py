@@ -65,7 +65,7 @@ class Output:
     last: bool = False
 
     def of(self, returned: Any) -> Tensor:
-        """Return the selected output (n_out, d_out), given the value that a module returned for one sequence.
+        """Extract this kind of output (n_out, d_out) from the value that a module returned for one sequence.
 
         Raises
         ------
@@ -234,7 +234,7 @@ class ModelMap(TokenMap):
     Parameters
     ----------
     model
-        A copy of the model, of :func:`frozen_copy`.
+        A copy of the model from :func:`frozen_copy`.
     inputs
         The model's inputs for one sequence, by name.
     passage

@@ -66,7 +66,7 @@ def read_block(trace: LayerTrace, attention: TokenMap, output: ModuleCall) -> Bl
     attention
         The map of the attention with its output projection.
     output
-        The call whose output is the output of the attention: the output projection's, or the call of a module
+        The call whose output is the output of the attention: the call of the output projection or of a module
         around it. It is one of ``trace.after``.
     """
     branch = None if output.output is None else like(output.output, trace.x)
@@ -249,7 +249,7 @@ def _norm_before(trace: LayerTrace) -> tuple[ModuleCall | None, Tensor, Tensor |
 
 
 def later_calls(trace: LayerTrace, output: ModuleCall) -> list[ModuleCall]:
-    """Return the module calls of a layer that ended after a given call."""
+    """Return all module calls in the trace of a layer that ended later than a given call."""
     index = next((i for i, c in enumerate(trace.after) if c is output or c.module is output.module), -1)
     return trace.after[index + 1 :]
 

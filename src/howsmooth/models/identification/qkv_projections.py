@@ -57,8 +57,8 @@ class Projections(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """The concatenated outputs of all linear modules of a layer that read X, with the weights and bias of
-    each column.
+    """The concatenated outputs of all linear modules that take the tokens X of a layer as input, with the
+    weights and bias of each column.
     """
 
     values: Float[Tensor, "n columns"]
@@ -74,7 +74,8 @@ class _Outputs(NamedTuple):
 
 
 def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
-    """Find the linear maps, rotary positions and norm layers that compute queries, keys and values from X.
+    """Find the linear maps, rotary positions and norm layers that compute queries, keys and values from the
+    tokens X of a layer.
 
     Raises
     ------
@@ -294,8 +295,8 @@ def _between(trace: LayerTrace) -> str:
 def _columns(
     heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find the columns of the outputs of linear modules that are the queries, keys or values before rotary
-    positions, if any, are applied.
+    """Find which columns of the concatenated outputs of linear modules are the queries, keys or values.
+    Rotary positions, if there are any, are undone for the comparison.
 
     The result is None if not every column is found.
     """
@@ -323,7 +324,8 @@ def matching_columns(
     column of ``wanted`` has no equal in ``outputs``.
 
     A contiguous slice is tried first. Fused projections may interleave queries, keys and values head by head:
-    then each column is searched by itself, and of several equal ones the neighbour of the previous is taken.
+    then each column is searched by itself. If several columns are equal to it, the column next to the
+    previous match is taken.
     """
     n, width = wanted.shape
     atol = tol * float(wanted.abs().max())

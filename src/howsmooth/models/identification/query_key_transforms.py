@@ -25,8 +25,8 @@ Norm = LayerNorm | RMSNorm
 
 @dataclass(frozen=True, eq=False)
 class ProjectionReading:
-    """Columns of the outputs of linear modules that may be the queries or keys before rotary positions are
-    applied.
+    """A candidate for the queries or keys before rotary positions are applied. It consists of some columns of
+    the outputs of linear modules.
     """
 
     columns: Int64[Tensor, " wanted"]
@@ -54,8 +54,8 @@ def projection_readings(
     slices: Sequence[Int64[Tensor, " wanted"]],
     norms: Sequence[Norm],
 ) -> Iterator[ProjectionReading]:
-    """Yield columns of the outputs of linear modules that may be the queries (or keys) before rotary
-    positions are applied.
+    """Yield candidates for the queries (or keys) before rotary positions are applied. Each candidate
+    consists of columns of the outputs of linear modules.
 
     Rotations preserve lengths. So the columns are yielded only if, up to one common factor, their vectors
     have the lengths of the queries (or keys).

@@ -27,7 +27,7 @@ __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """The place where the attention output is found when an attention module runs.
+    """A description of which tensor in a run of an attention module is the attention output.
 
     It is what the attention module returns, or the output (or input) of a module inside it, or the output of
     a projection outside it whose input is what the attention module returns.
@@ -39,8 +39,8 @@ class Tail:
     width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return the same place of the attention output, where the projection (if any) is a copy in another
-        dtype or on another device.
+        """Return the same description with a copy of the projection, if there is one, in another dtype or on
+        another device.
         """
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
@@ -87,8 +87,8 @@ class CopiedModule:
 
     @classmethod
     def of(cls, call: ModuleReplay, tail: Tail, implementation: str | None) -> CopiedModule:
-        """Return a CopiedModule for a recorded call, with a copy of the called module whose parameters
-        require no gradients.
+        """Copy the module of a recorded call, and return the copy as a CopiedModule. Its parameters require
+        no gradients.
         """
         module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
         return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)

@@ -130,8 +130,8 @@ def find_sums(
 
 
 def _targets(trace: LayerTrace, later: list[ModuleCall], branch: Tensor) -> Iterator[Target]:
-    """Yield tensors that may equal residual + branch: the inputs of later modules, and the output of the
-    layer.
+    """Yield tensors that may equal residual + branch: the inputs of modules after the attention, and the
+    output of the layer.
     """
     firsts = list({id(call.module): call for call in reversed(later)}.values())[::-1]
     for call in firsts:

@@ -53,7 +53,7 @@ class RandomAttention(CaptureError):  # noqa: N818 - says what was found
 
 @dataclass(frozen=True, eq=False)
 class SelfAttentionModule:
-    """The self-attention module of one layer, with one of its calls that can be repeated."""
+    """The self-attention module of one layer, with a recorded call of the module that can be repeated."""
 
     layer: AttentionLayer
     replay: ModuleReplay  # the call for all sequences
@@ -250,13 +250,13 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def obstacle_of(layer: AttentionLayer, before: list[SoftmaxCall], after: list[SoftmaxCall]) -> str:
-    """Return a phrase that says why the softmaxes of a layer, run on two inputs, are not the same functions
-    of their queries, keys and values. The phrase is "" if they are.
+    """Compare the softmaxes of a layer in two runs on different tokens. Return a phrase that says why they
+    are not the same functions of their queries, keys and values in both runs, or "" if they are.
 
     Raises
     ------
     CaptureError
-        If which keys a query sees depends on the tokens.
+        If the tokens determine which keys a query sees.
 
     """
     for a, b in zip(before, after, strict=True):

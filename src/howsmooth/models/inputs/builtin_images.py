@@ -22,7 +22,7 @@ Canvas = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
 
 
 def builtin_images() -> list[np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]]:
-    """Draw the built-in images, five of each kind, each of shape (256, 256, 3) with values from 0 to 255."""
+    """Draw five built-in images of each kind, of shape (256, 256, 3) with values from 0 to 255."""
     return [_made(index) for index in range(_OF_EACH_KIND * len(_KINDS))]
 
 

@@ -29,16 +29,16 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ModelInputs:
-    """The checked inputs of a model, by the names of its arguments."""
+    """The checked inputs of a model, in a dict by the names of the model's arguments."""
 
     named: dict[str, Tensor]  # the arguments of the model, by name
     batch: int  # the number of sequences
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ArgumentError unless the weights of the model have dtypes that can be measured.
+    """Raise ArgumentError unless the model has weights, and their dtypes are supported by the library.
 
-    They are all float64, or a mixture of float32, bfloat16 and float16.
+    The weights are all float64, or a mixture of float32, bfloat16 and float16.
     """
     tensors = [p for p in model.parameters() if p.is_floating_point()]
     if not has_weights(model):

@@ -382,7 +382,7 @@ def _layers(
 def _check_encoder(
     place: Place, model: nn.Module, modality: str, layers: list[AttentionLayer], obstacle: str
 ) -> None:
-    """Raise an error unless the model takes text and has attention layers none of which is causal."""
+    """Raise an error unless the model takes text, has attention layers, and has no causal attention layer."""
     kind = type(model).__name__
     if not layers:
         raise CaptureError(obstacle)

@@ -42,8 +42,8 @@ Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the smallest known factors of the length of an axis. Every factor that was split is replaced by
-    its two parts, and they by theirs.
+    """Return the smallest known factors of the length of an axis. A factor that was split is replaced,
+    recursively, by its two parts.
     """
     found: list[Factor] = []
     for factor in axis:
@@ -77,10 +77,8 @@ def regroup(axes: Axes, shape: Sequence[int]) -> Axes | None:
 
 
 def broadcast(axes: Axes, shape: Sequence[int]) -> tuple[Axes, Axes]:
-    """Return the axes that two tensors have after they are broadcast together, given the axes of one and the
-    shape of the other.
-
-    The first result are the axes of the broadcast result, the second the axes of the tensor of ``shape``.
+    """Broadcast the given axes of one tensor with the shape of another tensor. The first result is the axes
+    of the broadcast tensor, and the second is the axes of the other tensor.
     """
     rank = max(len(axes), len(shape))
     mine = ((),) * (rank - len(axes)) + axes

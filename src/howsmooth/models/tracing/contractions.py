@@ -105,7 +105,8 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
 
 
 def product_scores(c: Contraction) -> Scores | Opaque | None:
-    """Describe a product of two tensors as attention scores, or return None if it cannot be one.
+    """Describe a product of two tensors as attention scores, or return None if the product cannot be
+    attention scores.
 
     A product with a parameter, for example, is a linear layer.
     """

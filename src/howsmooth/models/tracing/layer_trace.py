@@ -98,8 +98,8 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def first_tokens(arguments: dict[str, Any]) -> Tensor | None:
-    """Return the first floating-point tensor among the arguments of a module, which is taken for its tokens.
-    Return None if there is none.
+    """Return the first floating-point tensor among the arguments of a module, which is assumed to be the
+    tokens. Return None if there is no such tensor.
     """
     for value in arguments.values():
         if isinstance(value, Tensor) and value.is_floating_point():

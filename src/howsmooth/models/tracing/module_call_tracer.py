@@ -195,8 +195,8 @@ def trace_forward_pass(
 def run_with_attention(
     model: nn.Module, inputs: Mapping[str, Any], attend: Callable[[int, SoftmaxCall], Tensor | None]
 ) -> Any:
-    """Run the model once with given outputs in place of its softmax attentions, and return the output of the
-    model.
+    """Run the model once, and let the callback ``attend`` replace the outputs of softmax attentions. Return
+    the output of the model.
 
     ``attend`` is called with the index of each layer, counted as by :func:`trace_forward_pass`, and with each
     softmax attention of the layer. A tensor that ``attend`` returns replaces the output of this attention.

@@ -125,7 +125,7 @@ class ModuleReplay:
         Raises
         ------
         CaptureError
-            If in neither case the output is that of the batch for its first sequence.
+            If in neither case the output agrees with the output of the whole batch for the first sequence.
 
         """
         if self.batch == 1:

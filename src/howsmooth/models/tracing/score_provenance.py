@@ -86,7 +86,7 @@ class Opaque:
 class Scores:
     """A record of how a tensor of attention scores was computed from queries and keys.
 
-    It is ``cap(scale · left · rightᵀ · factors) + biases``, with hidden entries.
+    The tensor is ``cap(scale · left · rightᵀ · factors) + biases``, with hidden entries.
 
     ``cap`` is ``cap · tanh(· )``. Each method returns the description of the tensor after one more operation,
     or :class:`Opaque` if softmax attention has no such operation.

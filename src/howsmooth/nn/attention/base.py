@@ -200,7 +200,7 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return the logarithm of the Lipschitz bound of the layer without the rescaling of its output.
+        """Return the logarithm of the Lipschitz bound that the layer has before its output is rescaled.
 
         The result is a float64 scalar with a graph to the weights. The bound holds for the layer's kind of
         masks. The result may be too small by the rounding errors of its computation.
@@ -213,13 +213,13 @@ class LipschitzAttention(LipschitzModule):
         """
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        """Return the Lipschitz bound of the layer without the rescaling of its output."""
+        """Return the Lipschitz bound that the layer has before its output is rescaled."""
         log = log_value(lambda given: self._log_bound(length, radius, given), weights)
         return self._named_bound(log, radius)
 
     @abstractmethod
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        """Return an upper bound on the norms of output tokens without the rescaling of the output."""
+        """Return an upper bound on the norms of the output tokens before the output is rescaled."""
 
     @abstractmethod
     def _map(self, weights: Weights, scale: float) -> TokenMap:
@@ -320,7 +320,7 @@ class LipschitzAttention(LipschitzModule):
         return self.length, self.radius, self.constant
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the logarithm of the Lipschitz bound of the layer without the rescaling of its output.
+        """Return the logarithm of the Lipschitz bound that the layer has before its output is rescaled.
 
         The bound is taken at the layer's length and radius. The result is differentiable in the weights.
         """

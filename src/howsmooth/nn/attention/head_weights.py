@@ -90,7 +90,7 @@ class Parts:
 
 
 def rows_of(masking: Masking, length: int) -> VisibleRows:
-    """Return the number of keys that each query may see under the attention masks of a layer.
+    """Return how many keys each query may see under the attention masks of a layer.
 
     The layer's Lipschitz bound depends on these numbers.
     """

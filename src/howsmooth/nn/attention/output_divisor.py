@@ -51,13 +51,13 @@ class CachedNumber:
         return self._value
 
     def _keep(self, weight: Tensor) -> None:
-        """Store a copy of one weight, and the computed number as a tensor for the method ``recorded``."""
+        """Store a copy of one weight, and store the computed number as a tensor, which ``recorded`` needs."""
         self._weights += (weight.clone(),)
         self._number = torch.tensor(self._value, dtype=torch.float64)
 
     def recorded(self, weights: Mapping[str, Tensor], key: object) -> Tensor:
-        """Return the number that the last call computed, such as the divisor, as a tensor for a graph that
-        torch.export or torch.compile records.
+        """Return the number that the last call computed. It is a tensor, so that torch.export and
+        torch.compile can record it in a graph.
 
         The graph asserts at each run that no weight has changed since the number was computed.
 

@@ -116,11 +116,11 @@ def _projected(p: Tensor, m: Tensor) -> Tensor:
 
 
 def _system(p: Tensor) -> Tensor:
-    """Return the matrix of the linear systems that Newton steps and the derivatives of P solve.
+    """Return diag(c) − PᵀP, made invertible, for a nearly doubly stochastic matrix P with column sums c.
 
-    It is diag(c) − PᵀP, made invertible, where P is nearly doubly stochastic and c are its column sums.
-    The kernel of diag(c) − PᵀP consists of the constant vectors or, if P is block diagonal, of the vectors
-    constant on each block. Adding 1/n to all entries removes the constants, and the ridge handles the blocks.
+    Newton steps and the derivatives of P are computed from linear systems with this matrix. The kernel of
+    diag(c) − PᵀP consists of the constant vectors or, if P is block diagonal, of the vectors constant on each
+    block. Adding 1/n to all entries removes the constants, and the ridge handles the blocks.
     Adding a kernel vector to a solution does not change the result.
     """
     system: Tensor = torch.diag_embed(p.sum(dim=-2) + _RIDGE) - p.mT @ p + 1 / p.shape[-1]
@@ -168,9 +168,9 @@ _scaled.register_autograd(_Scaling.backward, setup_context=_Scaling.setup_contex
 
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
-    """Return the results of a Newton step from ``g`` and of shorter steps in the same direction.
+    """Return the vectors that a Newton step and shorter steps in the same direction reach from ``g``.
 
-    ``g`` is the vector log β of logarithmic column factors. A full Newton step may overshoot.
+    ``g`` is the vector log β of the logarithms of the column factors. A full Newton step may overshoot.
     """
     # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1.
     step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
@@ -179,7 +179,7 @@ def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return the best of several candidates for the logarithms of the column factors.
+    """Return the best of the candidates ``trials`` for log β, the logarithms of the column factors.
 
     The best candidate has the lowest objective or, where ``near`` is True, the column sums closest to one.
     """
@@ -198,9 +198,10 @@ def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
 
 
 def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logarithm of the matrix that has column factors e^g and rows that sum to one.
+    """Multiply column j of the matrix exp(scores) by exp(g_j), and divide each row by its sum.
 
-    The second result contains the logarithms of its column sums, the third the largest |column sum − 1|.
+    The first result is the logarithm of the matrix so obtained. The second result contains the logarithms of
+    its column sums, and the third is the largest |column sum − 1|.
     """
     log_p = torch.log_softmax(scores + g, dim=-1)
     columns = torch.logsumexp(log_p, dim=-2, keepdim=True)

@@ -28,7 +28,7 @@ Weights = Mapping[str, Tensor]
 
 
 class AttentionVariant(LipschitzAttention):
-    """Base class of attention layers whose Lipschitz bound is one differentiable function of the weights.
+    """Base class of attention layers whose Lipschitz bound is a differentiable function of the weights.
 
     A subclass defines ``_bound`` beside what :class:`LipschitzAttention` asks for.
     """
@@ -41,7 +41,7 @@ class AttentionVariant(LipschitzAttention):
 
     @abstractmethod
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        """Return the Lipschitz bound of the layer without the rescaling of its output.
+        """Return the Lipschitz bound that the layer has before its output is rescaled.
 
         The result is a float64 scalar that is differentiable in the weights. ``rows`` says how many keys each
         query sees under the layer's masks, ``radius`` is the largest norm of a token, possibly infinite, and

@@ -35,12 +35,14 @@ _SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce
 
 @dataclass(frozen=True)
 class _State:
-    """The shape of one tensor of the forward pass, with bounds on its Lipschitz constant and token norms.
+    """The shape of one tensor of the forward pass, with bounds on its token norms and Lipschitz constant.
+
+    The Lipschitz constant is that of the map from the model's input to this tensor.
 
     Attributes
     ----------
     constant
-        Upper bound on the tensor's Lipschitz constant as a function of the model's input.
+        Upper bound on the Lipschitz constant of the map from the model's input to this tensor.
     radius
         Upper bound on the norms of the tensor's tokens.
     shape

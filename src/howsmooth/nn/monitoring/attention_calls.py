@@ -63,9 +63,10 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Return whether this call, without padding, agrees with one sequence of a call with padding.
+        """Return whether this call agrees with one sequence of ``padded``, which is a call with padding.
 
-        The real tokens of the sequence, and the outputs at these tokens, are compared.
+        This call has no padding. It is compared with the real tokens of the sequence and the outputs at these
+        tokens.
         """
         real = padding.real[sequence]
         for whole, alone in (

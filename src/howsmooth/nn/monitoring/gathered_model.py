@@ -1,4 +1,4 @@
-"""Access to the model in the wrappers of distributed training, with whole parameters instead of shards."""
+"""Access to a model inside the wrappers of distributed training, with whole parameters instead of shards."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Accuracy:
 
 @dataclass(eq=False)
 class _Layer:
-    """An attention layer with its input tokens for one of the probe inputs, as a map that can be measured.
+    """An attention layer, as a map that can be measured, with its input tokens at one of the probe inputs.
 
     If the layer could not be captured, ``failure`` is the exception.
     """
@@ -103,9 +103,10 @@ class _Part:
 
 @dataclass(eq=False)
 class Readings:
-    """The data that each measurement stores for the next measurement.
+    """The locations of weights, and other data, that a measurement stores to make the next one faster.
 
-    They tell where the weights of each layer are in the model, and how the padding of a sequence is removed.
+    The data tell where the weights of each layer are in the model, and how the padding of a sequence is
+    removed.
     """
 
     #: By probe input, and sequence of a padded one: the layers' indices and how to read each next time.
@@ -348,10 +349,10 @@ def _captured(
 def _read_again(
     model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
 ) -> Iterator[tuple[int, _Layer]]:
-    """Run the model, and yield its attention layers without capturing them again.
+    """Run the model, and yield its attention layers with weights read where the last measurement found them.
 
-    Their weights are read from the locations that the last measurement found. Stop at the first layer that
-    can no longer be read there.
+    The layers are not captured again, which saves time. Stop at the first layer that can no longer be read
+    there.
     """
     own = OwnLayers(model)
     began = time.process_time()

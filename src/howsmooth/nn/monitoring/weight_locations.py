@@ -163,7 +163,7 @@ def _matrices(root: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 def _found(
     matrix: Tensor, bias: Tensor | None, weights: list[tuple[nn.Module, str, Tensor]]
 ) -> tuple[_Block, _Block | None] | None:
-    """Find the weight in the model that contains a given matrix and bias, by comparing their numbers.
+    """Find where a given matrix and bias are stored in the weights of the model, by comparing their entries.
 
     ``matrix`` is (..., d). The result is None unless there is exactly one match.
     """

@@ -210,7 +210,7 @@ class _SmoothedNorm(_LipschitzNorm):
 
 
 class LipschitzLayerNorm(_SmoothedNorm):
-    """A LayerNorm with Lipschitz constant at most 1 and outputs of norm at most ``floor``, before the shift.
+    """A LayerNorm of Lipschitz constant at most 1, whose output before the shift has norm at most ``floor``.
 
     N(x) = γ ∘ r h/√(|h|² + r²) + β, where h = x − mean(x) and r is the floor. This is LayerNorm with ε =
     r²/d, times r/√d. Long tokens get a norm near r, and short centred tokens hardly change. The constant of
@@ -240,9 +240,9 @@ class LipschitzRMSNorm(_SmoothedNorm):
     dim
         Dimension d of a token.
     floor
-        r, also the largest norm of an output (before the shift).
+        r, also the largest norm of an output.
     affine
-        Whether gain and shift are learned; the gain that is applied is gain / max(1, max |gain|).
+        Whether a gain is learned; the gain that is applied is gain / max(1, max |gain|).
 
     """
 

@@ -34,8 +34,8 @@ class _Residual(Composite):
         self.inner = inner
 
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the rows of the certificate: one row for each module of the branch, then the row of this
-        module.
+        """Return the rows of the certificate: one row for each module of the branch ``inner``, then the row
+        of this module.
 
         The level of the branch's rows is higher by one than the level of this module's row.
         """

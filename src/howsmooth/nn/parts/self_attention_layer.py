@@ -47,7 +47,7 @@ class SelfAttentionBlock(LipschitzModule):
         return self.attention.lipschitz_bound(length, radius)
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return the upper bound of the attention layer on the norms of output tokens."""
+        """Return the attention layer's upper bound on the norms of its output tokens."""
         return self.attention.output_radius(length, radius)
 
     def output_length(self, length: int) -> int:

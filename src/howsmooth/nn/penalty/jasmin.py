@@ -25,12 +25,12 @@ __all__ = ["JasminPenalty", "jasmin", "softmax_jacobian_bound"]
 
 
 def softmax_jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
-    """Compute the number g_k of JaSMin for each row of attention probabilities.
+    """Compute g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) for each row p of attention probabilities, where p₍ₖ₎ is the
+    k-th largest entry of p.
 
-    The number is g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎), where p₍ₖ₎ is the k-th largest entry of the row p. g_1
-    bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: see :func:`howsmooth.bounds.yudin_theorem_3`
-    and its proof on the documentation page "Certificates at given tokens". If a row has fewer than k or k + 1
-    entries, the missing ones count as zero.
+    The JaSMin penalty is computed from these numbers. g_1 bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's
+    Jacobian: see :func:`howsmooth.bounds.yudin_theorem_3` and its proof on the documentation page
+    "Certificates at given tokens". If a row has fewer than k or k + 1 entries, missing entries count as 0.
     """
     _check_probabilities(probabilities)
     _check_k(k, 1)

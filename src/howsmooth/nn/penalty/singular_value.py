@@ -248,7 +248,7 @@ def leading_singular_value(
 
 
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-    """Return approximate left singular vectors for a training step, and upper limits of ‖J‖.
+    """Return approximate leading left singular vectors of Jacobians, and upper limits of the spectral norms.
 
     The vectors are computed from the vectors stored in ``state``, or from a random start for batch indices
     that have no stored vector. The upper limits are infinite without a random start.

@@ -360,9 +360,9 @@ class _Known(torch.autograd.Function):
 
 
 def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, t: Tensor) -> Tensor:
-    """Apply f to tokens whose padding is held fixed, and set the outputs at padding to zero.
+    """Apply ``f`` to real tokens from ``t`` and padding from ``x``, and set the outputs at padding to zero.
 
-    The tokens are ``t`` where ``real`` is 1, and ``x`` at padding, where ``real`` is 0.
+    A token is real where ``real`` is 1, and padding where ``real`` is 0.
     """
     assert real is not None
     y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))
@@ -372,7 +372,8 @@ def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | Non
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
     """Return a mask that is 1 for real tokens and 0 for padding.
 
-    The shape of ``tokens`` is checked, and that every sequence has a token that counts.
+    The result is None if ``tokens`` is None. ArgumentError is raised if ``tokens`` has a wrong shape, or if a
+    sequence has no real token.
     """
     if tokens is None:
         return None

@@ -119,8 +119,8 @@ def unmasked(f: TokenMap) -> TokenMap:
 
 
 def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) -> TokenMap:
-    """Return a copy of a map in which a function is applied to the attention, also inside residual
-    connections and compositions.
+    """Return a copy of a map in which the attention is replaced by ``change(attention)``, also inside
+    residual connections and compositions.
     """
     if isinstance(f, SelfAttention):
         return change(f)

@@ -30,15 +30,15 @@ ITEMS = {
 
 
 def parse_items(text: str) -> tuple[str, ...] | None:
-    """Split a comma-separated list of items, the differences of the published code. The text ``all`` gives
-    None, which stands for all items that apply.
+    """Split a comma-separated list of keys of ``ITEMS``, the differences between the published measurement
+    and ‖D_X f‖. The text ``all`` gives None, which stands for all items that apply.
     """
     return None if text == "all" else tuple(text.split(","))
 
 
 def _in_order(items: Iterable[str]) -> tuple[str, ...]:
-    """Sort items, the differences of the published code, in the order of ``ITEMS``, and refuse unknown and
-    repeated items.
+    """Sort keys of ``ITEMS``, the differences between the published measurement and ‖D_X f‖, in the order of
+    ``ITEMS``. Refuse unknown and repeated keys.
     """
     given = list(items)
     expected = f"all, or some of {', '.join(ITEMS)}"
@@ -118,7 +118,8 @@ def capture_layers(
 def items_that_apply(
     layer: PublishedLayer, asked: Iterable[str] | None = None, *, untrained: bool = False
 ) -> tuple[str, ...]:
-    """Return the names of the items, the differences of the published code, that apply to a given layer.
+    """Return the differences between the published measurement and ‖D_X f‖ that apply to a given layer, as
+    keys of ``ITEMS``.
 
     Parameters
     ----------

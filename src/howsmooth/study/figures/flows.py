@@ -320,7 +320,7 @@ def _widen_limits(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
 
 
 def _draw_growth(axis: Axes, growth: pd.DataFrame) -> None:
-    """Draw the growth of perturbations against time with its interval.
+    """Draw a curve of the growth of perturbations against time, and shade the interval around each value.
 
     A dashed line shows the product of the Lipschitz constants of all steps up to each time.
     """
@@ -381,7 +381,7 @@ def animate_flow(view: FlowView, folder: str | os.PathLike[str], listener: Liste
 
 
 class _Scene:
-    """The axes of an animation with the tokens, which can be moved to their positions in any frame."""
+    """The axes of an animation and a dot for each token; :meth:`show` draws them at a given frame."""
 
     def __init__(self, figure: Any, view: FlowView) -> None:
         self._view = view

@@ -212,7 +212,7 @@ def _shown(plan: FlowPlan, metrics: pd.DataFrame, tolerance: float) -> pd.DataFr
 def _principal(
     states: Float64[np.ndarray, "frames n d"],
 ) -> tuple[Float64[np.ndarray, "d 2"], Float64[np.ndarray, " 2"]]:
-    """Return a flow's two principal directions over all times, and their shares of the variance."""
+    """Return two principal directions of the tokens at all times, and each direction's share of variance."""
     tiny = np.finfo(np.float64).tiny
     total = np.zeros(states.shape[2:] * 2)
     for x in states:

@@ -90,7 +90,7 @@ class FlowTask(Task):
     steps: Iterator[Found]
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the missing rows, and yield them in lists. The runner writes each list before the next."""
+        """Yield lists of the missing rows. The runner writes each list before the next list is computed."""
         return self.steps
 
 
@@ -217,7 +217,7 @@ class Integration:
         return Sphere(field, self.system.radius) if self.plan.sphere else field
 
     def _to_next_frame(self, what: str, field: object, state: Any, place: int) -> Trajectory | Ending:
-        """Integrate from one stored time to the next; return the path, or why the flow ended."""
+        """Integrate from one stored time to the next; return the trajectory, or why the flow ended early."""
         times = self.grid.times[place : place + 2]
         try:
             trajectory = self._flow(field, state, times)

@@ -115,7 +115,11 @@ def load_system(plan: FlowPlan) -> System:
 
 
 def _placed(plan: FlowPlan, start: str, x: Tensor) -> tuple[Tensor, float]:
-    """Return the initial tokens, projected onto a sphere if the plan asks for one, and the radius."""
+    """Return the initial tokens and a radius.
+
+    If the plan asks for a sphere, the tokens are projected onto it, and the radius is its radius. Otherwise,
+    the radius is the radius in the plan.
+    """
     if not plan.sphere:
         return x, plan.radius
     radius = plan.radius if start in _DRAWN else float(x.square().sum(dim=1).mean().sqrt())
@@ -269,9 +273,9 @@ def _opened(plan: FlowPlan) -> AttentionSource:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return ``text`` or ``file``, the origin of the tokens that the model or parameter file provides.
+    """Return ``text`` if a model provides the tokens at the start, and ``file`` if a parameter file does.
 
-    The result is empty if it provides no tokens.
+    The result is empty if the model or file provides no tokens.
     """
     word = "file" if of_file else "text"
     if source.longest is not None:

@@ -195,7 +195,7 @@ def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
 
 
 def _tokens_of_half(energies: Sequence[float]) -> int:
-    """Return the smallest number of tokens that together hold at least half of all ``energies``."""
+    """Return the smallest number of tokens whose energies sum to at least half of the total energy."""
     reached = np.cumsum(sorted(energies, reverse=True))
     return int(np.searchsorted(reached, reached[-1] / 2)) + 1
 

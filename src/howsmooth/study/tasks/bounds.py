@@ -1,4 +1,4 @@
-"""Define the task of computing all bounds on one layer at one sequence. Slow bounds are left out."""
+"""Define the task of computing bounds on each layer at one sequence. Slow bounds are left out."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NO_BOUND = (HowsmoothError, torch.linalg.LinAlgError, ArithmeticError)  # type:
 
 
 class BoundsTask(SequenceTask):
-    """The task of computing all bounds on one layer at the first sequence of one length (sample 0)."""
+    """The task of computing bounds on each layer at the first sequence (sample 0) of one length."""
 
     kind = Bounding
     # A failure does not end the run: a report without bounds is better than none.
@@ -96,7 +96,7 @@ class BoundsTask(SequenceTask):
 
 
 def bound_site(site: Any) -> tuple[float, list[SiteBound]]:
-    """Compute all bounds on one attention layer or head of a model at the tokens that it receives.
+    """Compute the bounds on one attention layer or head of a model at the tokens that it receives.
 
     Some bounds are left out to save time: searches over inputs; the certificates and
     ``covariance_upper_bound`` at more than 256 tokens; in 512 or more dimensions, the joint certificate of
@@ -152,7 +152,7 @@ def _nothing(name: str, side: str, quantity: Quantity, why: Exception | str) -> 
 
 
 def _cost(name: str, question: Problem) -> str:
-    """Return the reason why a bound takes too long for these tokens; empty if it is fast enough."""
+    """Return the reason for leaving a slow bound out at these tokens; empty if the bound is fast enough."""
     if name in _SEARCHES:
         return "left out: it needs a search over inputs; howsmooth bound computes it"
     d = question.attention.d if isinstance(question.attention, SelfAttention) else 0

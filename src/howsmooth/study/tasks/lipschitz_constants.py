@@ -66,7 +66,10 @@ class ConstantsTask(SequenceTask):
         return self.failed(error, place, [sample])
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
-        """Measure one layer or head at some sequences in one batch; return a list with one list of rows."""
+        """Measure one layer or head at some sequences in one batch, and return the rows.
+
+        The result is a list that contains one list of rows.
+        """
         began = time.perf_counter()
         tokens, seeds = self.tokens_of(site, samples), self.seeds_of(site, samples)
         estimate = self.estimate(site.map, tokens, seeds)

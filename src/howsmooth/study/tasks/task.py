@@ -27,10 +27,11 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
-        """Turn an error into a :class:`Failed` that records the failure for each of some places.
+        """Turn an error into a :class:`Failed`, with one failure row for each of ``places``.
 
-        A place is a tuple with the first values of :data:`~howsmooth.study.records.PLACE`. A value that is
-        missing or None means that the computation failed for all values: without a layer, for all layers.
+        Each place, such as a layer at one length, is a tuple with the first values of
+        :data:`~howsmooth.study.records.PLACE`. A value that is missing or None means that the computation
+        failed for all values: without a layer, for all layers.
         """
         told: dict[str, Any] = {
             "kind": type(error).__name__,
@@ -187,7 +188,7 @@ class SequenceTask(Task):
         """Compute the missing rows with the loaded model, and yield them."""
 
     def sites(self, model: Any) -> Iterator[Any]:
-        """Run the model once; yield each layer of the task as a map, with the tokens that it receives.
+        """Run the model once; yield each layer or head of the task as a map, with its input tokens.
 
         If that fails, try the layers one by one, and yield a failure for each layer that cannot be captured.
         """
