@@ -79,7 +79,7 @@ def test_what_the_recording_cannot_see_is_refused() -> None:
             q = q * torch.from_numpy(x.detach().numpy() ** 2).mean()
             return nn.functional.scaled_dot_product_attention(q, k, v)[:, 0]
 
-    from howsmooth.nn.attention.layer_as_map import LayerMap
+    from howsmooth.nn.attention.map_from_function import LayerMap
 
     module = Hidden().double().requires_grad_(requires_grad=False)
     f = LayerMap(

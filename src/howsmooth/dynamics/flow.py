@@ -1,4 +1,4 @@
-"""The flow of tokens or of a measure through attention: the solution of x' = f(X) with attention f as
+"""The flow of tokens or of a measure through attention: the solution of dX/dt = f(X) with attention f as
 velocity.
 
 The documentation page "Flows: tokens, measures and Gaussians through depth" has the derivations and the

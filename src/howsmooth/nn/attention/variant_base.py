@@ -17,7 +17,7 @@ from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.head_weights import rows_of
-from howsmooth.nn.attention.layer_as_map import LayerMap
+from howsmooth.nn.attention.map_from_function import LayerMap
 from howsmooth.nn.upward_rounding import rounded_up
 
 __all__ = ["AttentionVariant", "hull_radius", "in_double", "log_kernel", "scaled_weights"]
