@@ -158,7 +158,8 @@ def output_norm_upper_bound(
 def gram_upper_bound(
     attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Bound the Lipschitz constant of multi-head attention by the norms ‖W_hᵀ W_g‖ of output maps.
+    """Bound the Lipschitz constant of multi-head attention by upper bounds on its heads and the norms
+    ‖W_hᵀ W_g‖, where W_h is the output map of head h.
 
     The bound is (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, where W_h is the output map of head h and L_h an upper
     bound on the head. It is at most the bound of Lemma 3.8, and sharper the more orthogonal the output maps
@@ -198,9 +199,10 @@ def gram_upper_bound(
 def folded_gram_upper_bound(
     attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Bound the Lipschitz constant of multi-head attention by the norms ‖(W_h V_h)ᵀ W_g V_g‖.
+    """Bound the Lipschitz constant of multi-head attention by upper bounds on its heads and the norms
+    ‖(W_h V_h)ᵀ W_g V_g‖, where W_h is the output map of head h and V_h its value matrix.
 
-    W_h is the output map of head h and V_h its value matrix. The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2}
+    The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2}
     with O_h = W_h V_h. V_h is factorised into a triangular matrix, which moves to the output map, and a
     matrix of orthonormal rows. c_h is the upper bound on head h with this matrix in place of V_h. For bounds
     proportional to ‖V‖, as all of this library are, the result is at most :func:`gram_upper_bound`.

@@ -245,9 +245,10 @@ class DiagonalSquares(Block):
     def _strips(
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
     ) -> Float[Tensor, "b own width"]:
-        """Return the same range of rows in each square of this block, as one view of the tensor ``t``.
+        """Return, as one view of the tensor ``t``, the same range of rows of each square of attention scores
+        at the causal diagonal that belongs to this block.
 
-        The range ``own`` is numbered within the square. ``start`` is the offset of the head in the memory of
+        The range ``own`` is numbered from the first row of each square. ``start`` is the offset of the head in the memory of
         ``t``, ``origin`` the first row of the first square, ``row`` and ``entry`` are strides of ``t``.
         """
         # One operation instead of four: at 2048 tokens the time to start operations matters.

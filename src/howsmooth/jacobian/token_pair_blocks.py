@@ -448,8 +448,8 @@ class _AttentionTile(LinearOperator):
         return z if self.own is None else z + self.own.product(e @ query.mT)
 
     def _heads_adjoint(self, z: Float[Tensor, "pairs heads value_dim"]) -> Float[Tensor, "pairs d"]:
-        """For each pair (i, j), return the cotangent of token j, given the cotangents of the head outputs at
-        token i in ``z``.
+        """Return, for each pair (i, j), the cotangent of token j. The argument ``z`` contains the cotangents
+        of the head outputs at token i.
         """
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (self.p[..., None] * z).view(len(z), f.kv_heads, -1, f.value_dim).sum(dim=2)

@@ -95,8 +95,9 @@ class Errors:
         self._since: list[tuple[Step, Tensor]] = []
 
     def reach(self, step: Step) -> None:
-        """Prepare for the next stage. If it is attention, store the error that has been caused by the
-        previous attention and all stages after it.
+        """Prepare for the next stage of the network. If the stage is attention, store the error at its input
+        that was caused by the previous attention layer and all stages after it, or by all stages since the
+        start if there is no such layer.
         """
         if step.own is None and self._since:
             found = self._since[0][1]

@@ -81,7 +81,9 @@ def run_flow(
 
 @dataclass(frozen=True, eq=False)
 class FlowTask(Task):
-    """A task that computes frames or the growth of perturbations, in the process that writes the store."""
+    """A task that computes the states of a flow at its output times, or the growth of perturbations of the
+    flow. It runs in the process that writes the store.
+    """
 
     kind: type[Row]
     model: str

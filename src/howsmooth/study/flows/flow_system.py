@@ -273,7 +273,8 @@ def _opened(plan: FlowPlan) -> AttentionSource:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return ``text`` if a model provides the tokens at the start, and ``file`` if a parameter file does.
+    """Return the value of the option ``start`` for tokens that the source itself provides: ``text`` if it is
+    a model, and ``file`` if it is a parameter file.
 
     The result is empty if the model or file provides no tokens.
     """
