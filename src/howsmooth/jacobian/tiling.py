@@ -248,8 +248,9 @@ class DiagonalSquares(Block):
         """Return, as one view of the tensor ``t``, the same range of rows of each square of attention scores
         at the causal diagonal that belongs to this block.
 
-        The range ``own`` is numbered from the first row of each square. ``start`` is the offset of the head in the memory of
-        ``t``, ``origin`` the first row of the first square, ``row`` and ``entry`` are strides of ``t``.
+        The range ``own`` is numbered from the first row of each square. ``start`` is the offset of the head
+        in the memory of ``t``, ``origin`` the first row of the first square, ``row`` and ``entry`` are
+        strides of ``t``.
         """
         # One operation instead of four: at 2048 tokens the time to start operations matters.
         shape, strides = (self.batches, own.stop - own.start, t.shape[-1]), (self.side * row, row, entry)
