@@ -70,6 +70,8 @@ def flow(plan: FlowPlan, execution: Execution, shown: ShownOrQuiet) -> int:
 
 
 _ROWS = 6
+# All times are printed if they are no more than this.
+_MOST_ROWS = 12
 _COLUMNS = {
     "time": "time",
     "clusters": "clusters",
@@ -124,10 +126,13 @@ def _show(
     n, d = system.x.shape
     heading(f"\n{readable(system.label)}: {readable(system.title, longest=200)}")
     paragraph(f"{n} tokens in dimension {d}, until t = {_last(published):.6g}\n")
-    last = len(published.metrics) - 1
-    places = sorted({round(last * k / (_ROWS - 1)) for k in range(_ROWS)})
+    count = len(published.metrics)
+    rows = count if count <= _MOST_ROWS else _ROWS
+    places = sorted({round((count - 1) * k / max(rows - 1, 1)) for k in range(rows)})
     shown = published.metrics.iloc[places].to_dict("records")
     show_table(list(_COLUMNS.values()), [[f"{row[name]:.4g}" for name in _COLUMNS] for row in shown])
+    if len(places) < count:
+        paragraph(f"\n{len(places)} of {count} times; metrics.csv has all.")
     if len(published.growth):
         paragraph(f"\n{_growth(published.growth)}")
     made, kept = (count[FrameRow.table] for count in (outcome.made, outcome.kept))

@@ -72,6 +72,7 @@ class DepthProfile(Result):
     def __repr__(self) -> str:
         lines = [
             f"Depth profile of {self.model}, {self.n} tokens, embeddings to {self.output}.",
+            f"{self.precision.capitalize()}.",
             f"{'stage':<12}{'own':>10}{'until':>11}{'beyond':>11}{'product':>11}  until / product",
         ]
         for row in plain_rows(self.table):

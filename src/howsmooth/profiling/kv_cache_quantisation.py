@@ -284,6 +284,7 @@ class Precision(Result):
         rows = self.first_rows(_SHOWN)
         lines = [
             f"Precision of {self.model}, {self.n} tokens: keys or values of one head quantised.",
+            f"{self.precision.capitalize()}.",
             f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
             "attention's output: predicted, change (real), bound (proved)"
             + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),

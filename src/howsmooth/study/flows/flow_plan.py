@@ -98,7 +98,9 @@ class FlowPlan(Options):
         "Last time of the flow. Default: 10, or the number of layers of a model, each of which lasts 1.",
         panel=HOW,
     )
-    frames: int = option(100, whole(1, _MOST_FRAMES), "Largest number of stored states.", panel=HOW)
+    frames: int = option(
+        100, whole(1, _MOST_FRAMES), "Largest number of stored states after the first one.", panel=HOW
+    )
     method: str = option(
         "dopri5",
         choice(*METHODS),
