@@ -72,6 +72,7 @@ def test_everything_is_written_and_said_and_the_same_command_again_makes_nothing
     assert "random: queries, keys and values by Gaussian matrices; softmax attention" in out
     assert "6 tokens in dimension 2, until t = 1" in out
     assert "4 frames made" in out
+    assert "times; metrics.csv has all" not in out
     assert f"Animation: {Path('howsmooth-flow/flow.gif')}" in out
     assert err.splitlines() == ["Reading", "Computing 4 frames", "Measuring clusters", "Drawing"]
     code, out, err = howsmooth(*SMALL, "--animation", "none")
@@ -84,6 +85,14 @@ def test_everything_is_written_and_said_and_the_same_command_again_makes_nothing
     code, out, err = howsmooth(*SMALL, "--seed", "1")
     assert (code, out) == (2, "")
     assert "belongs to another study: it was made with --seed 0, not 1." in err
+
+
+def test_a_table_that_leaves_out_times_says_so(howsmooth: Howsmooth) -> None:
+    code, out, _ = howsmooth(
+        "flow", "random", "--tokens", "6", "--until", "1", "--frames", "20", "--animation", "none"
+    )
+    assert code == 0
+    assert "6 of 21 times; metrics.csv has all." in out
 
 
 def test_json_is_all_there_is_on_standard_output_and_quiet_says_nothing(howsmooth: Howsmooth) -> None:

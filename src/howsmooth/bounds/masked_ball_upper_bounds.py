@@ -358,6 +358,8 @@ def log_of_half(twice: int) -> float:
 
 
 def _exp_int(log_x: float) -> int:
-    """Return e^log_x as an integer of any size, with about 17 correct digits."""
+    """Return e^log_x, rounded down to an integer. Some 17 digits are correct, and numbers that would overflow
+    a float are returned too.
+    """
     bits = max(0, int(log_x / math.log(2)) - 60)
     return int(math.exp(log_x - bits * math.log(2))) << bits

@@ -1,4 +1,6 @@
-"""The command ``howsmooth influence``, which measures how far outputs move if an input token moves."""
+"""The command ``howsmooth influence``, which measures how much each output token changes if one input token
+is changed.
+"""
 
 from __future__ import annotations
 

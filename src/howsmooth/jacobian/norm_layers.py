@@ -98,8 +98,8 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
-        """Multiply the tangents ``e`` by the Jacobian of the norm layer without its gains, which is one
-        symmetric matrix for each token.
+        """Multiply the tangent of each token by the Jacobian of the norm layer at this token. The gains are
+        left out, so that the Jacobian is a symmetric matrix.
 
         The matrix is (√d/s)(H − h hᵀ/s²).
         """

@@ -259,7 +259,7 @@ class DiagonalSquares(Block):
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of query rows, together with some of the keys that these rows see.
+    """The attention scores of a block of queries with some of the keys that these queries see.
 
     The keys are given as ranges, one for each tile of scores.
     """

@@ -61,7 +61,9 @@ class DepthProfile(Result):
 
     @property
     def citation(self) -> str:
-        """One line to cite, with the constant of the whole model and the product of its stages' constants."""
+        """A line of text with which the result can be cited. It gives the Lipschitz constant of the whole
+        model, and the product of the constants of its embeddings, blocks and output layer.
+        """
         last = plain_rows(self.table)[-1]
         return (
             f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "

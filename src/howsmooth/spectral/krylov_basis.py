@@ -7,6 +7,7 @@ processes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -90,20 +91,16 @@ class Basis:
             chosen = members.tolist()
             self._columns = [chosen if old is None else [old[i] for i in chosen] for old in self._columns]
         else:
-            self.blocks = [self._kept(block, first, members) for first, block in self._numbered()]
+            firsts = itertools.accumulate((len(block) for block in self.blocks), initial=0)
+            self.blocks = [
+                self._kept(block, first, members) for block, first in zip(self.blocks, firsts, strict=False)
+            ]
         if self.taken is not None:
             self.taken = self.taken[members.cpu()]
 
-    def _numbered(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each stored block of basis vectors, and the number of basis vectors in all earlier blocks."""
-        first = 0
-        for block in self.blocks:
-            yield first, block
-            first += len(block)
-
     def _kept(self, block: Tensor, first: int, members: Tensor) -> Tensor:
-        """Return a block of basis vectors restricted to some maps. Rows that later steps will fill are not
-        copied.
+        """Return a block restricted to some maps. Its first row is the basis vector with the index ``first``.
+        Rows that later steps will fill are not copied.
         """
         kept = block.new_empty(len(block), len(members), block.shape[2])
         filled = slice(self.count - first)
@@ -159,11 +156,13 @@ class Basis:
                 x /= norms(x[None], self.reduce).to(x.dtype)
             return
         chosen = torch.as_tensor(members, device=out.device)
-        sums = out.new_zeros(len(members), out.shape[1])
-        for rows, part in self._parts(slice(None), slice(None), len(coefficients)):
-            for row, of_row in zip(part, coefficients[rows], strict=True):
-                sums.addcmul_(row[chosen], of_row[:, None])
-        out[places] = sums / norms(sums, self.reduce).to(out.dtype)[:, None]
+        # Some maps at a time, so that memory holds few vectors more
+        for some in (slice(first, first + _MANY) for first in range(0, len(members), _MANY)):
+            sums = out.new_zeros(len(chosen[some]), out.shape[1])
+            for rows, part in self._parts(slice(None), slice(None), len(coefficients)):
+                for row, of_row in zip(part, coefficients[rows], strict=True):
+                    sums.addcmul_(row[chosen[some]], of_row[some, None])
+            out[places[some]] = sums.div_(norms(sums, self.reduce).to(out.dtype)[:, None])
 
     @staticmethod
     def _one_by_one(z: Tensor) -> bool:
@@ -173,7 +172,7 @@ class Basis:
         On devices other than a CPU all vectors are projected in one call, because starting an operation takes
         long there.
         """
-        return z.device.type == "cpu" and z.shape[-1] >= _ONE_BY_ONE and z.shape[-2] < _MANY
+        return _is_long(z) and z.shape[-2] < _MANY
 
     def _together(self, z: Tensor) -> list[slice]:
         """Divide the maps of the batch into groups. The vectors of one group are projected on the basis in
@@ -182,7 +181,7 @@ class Basis:
         size = len(z)
         if self._one_by_one(z):
             size = 1
-        elif z.device.type == "cpu" and z.shape[1] < _ONE_BY_ONE:
+        elif z.device.type == "cpu" and not _is_long(z):
             size = max(1, _TOGETHER // z.shape[1])
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
@@ -259,7 +258,7 @@ def _by_member(rows: Tensor, z: Tensor) -> Tensor:
     """
     if len(z) == 1:  # a product of a matrix and a vector is faster than a batch of one
         return torch.mv(rows[:, 0], z[0])[:, None]
-    if _by_steps(z):
+    if _is_long(z):
         return torch.stack([torch.linalg.vecdot(row, z) for row in rows])
     return torch.einsum("kmp,mp->km", rows, z)
 
@@ -273,20 +272,18 @@ def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
     """
     if len(z) == 1:
         z[0].addmv_(rows[:, 0].mT, weights[:, 0], alpha=-1)
-    elif _by_steps(z):
+    elif _is_long(z):
         for row, of_row in zip(rows, weights, strict=True):
             z.addcmul_(row, of_row[:, None], value=-1)
     else:
         z -= torch.einsum("km,kmp->mp", weights, rows)
 
 
-def _by_steps(z: Tensor) -> bool:
-    """Return True if products of the rows of ``z`` with the basis vectors are computed step by step, and
-    False if one batched product computes all of them.
-
-    A batched product of matrices and vectors takes several times as long on a CPU.
+def _is_long(z: Tensor) -> bool:
+    """Return True if the vectors ``z`` (..., size) lie on a CPU and are so long that a batched product of
+    matrices and vectors takes several times as long there as one operation for each vector or each step.
     """
-    return z.device.type == "cpu" and z.shape[1] >= _ONE_BY_ONE
+    return z.device.type == "cpu" and z.shape[-1] >= _ONE_BY_ONE
 
 
 def norms(x: Tensor, reduce: Reduction | None) -> Tensor:

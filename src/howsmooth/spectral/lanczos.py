@@ -335,8 +335,8 @@ class _Members:
         self.converged[some] = width <= self._rtol * self.sigma[some]
 
     def finished(self, some: Int[np.ndarray, " some"], k: int) -> Bool[np.ndarray, " some"]:
-        """Return a boolean array that says which of the maps with the indices ``some`` end their Lanczos run
-        at step ``k``.
+        """Decide for each map whose index is in ``some`` whether its Lanczos run ends at step ``k``. The
+        result is True where it ends.
 
         A run ends when it has converged or broken down, or has no steps left; its number of steps is stored.
         """

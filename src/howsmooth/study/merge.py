@@ -1,4 +1,6 @@
-"""Merge stores that several machines wrote for one study. If two stores conflict, nothing is written."""
+"""Merge the stores that several machines wrote for one study into one store. If two stores contradict each
+other, nothing is written.
+"""
 
 from __future__ import annotations
 

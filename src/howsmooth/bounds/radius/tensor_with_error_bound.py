@@ -447,14 +447,18 @@ def _masked(func: Any, x: Any, mask: Any, value: Any) -> Any:
 
 
 def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds on the norms of the vectors of a rounded tensor, as a plain tensor."""
+    """Return upper bounds on the norms of the exact vectors that a tensor with an error bound approximates.
+    The result is a tensor without error bound.
+    """
     more = x.error * _UP + LOST * math.sqrt(x.numel())
     found: Tensor = func(plain(x), *args, **kwargs) * _UP + more
     return found
 
 
 def _amax(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds on the maxima of a rounded tensor along an axis, as a plain tensor."""
+    """Return upper bounds on the exact maxima along an axis of a tensor with an error bound. The result is a
+    tensor without error bound.
+    """
     found: Tensor = func(plain(x), *args, **kwargs) + x.error * _UP
     return found
 
