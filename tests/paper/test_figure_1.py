@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,15 @@ def said_of(folder: Path, tools: Tools, **changes: Any) -> tuple[list[str], pd.D
     found = measured(folder, tools, **changes)
     panels = [panel for column in found for panel in column]
     return result_sentences(panels), pd.DataFrame([panel.columns() for panel in panels])
+
+
+def test_workers_share_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.study.executors.memory_budget", lambda *_: 1000)
+    asked, (tools, _) = options(), tools_of_figure_1()
+    with installed(tools), Store.open(tmp_path, late=True) as store, ProcessPoolExecutor(4) as pool:
+        context = FigureContext(asked, store, Means(executor=pool, models=models_for(asked)))
+        works = list(plan(context))
+    assert {task.plan.memory for work in works for task in work.tasks} == {250}
 
 
 # ---------------------------------------------------------------- columns

@@ -23,8 +23,7 @@ import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, NonFiniteError, WorkerError
 from howsmooth.study import runner
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.executors import threads_each
-from howsmooth.study.measurement_run import _with_memory_shared
+from howsmooth.study.executors import memory_each, threads_each
 from howsmooth.study.runner import Means, _sendable
 from howsmooth.study.study_preparation import prepared_study
 from howsmooth.study.tasks.lipschitz_constants import constants_left
@@ -350,12 +349,12 @@ def test_errors_travel_between_processes(error: HowsmoothError) -> None:
 
 
 def test_processes_share_out_the_memory_and_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.measurement_run.memory_budget", lambda *_: 1000)
+    monkeypatch.setattr("howsmooth.study.executors.memory_budget", lambda *_: 1000)
     monkeypatch.setattr("howsmooth.study.executors.available_cores", lambda: 9)
-    plan, several = make_plan(), Means(executor=ProcessPoolExecutor(4))
-    assert _with_memory_shared(plan, several).memory == 250
-    assert _with_memory_shared(plan, Means()).memory is None
-    assert _with_memory_shared(replace(plan, memory=70), several).memory == 70
+    several = Means(executor=ProcessPoolExecutor(4))
+    assert memory_each(several.executor, None, "cpu") == 250
+    assert memory_each(several.executor, 70, "cpu") == 70
+    assert memory_each(ThreadPoolExecutor(4), None, "cpu") is memory_each(None, None, "cpu") is None
     assert threads_each(several.executor, None) == 2
     assert threads_each(several.executor, 5) == 5
     assert threads_each(ThreadPoolExecutor(4), None) is threads_each(None, None) is None

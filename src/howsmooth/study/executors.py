@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 
+import torch
+
+from howsmooth.memory import memory_budget
 from howsmooth.study.execution_options import Execution
 
-__all__ = ["available_cores", "opened_executor", "threads_each", "workers_of"]
+__all__ = ["available_cores", "memory_each", "opened_executor", "threads_each", "workers_of"]
 
 
 @contextmanager
@@ -98,4 +101,15 @@ def threads_each(executor: Executor | None, asked: int | None) -> int | None:
     """
     if asked is None and isinstance(executor, ProcessPoolExecutor):
         return max(1, available_cores() // workers_of(executor))
+    return asked
+
+
+def memory_each(executor: Executor | None, asked: int | None, device: str) -> int | None:
+    """Return how many bytes one task may use; ``None`` stands for half of the memory that is free then.
+
+    It is the number that the user asked for, if any; else processes of this machine share half of the free
+    memory of the device equally.
+    """
+    if asked is None and isinstance(executor, ProcessPoolExecutor):
+        return max(1, memory_budget(None, torch.device(device)) // workers_of(executor))
     return asked

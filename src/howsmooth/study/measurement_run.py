@@ -9,13 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
-import torch
-
-from howsmooth.memory import memory_budget
-from howsmooth.study.executors import workers_of
+from howsmooth.study.executors import memory_each
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
@@ -55,7 +51,7 @@ def run(
     began = time.monotonic()
     means = means or Means()
     means.listener.phase("Reading texts and models" if plan.texts else "Reading inputs and models")
-    plan = _with_memory_shared(plan, means)
+    plan = replace(plan, memory=memory_each(means.executor, plan.memory, plan.device))
     with prepared_study(plan, folder, keep_going=means.keep_going, models=means.models) as study:
         # List all work first: impossible work is then refused before the store is created.
         constants = constants_left(study)
@@ -73,11 +69,3 @@ def run(
                 runner.task_times.learn(alike, n, 1, seconds)
             runner.carry_out(bounds_left(study), seconds=seconds_for_bounds(study))
         return runner.finish(began)
-
-
-def _with_memory_shared(plan: Plan, means: Means) -> Plan:
-    """Return the plan with the default memory divided among the worker processes of this machine."""
-    if plan.memory is not None or not isinstance(means.executor, ProcessPoolExecutor):
-        return plan
-    budget = memory_budget(None, torch.device(plan.device))
-    return replace(plan, memory=max(1, budget // workers_of(means.executor)))
