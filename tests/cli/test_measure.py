@@ -75,7 +75,7 @@ def test_the_largest_exponent_can_be_cited(howsmooth: Howsmooth, tmp_path: Path)
     said = " ".join(out.split())
     text = f"prose (SHA-256 {digest(words(400))[:12]})"
     assert f"To cite: Local Lipschitz constant of small, scope attention, on {text}: n to the power" in said
-    numbers = f"{top['slope']:.3f}, 95 % interval {top['low']:.3f} to {top['high']:.3f}"
+    numbers = f"{top['slope']:.3f}, interval of level 0.95 from {top['low']:.3f} to {top['high']:.3f}"
     assert f"{numbers} (the largest of 3 fits, layer {top['layer']}), 15 points from n = 2 to 8" in said
     _, out, _ = howsmooth(*arguments, "--json")
     (line,) = json.loads(out)["citations"]

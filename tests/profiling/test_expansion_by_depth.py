@@ -102,6 +102,11 @@ def test_what_a_profile_shows(tmp_path: Path) -> None:
     stored = pd.read_parquet(path.with_suffix(".parquet"))
     assert stored.equals(found.table)
     assert stored.attrs["howsmooth"] == found.citation
+    latex = found.to_latex()
+    assert latex is not None
+    assert latex.splitlines()[0] == f"% {found.citation}"
+    assert f"caption{{Depth profile of {found.model} at one input of {found.n} tokens (howsmooth" in latex
+    assert "block 2 & " in latex
     assert "block 2" in found._repr_html_()
 
 

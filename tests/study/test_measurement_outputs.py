@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
+import howsmooth as hs
 from howsmooth.errors import StoreError
 from howsmooth.study.figures import drawing, measurements
 from howsmooth.study.figures.drawing import add_colourbar, draw_overview, linear_ticks, log_ticks, parts_of
@@ -67,6 +68,23 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     plan = make_plan(layers=Ranges.parse("0,1", "layers"), scopes=("attention", "head"))
     run(plan, folder, tools, command="howsmooth measure small")
     return write_outputs(folder)
+
+
+def test_tables_in_python_are_those_in_the_files(published: Outputs) -> None:
+    folder = published.report.parent
+    tables = hs.read(folder)
+    for name in ("measurements", "exponents"):
+        written = pd.read_csv(folder / f"{name}.csv")
+        written = written.fillna({"note": ""}) if "note" in written else written
+        read = pd.DataFrame(tables[name])[list(written)]
+        pd.testing.assert_frame_equal(read, written, check_dtype=False)
+    extra = [name for name in tables["measurements"] if name not in pd.read_csv(folder / "measurements.csv")]
+    assert extra == ["method", "masking", "site", "start", "run"]
+    lines = tables["exponents"].attrs["howsmooth"].splitlines()
+    assert len(lines) == 2  # scopes
+    assert all(line.startswith("Local Lipschitz constant of small, scope ") for line in lines)
+    assert "%" not in lines[0]  # LaTeX would begin a comment there
+
 
 
 @pytest.fixture(scope="module")

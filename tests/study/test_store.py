@@ -480,7 +480,7 @@ def test_every_table_of_a_study_is_read(tmp_path: Path) -> None:
     assert list(tables["measurements"]["n"].value_counts()) == [2, 2]
     assert (tables["measurements"]["lower"] <= tables["measurements"]["upper"]).all()
     assert tables["models"]["stored"].to_list() == ["float16"]
-    assert tables["measurements"]["dtype"].unique() == ["float32"]
+    assert tables["measurements"]["computed"].unique() == ["float32"]
     assert "attacks" not in tables
     assert set(hs.read(os.fsdecode(folder))) == set(tables)
     assert set(hs.read(folder / STORE_NAME)) == set(tables)

@@ -12,11 +12,12 @@ import pandas as pd
 
 from howsmooth.cli.terminal_output import as_json, heading, paragraph, say, show_table
 from howsmooth.study.exponents import LEVEL
-from howsmooth.study.measurement_outputs import Outputs, citations
+from howsmooth.study.measurement_outputs import Outputs
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Bounding, Measurement, PublishedValue, Row, plain_rows
 from howsmooth.study.store import STORE_NAME
+from howsmooth.study.stored_tables import citations
 from howsmooth.study.text_formatting import decimal, kind_in_words, readable
 
 __all__ = ["measured_as_json", "show_measured"]

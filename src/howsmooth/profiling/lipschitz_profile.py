@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -24,7 +22,6 @@ from howsmooth.profiling.result_base_classes import Result, in_interval
 from howsmooth.profiling.token_influence import Influence
 from howsmooth.profiling.token_influence import influence as influence_of
 from howsmooth.seeds import derive_seed
-from howsmooth.study.file_writing import text_or_file
 from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.plans import PROFILE_RTOL, Plan
 from howsmooth.study.records import plain_rows
@@ -201,26 +198,14 @@ class Profile(Result):
             sides.append((title, spans))
         return sides
 
-    def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the ranking as a LaTeX table to a file, or return it as text if no path is given.
-
-        The table uses the package booktabs. Its caption is one sentence that contains the digest. Its label
-        is ``tab:howsmooth-`` followed by the digest. The whole citation is a comment above the table.
-        """
-        table = self._sorted[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
+    def _in_latex(self) -> tuple[pd.DataFrame, str]:
+        """Return the ranking and the sentence of its caption."""
         caption = (
             f"Local Lipschitz constants of {self.model} at one input of {self.n} tokens, with intervals of "
-            f"{self.confidence:.4g} confidence (howsmooth {version('howsmooth')}, digest {self.digest})."
+            f"{self.confidence:.4g} confidence"
         )
-        words: str = table.to_latex(
-            index=False,
-            float_format="%.6g",
-            na_rep="all",
-            escape=True,
-            caption=_latex(caption),
-            label=f"tab:howsmooth-{self.digest}",
-        )
-        return text_or_file(f"% {' '.join(self.citation.split())}\n{words}", path)
+        table = self._sorted[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
+        return table.assign(head=table["head"].astype("string").fillna("all")), caption
 
     def described(self) -> dict[str, Any]:
         """Return the settings, the ranking and the most sensitive tokens, as a dict for JSON."""
@@ -240,10 +225,6 @@ def _place(row: Any) -> str:
 
 def _interval(row: Any) -> str:
     return in_interval(row["value"], row["lower"], row["upper"], converged=row["converged"])
-
-
-def _latex(words: str) -> str:
-    return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in words)
 
 
 SCOPES = ("attention", "head")

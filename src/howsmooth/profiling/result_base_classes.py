@@ -95,6 +95,29 @@ class Result(WritableTable, ABC):
     def plot(self) -> Figure:
         """Draw the result as a figure."""
 
+    def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write the table as LaTeX to a file, or return it as text if no path is given.
+
+        The table uses the package booktabs. Its caption is one sentence that contains the digest. Its label
+        is ``tab:howsmooth-`` followed by the digest. The whole citation is a comment above the table. The
+        table of a profile is its ranking.
+        """
+        table, caption = self._in_latex()
+        made_by = f"howsmooth {version('howsmooth')}, digest {self.digest}"
+        words: str = table.to_latex(
+            index=False,
+            float_format="%.6g",
+            na_rep="",
+            escape=True,
+            caption=_escaped(f"{caption} ({made_by})."),
+            label=f"tab:howsmooth-{self.digest}",
+        )
+        return text_or_file(f"% {' '.join(self.citation.split())}\n{words}", path)
+
+    def _in_latex(self) -> tuple[pd.DataFrame, str]:
+        """Return the table that ``to_latex`` writes, and the sentence of its caption without a full stop."""
+        return self.table, f"{self.TITLE} of {self.model} at one input of {self.n} tokens"
+
     @property
     def precision(self) -> str:
         """A phrase that names the dtype of the stored weights and the dtype of the computation."""
@@ -184,6 +207,10 @@ class Result(WritableTable, ABC):
 
 def _template(name: str) -> jinja2.Template:
     return templates_of("howsmooth.profiling").get_template(name)
+
+
+def _escaped(words: str) -> str:
+    return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in words)
 
 
 def in_interval(value: float, lower: float, upper: float, *, converged: bool) -> str:

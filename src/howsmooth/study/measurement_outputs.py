@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from howsmooth.study.exponents import LEVEL, compare, exponents
+from howsmooth.study.exponents import compare, exponents
 from howsmooth.study.figures import Picture, draw_all
 from howsmooth.study.file_writing import csv_of, replace_file, write_parquet, written_beside
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import render
 from howsmooth.study.store import Store
-from howsmooth.study.text_formatting import counted, place_in_words, readable
+from howsmooth.study.stored_tables import citations, measurement_table
 
-__all__ = ["Outputs", "citations", "write_outputs"]
+__all__ = ["Outputs", "write_outputs"]
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,7 @@ def write_outputs(
         contents = store.contents()
     rows = contents.measurements
     table, compared = exponents(rows), compare(contents.published)
-    stored = rows["model"].map(contents.models.set_index("label")["stored"])
-    written = rows.loc[:, "model":"seed"].assign(stored=stored, computed=rows["dtype"])
+    written = measurement_table(contents)
     tables = {"measurements": written, "exponents": table} if parquet else {}
     in_parquet = tuple(folder / f"{name}.parquet" for name in tables)
     with written_beside(folder, "measurements"):
@@ -87,27 +81,3 @@ def write_outputs(
             replace_file(folder / "published.csv", csv_of(values))
             replace_file(folder / "published-exponents.csv", csv_of(compared))
     return Outputs(contents, table, compared, pictures, page, in_parquet)
-
-
-def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line to cite for each model, scope and text, with the largest exponent of any layer or head."""
-    digests = {row["name"]: row["digest"] for row in plain_rows(contents.texts)}
-    weights = {(row["model"], row["text"]): row["fingerprint"] for row in plain_rows(contents.inputs)}
-    made_by = json.loads(plain_rows(contents.runs)[-1]["environment"])
-    fitted = [row for row in exponents if not row["note"]]
-    for (model, scope, text), family in groupby(fitted, key=itemgetter("model", "scope", "text")):
-        rows = list(family)
-        most = max(rows, key=itemgetter("slope"))
-        place = (
-            ""
-            if scope == "model"
-            else f" of {counted(len(rows), 'fit')}, {place_in_words(most['layer'], most['head'])}"
-        )
-        yield (
-            f"Local Lipschitz constant of {readable(model)}, scope {scope}, on {readable(text)} (SHA-256 "
-            f"{digests[text][:12]}): n to the power {most['slope']:.3f}, {LEVEL * 100:.0f} % interval "
-            f"{most['low']:.3f} to {most['high']:.3f} (the largest{place}), {most['n_points']} points from "
-            f"n = {most['n_min']} to {most['n_max']}; weights {weights[model, text][:12]}; "
-            + ", ".join(f"{name} {made_by[name]}" for name in ("howsmooth", "torch", "transformers"))
-            + "."
-        )

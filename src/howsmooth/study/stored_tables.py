@@ -1,17 +1,27 @@
-"""Read the rows of any store as pandas tables."""
+"""Read the rows of any store as pandas tables, with fitted exponents and lines to cite."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from howsmooth.errors import StoreError
 from howsmooth.printed_table import PrintedTable
+from howsmooth.study.exponents import LEVEL, exponents
+from howsmooth.study.records import Contents, Measurement, plain_rows
 from howsmooth.study.store import STORE_NAME, Store
+from howsmooth.study.text_formatting import counted, place_in_words, readable
 
-__all__ = ["read"]
+__all__ = ["citations", "measurement_table", "read"]
+
+_HOW_MADE = ("method", "masking", "site", "start", "run")
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
@@ -29,7 +39,10 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
         Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
         ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``attacks``,
         ``frames``, ``growths``, ``figure_rows`` and others. The classes in :mod:`howsmooth.study.records`
-        explain the columns; ``run`` is the number of the run that wrote a row.
+        explain the columns; ``run`` is the number of the run that wrote a row. ``measurements`` has the
+        columns of ``measurements.csv``, followed by ``method``, ``masking``, ``site``, ``start`` and ``run``.
+        With measurements there is also the table ``exponents``, as in ``exponents.csv``; its
+        ``attrs["howsmooth"]`` has the lines to cite.
 
     Raises
     ------
@@ -46,4 +59,50 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
             "folder that --out named."
         )
     with Store.open(place, write=False) as store:
-        return {name: PrintedTable(table) for name, table in store.tables().items()}
+        contents = store.contents()
+        tables: dict[str, pd.DataFrame] = {
+            name: PrintedTable(table) for name, table in store.tables().items()
+        }
+    if Measurement.table in tables:
+        fitted = PrintedTable(exponents(contents.measurements))
+        fitted.attrs["howsmooth"] = "\n".join(citations(contents, plain_rows(fitted)))
+        rows = measurement_table(contents, how_made=True)
+        tables |= {"measurements": PrintedTable(rows), "exponents": fitted}
+    return tables
+
+
+def measurement_table(contents: Contents, *, how_made: bool = False) -> pd.DataFrame:
+    """Return the measurements with the dtype of the stored weights and that of the computation, as in
+    ``measurements.csv``.
+
+    With ``how_made``, the last columns say how each row was made: its method, masking, module, first token
+    and run.
+    """
+    rows = contents.measurements
+    stored = rows["model"].map(contents.models.set_index("label")["stored"])
+    table = rows.loc[:, "model":"seed"].assign(stored=stored, computed=rows["dtype"])
+    return table.join(rows[list(_HOW_MADE)]) if how_made else table
+
+
+def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line to cite for each model, scope and text, with the largest exponent of any layer or head."""
+    digests = {row["name"]: row["digest"] for row in plain_rows(contents.texts)}
+    weights = {(row["model"], row["text"]): row["fingerprint"] for row in plain_rows(contents.inputs)}
+    made_by = json.loads(plain_rows(contents.runs)[-1]["environment"])
+    fitted = [row for row in exponents if not row["note"]]
+    for (model, scope, text), family in groupby(fitted, key=itemgetter("model", "scope", "text")):
+        rows = list(family)
+        most = max(rows, key=itemgetter("slope"))
+        place = (
+            ""
+            if scope == "model"
+            else f" of {counted(len(rows), 'fit')}, {place_in_words(most['layer'], most['head'])}"
+        )
+        yield (
+            f"Local Lipschitz constant of {readable(model)}, scope {scope}, on {readable(text)} (SHA-256 "
+            f"{digests[text][:12]}): n to the power {most['slope']:.3f}, interval of level {LEVEL} from "
+            f"{most['low']:.3f} to {most['high']:.3f} (the largest{place}), {most['n_points']} points from "
+            f"n = {most['n_min']} to {most['n_max']}; weights {weights[model, text][:12]}; "
+            + ", ".join(f"{name} {made_by[name]}" for name in ("howsmooth", "torch", "transformers"))
+            + "."
+        )
