@@ -241,7 +241,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "pickled": (["bound", "pickled.npz", "--lengths", "4"], "never read"),
     "file without tokens": (
         ["bound", "bare.npz"],
-        "lengths: expected numbers of tokens, because the file holds no tokens X",
+        "because the file holds no tokens X, got none. Give --lengths and --radius.",
     ),
     "file without radius": (["bound", "bare.npz", "--lengths", "4"], "Give --radius."),
     "second layer of a file": ([*FILE, "--layers", "1"], "layers of head.safetensors, which has 1"),

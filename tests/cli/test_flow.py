@@ -85,6 +85,8 @@ def test_everything_is_written_and_said_and_the_same_command_again_makes_nothing
     code, out, err = howsmooth(*SMALL, "--seed", "1")
     assert (code, out) == (2, "")
     assert "belongs to another study: it was made with --seed 0, not 1." in err
+    _, out, _ = howsmooth(*SMALL, "--animation", "none", "--sphere", "--radius", "2", "--out", "sphere")
+    assert "6 tokens in dimension 2 on the sphere of radius 2, until t = 1" in out
 
 
 def test_a_table_that_leaves_out_times_says_so(howsmooth: Howsmooth) -> None:

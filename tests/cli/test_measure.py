@@ -210,6 +210,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no such last layer": ([*BASE, *SMALL, "--layers", "-4"], "layers of small"),
     "no such head": ([*BASE, *SMALL, "--scope", "head", "--heads", "5"], "heads of small"),
     "heads without their scope": ([*BASE, "--heads", "1"], "Add the scope head"),
+    "layers of a whole model": ([*BASE, "--scope", "model", "--layers", "1"], "Leave layers out"),
     "no such model": (["measure", "nothing", "--text", "prose", *SMALL], "model: 'nothing' is not known"),
     "hostile name": (["measure", "small", "--text", "two\nlines\x1b[31m"], "is not there"),
     "endless name": (["measure", "x" * 5000, "--text", "prose", *SMALL], "is not known"),

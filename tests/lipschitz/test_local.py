@@ -442,6 +442,15 @@ def test_a_site_in_place_of_its_map() -> None:
             hs.local_lipschitz(f, x)
 
 
+def test_a_head_in_place_of_its_map() -> None:
+    A, V, x = tokens(0, D, D), tokens(1, D, D), tokens(2, 4, D)
+    with pytest.raises(ArgumentError) as caught:
+        hs.local_lipschitz(hs.bounds.Head(A, V), x)  # type: ignore[arg-type]
+    code = str(caught.value).split(" is ")[1].rstrip(".")
+    told = eval(code, {"hs": hs, "torch": torch, "A": A, "V": V})
+    assert torch.allclose(told(x), torch.softmax(x @ A.T @ x.T, dim=-1) @ x @ V.T)
+
+
 def test_any_torch_module() -> None:
     layer = nn.Linear(D, 3).double().requires_grad_(False)
     estimate = hs.local_lipschitz(layer, tokens(0, 4, D), rtol=1e-9, batch_dims=0)

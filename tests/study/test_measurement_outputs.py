@@ -86,7 +86,6 @@ def test_tables_in_python_are_those_in_the_files(published: Outputs) -> None:
     assert "%" not in lines[0]  # LaTeX would begin a comment there
 
 
-
 @pytest.fixture(scope="module")
 def page(published: Outputs) -> Page:
     return Page(published.report.read_text(encoding="utf-8"))

@@ -159,7 +159,12 @@ def _matrix(name: str, value: object) -> Tensor:
             if isinstance(value, Tensor)
             else type(value).__name__
         )
-        raise ArgumentError(name, expected="a floating-point tensor (matrix)", got=got)
+        raise ArgumentError(
+            name,
+            expected="a floating-point tensor (matrix)",
+            got=got,
+            remedy="" if isinstance(value, Tensor) else "Use torch.as_tensor.",
+        )
     if not bool(torch.isfinite(value).all()):
         raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity")
     return value.detach().to(device="cpu", dtype=torch.float64)

@@ -65,7 +65,7 @@ def flow(plan: FlowPlan, execution: Execution, shown: ShownOrQuiet) -> int:
     if shown.json:
         typer.echo(_as_json(system, outcome, ending, published, out))
     elif not shown.quiet:
-        _show(system, outcome, ending, published, out)
+        _show(plan, system, outcome, ending, published, out)
     return 0 if ending is None else ENDED_EARLY
 
 
@@ -117,7 +117,12 @@ def _as_json(
 
 
 def _show(
-    system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
+    plan: FlowPlan,
+    system: System,
+    outcome: Outcome,
+    ending: Ending | None,
+    published: FlowOutputs,
+    folder: Path,
 ) -> None:
     """Print how the tokens cluster at several times, how the flow ended, and the written files."""
     from howsmooth.study.records import FrameRow
@@ -125,7 +130,8 @@ def _show(
 
     n, d = system.x.shape
     heading(f"\n{readable(system.label)}: {readable(system.title, longest=200)}")
-    paragraph(f"{n} tokens in dimension {d}, until t = {_last(published):.6g}\n")
+    on_sphere = f" on the sphere of radius {system.radius:.4g}" if plan.sphere else ""
+    paragraph(f"{n} tokens in dimension {d}{on_sphere}, until t = {_last(published):.6g}\n")
     count = len(published.metrics)
     rows = count if count <= _MOST_ROWS else _ROWS
     places = sorted({round((count - 1) * k / max(rows - 1, 1)) for k in range(rows)})

@@ -83,12 +83,17 @@ def check_batch_dims(batch_dims: object, f: object, x: object) -> None:
 
 
 def _remedy_for_site(given: object) -> str:
-    """Return advice for callers of ``local_lipschitz`` who passed a captured attention layer instead of a map
-    and tokens.
+    """Return advice for callers of ``local_lipschitz`` who passed a captured attention layer or a head of
+    ``hs.bounds`` instead of a map and tokens.
 
     A captured site is one attention layer of a model with its input. For a list of sites it says what to do
     with each. For anything else it is empty.
     """
+    if hasattr(given, "A") and hasattr(given, "V"):
+        return (
+            "The map of a head with matrices A and V is hs.SelfAttention(torch.eye(len(A)).to(A)[None], "
+            "A.T[None], V[None], scale=1.0)."
+        )
     first = given[0] if isinstance(given, list | tuple) and given else given
     if not (hasattr(first, "map") and hasattr(first, "x")):
         return ""

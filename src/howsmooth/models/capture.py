@@ -196,7 +196,12 @@ def _part(
         raise ArgumentError("heads", expected="None unless scope is 'head'", got=got)
     if scope == "model" and layers not in (None, "all"):
         got = f"{layers!r} with scope 'model'"
-        raise ArgumentError("layers", expected="None: a model is taken with all its layers", got=got)
+        raise ArgumentError(
+            "layers",
+            expected="None: a model is taken with all its layers",
+            got=got,
+            remedy="scope='span' takes a range of layers, such as layers=(2, 5).",
+        )
     if output not in OUTPUTS or (scope == "span" and output != "hidden"):
         expected = f"one of {', '.join(OUTPUTS)}" if scope == "model" else "'hidden' unless scope is 'model'"
         raise ArgumentError("output", expected=expected, got=repr(output))

@@ -63,7 +63,7 @@ def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SIL
                 "lengths",
                 expected="numbers of tokens, because the file holds no tokens X",
                 got="none",
-                remedy="Give --lengths.",
+                remedy="Give --lengths and --radius." if plan.radius == "auto" else "Give --lengths.",
             )
         targets = source.attentions(n)
         for place, one in enumerate(targets):

@@ -260,6 +260,16 @@ def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
         )
 
 
+def _check_layers(layers: Ranges, scopes: tuple[str, ...]) -> None:
+    if layers.items and scopes == ("model",):
+        raise ArgumentError(
+            "layers",
+            expected="all layers with the scope model, which has one constant for the whole model",
+            got=f"{layers.text!r}",
+            remedy="Leave layers out, or choose another scope.",
+        )
+
+
 # ---- Constants
 
 
@@ -435,6 +445,7 @@ class Plan(Options):
         self._check_inputs()
         self._check_models()
         _check_heads(self.heads, self.scopes)
+        _check_layers(self.layers, self.scopes)
         check_output(self.output, self.scopes)
         if self.side is not None and not {"model", CROSS_SCOPE} & {*self.scopes}:
             raise ArgumentError(
@@ -487,6 +498,7 @@ class Plan(Options):
             raise ArgumentError("models", expected="each only once", got=f"{doubled!r} twice")
         for model in self.models:
             _check_heads(self.heads_of(model), self.scopes)
+            _check_layers(self.layers_of(model), self.scopes)
 
     @property
     def sources(self) -> tuple[InputSpec, ...]:

@@ -189,7 +189,7 @@ def _below(store: Store, plan: FlowPlan, system: System) -> str:
     if plan.step is not None:
         words[-1] += f", step {plan.step:g}"
     if plan.sphere:
-        words.append("on a sphere")
+        words.append(f"on the sphere of radius {system.radius:.4g}")
     if plan.rescale:
         words.append("rescaled by exp(\N{MINUS SIGN}tV)")
     ended = ending(store)

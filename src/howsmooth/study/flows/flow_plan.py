@@ -73,7 +73,12 @@ class FlowPlan(Options):
     )
     beta: float = option(1.0, number(positive=True), "Factor of the scores of a named system.")
     causal: bool = option(False, flag(), "Give a named system a causal mask.")
-    sphere: bool = option(False, flag(), "Keep the tokens on a sphere, as norm layers do.")
+    sphere: bool = option(
+        False,
+        flag(),
+        "Keep the tokens on a sphere, as norm layers do. Its radius is --radius for random tokens, and the "
+        "root mean square of the norms of given tokens, which are projected onto it.",
+    )
     rescale: bool = option(
         False, flag(), "Follow exp(-tV) x instead of the tokens x, which may grow without limit."
     )
