@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from howsmooth.cli.flow import flow
 from howsmooth.cli.influence import influence
 from howsmooth.cli.inspect import inspect
 from howsmooth.cli.measure import TYPED, measure
+from howsmooth.cli.plan_execution import INTERRUPTED
 from howsmooth.cli.precision import precision
 from howsmooth.cli.profile import profile
 from howsmooth.cli.radius import radius
@@ -29,7 +31,6 @@ from howsmooth.study.text_formatting import encodable, readable
 __all__ = ["app", "main"]
 
 REFUSED = 2
-INTERRUPTED = 130
 PIPE_CLOSED = 141
 """The exit code that a shell reports for a program that SIGPIPE ended: 128 + 13."""
 
@@ -115,13 +116,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         The exit code. 0: the command succeeded. 2: the command refused its arguments or inputs, and printed
         the reason to standard error. 3: some measurements or figures failed, or a flow ended early. 130: the
-        user interrupted the command. 141: the program that reads the output, such as ``head``, has ended. A
-        traceback with exit code 1 is a bug of howsmooth.
+        user interrupted the command, or a batch system ended it with SIGTERM. 141: the program that reads the
+        output, such as ``head``, has ended. A traceback with exit code 1 is a bug of howsmooth.
 
     """
     # Without arguments, show the help. TYPED is recorded in the store with each run.
     typed = tuple(sys.argv[1:] if arguments is None else arguments) or ("--help",)
     TYPED.set(typed)
+    if arguments is None:  # as a program, not called by another one, whose signals are its own
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = app(args=list(typed), prog_name="howsmooth", standalone_mode=False)
         sys.stdout.flush()

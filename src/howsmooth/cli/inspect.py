@@ -81,7 +81,7 @@ def inspect(plan: InspectionPlan, execution: Execution, shown: Shown) -> int:
         found = inspect_model(loaded, tokens=plan.tokens, on_layer=display.counter("layer"))
     if shown.json:
         origin = {name: getattr(loaded, name) for name in ("name", "source", "fingerprint", "max_length")}
-        typer.echo(as_json(**origin, **asdict(found)))
+        typer.echo(as_json(**origin, stored=_stored(loaded), **asdict(found)))
     else:
         _show(loaded, found)
     return 0 if any(site.scopes for site in found.sites) else 2
@@ -94,7 +94,7 @@ def _show(model: LoadedModel, found: Inspection) -> None:
     if len(attention) < len(found.sites):
         count += f", {counted(len(found.sites) - len(attention), 'layer')} without a softmax"
     heading(f"{readable(model.name)}, {found.model}: {count}")
-    say(f"{sentence(readable(model.source, longest=300))}\n")
+    say(f"{sentence(readable(model.source, longest=300))} Weights in {_stored(model)}.\n")
     captured = [site for site in found.sites if site.scopes]
     facts = [_facts(site) for site in captured]
     shared = {key: value for key, value in (facts or [{}])[0].items() if all(f[key] == value for f in facts)}
@@ -146,6 +146,11 @@ def _show_layers(found: Inspection, varied: list[str]) -> None:
             name += f": {told['scopes']}"
         rows.append([_runs(layers) if layers else "-", readable(name, longest=120), *cells])
     show_table(names, rows, wrapped=names)
+
+
+def _stored(model: LoadedModel) -> str:
+    """Return the name of the dtype in which the weights of a model are stored."""
+    return str(model.stored).removeprefix("torch.")
 
 
 _RADIUS = "its radius"
