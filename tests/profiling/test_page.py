@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import html
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 import howsmooth as hs
 from howsmooth.errors import StoreError
 from howsmooth.profiling import Profile
+from howsmooth.study.report.chart_data import visible_token
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +41,28 @@ def test_every_file_is_written(found: Profile, tmp_path: Path, monkeypatch: pyte
     assert base64.b64encode(written[1].read_bytes()).decode() in written[0].read_text()
 
 
-def test_the_page_shows_each_token_once_a_side_with_its_shade(found: Profile) -> None:
-    html = found.page("data:image/png;base64,")
-    shown = re.findall(r'<span class="e(\d)" title="token (\d+): ([^"]*) %">', html)
-    assert len(shown) == 2 * found.n * len(found.table)
+def test_the_page_shows_the_text_once_a_side_with_the_shade_of_each_token(found: Profile) -> None:
+    page = found.page("data:image/png;base64,")
+    texts = re.findall(r'<p class="text">(.*?)</p>', page, re.DOTALL)
+    assert len(texts) == 2 * len(found.table) == 2 * page.count("<details")
+    words = "".join(visible_token(word) for word in found.words)
+    assert {html.unescape(re.sub(r"</?span[^>]*>", "", text)) for text in texts} == {words}
     top = found.ranking.iloc[0]
     rows = found.tokens[(found.tokens["layer"] == top["layer"]) & (found.tokens["head"] == top["head"])]
-    shades = [int(shade) for shade, _, _ in shown[: found.n]]
-    most = rows["input_share"].max()
-    assert shades == [round(9 * share / most) for share in rows["input_share"]]
-    assert html.count("<details") == len(found.table)
+    shades = [round(9 * share / rows["input_share"].max()) for share in rows["input_share"]]
+    shown = re.findall(r'<span class="e(\d)" title="token (\d+): ([^"]*) %">', texts[0])
+    # Tokens without a shade are plain text: with a span for each, the page of a long text takes a megabyte.
+    assert [(int(i), int(shade)) for shade, i, _ in shown] == [(i, s) for i, s in enumerate(shades) if s]
 
 
 def test_influence_is_shown_where_it_was_measured(found: Profile, tmp_path: Path) -> None:
     assert "Which token moves which" not in found.page("data:,")
     full = hs.profile("builtin-encoder", "A <b>cat</b>", layers=[1], scopes="attention", influence=True)
     assert full.influence is not None
-    html, *_, table = full.write(tmp_path)
+    page, *_, table = full.write(tmp_path)
     assert table.name == "influence.csv"
     assert table.read_text() == full.influence.to_csv()
-    text = html.read_text()
+    text = page.read_text()
     assert "Which token moves which, in layer 1" in text
     assert text.count('<img src="data:image/png;base64,') == full._repr_html_().count("<img") == 2
     assert f"at least {full.influence.token_wise.lower:.4g} and" in text
@@ -67,10 +71,10 @@ def test_influence_is_shown_where_it_was_measured(found: Profile, tmp_path: Path
 
 def test_hostile_text_and_names_stay_text(found: Profile) -> None:
     named = dataclasses.replace(found, model="<img src=x onerror=alert(1)>", refused=("<b>no</b>",))
-    for html in (named.page("data:,"), named._repr_html_()):
-        assert "<script" not in html
-        assert "<img src=x" not in html
-        assert "<b>no" not in html
+    for page in (named.page("data:,"), named._repr_html_()):
+        assert "<script" not in page
+        assert "<img src=x" not in page
+        assert "<b>no" not in page
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', named.page("data:,"))
     assert policy is not None
     assert "default-src 'none'" in policy[1].replace("&#39;", "'")
