@@ -34,7 +34,7 @@ _EXAMPLES = (
     "[cyan]howsmooth reproduce figure-1 --lengths 4:32:4 --samples 3[/]  a quick look",
     "[cyan]howsmooth reproduce --dry-run[/]  only predict how long each figure takes",
     "[cyan]howsmooth reproduce adversarial --model builtin-encoder --lengths 4,8 --samples 1[/]  "
-    "one layer, two lengths; less than a minute",
+    "one layer, two lengths; about a minute",
     "[cyan]howsmooth reproduce figure-1 --as-published[/]  also what the paper's code computes",
     "[cyan]howsmooth reproduce figure-1 --model bert-base-uncased --text ag_news[/]  "
     "a model and a text of the paper, with a network",
