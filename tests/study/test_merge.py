@@ -195,6 +195,15 @@ def test_values_whose_intervals_meet_are_the_same_and_the_first_is_kept(tmp_path
     assert rows_of(tmp_path / "out") == rows_of(a)
 
 
+def test_one_number_for_two_sequences_is_a_conflict(tmp_path: Path) -> None:
+    layers = [Ranges.parse(words, "layers") for words in ("0", "1")]
+    a = study(tmp_path / "a", lengths=(4,), samples=2, layers=layers[0])
+    b = study(tmp_path / "b", lengths=(4,), samples=3, layers=layers[1])
+    # The report would show the shares of one sequence on the tokens of the other.
+    refused([a, b], tmp_path / "out", r"sequence 0 of 4 tokens of 'prose' with 'small' begins at token \d+ in")
+    assert not (tmp_path / "out").exists()
+
+
 def test_sequences_that_overlap_are_a_conflict(tmp_path: Path) -> None:
     a = study(tmp_path / "a", lengths=(30,), samples=8)
     b = study(tmp_path / "b", lengths=(20,), samples=8)

@@ -100,7 +100,7 @@ def merge_stores(sources: Sequence[str | os.PathLike[str]], folder: str | os.Pat
         seen = sum(store.count(Measurement) for store in stores)
         rows = {kind: _united(kind, stores, target) for kind in _KINDS}
         _refuse_two_fingerprints(rows)
-        _refuse_overlaps(rows)
+        _refuse_other_sequences(rows)
         target = target or stack.enter_context(Store.open(folder))
         with target.transaction():
             target.begin(MEASURE, identity)
@@ -197,21 +197,33 @@ def _refuse_two_fingerprints(rows: dict[type[Row], pd.DataFrame]) -> None:
     _first_of_each(inputs[inputs["model"].isin(trained)], ["model"], ["fingerprint"])
 
 
-def _refuse_overlaps(rows: dict[type[Row], pd.DataFrame]) -> None:
-    """Raise StoreError if two different sequences of the same text and model overlap.
+_ARRANGED = (
+    "since each store arranged its own lengths and samples. Give every machine all lengths and samples, and "
+    "share out models, texts, layers, heads or scopes. Nothing was written."
+)
 
-    The sequences in a single store never overlap.
+
+def _refuse_other_sequences(rows: dict[type[Row], pd.DataFrame]) -> None:
+    """Raise StoreError if a sequence begins at different tokens in two stores, or if two different sequences
+    of the same text and model overlap.
+
+    In a single store neither happens.
     """
     kinds = dict(rows[TextRecord][["name", "kind"]].itertuples(index=False, name=None))
-    columns = ["model", "text", "start", "n"]
-    windows = pd.concat([rows[kind][columns] for kind in (Measurement, PublishedValue, Bounding)])
-    for (model, text), placed in windows.drop_duplicates().groupby(["model", "text"]):
+    columns = ["model", "text", "n", "sample", "start"]
+    placed = (Measurement, PublishedValue, Bounding, SequenceRecord)
+    sequences = pd.concat([rows[kind][columns] for kind in placed]).drop_duplicates()
+    twice = sequences[sequences.duplicated(columns[:-1], keep=False)]
+    for (model, text, n, sample), starts in twice.groupby(columns[:-1])["start"]:
+        raise StoreError(
+            f"the stores cannot be merged: sequence {sample} of {n} tokens of {text!r} with {model!r} begins "
+            f"at token {starts.iloc[0]} in one store and at token {starts.iloc[1]} in another, {_ARRANGED}"
+        )
+    for (model, text), windows in sequences.groupby(["model", "text"]):
         # For images, `start` is the number of the image, so windows cannot overlap.
-        if kinds[text] != "images" and overlapping(zip(placed["start"], placed["n"], strict=True)):
+        if kinds[text] != "images" and overlapping(zip(windows["start"], windows["n"], strict=True)):
             raise StoreError(
-                f"the stores cannot be merged: sequences of {text!r} with {model!r} overlap, since each "
-                "store arranged its own lengths and samples. Give every machine all lengths and samples, "
-                "and share out models, texts, layers, heads or scopes. Nothing was written."
+                f"the stores cannot be merged: sequences of {text!r} with {model!r} overlap, {_ARRANGED}"
             )
 
 
