@@ -89,6 +89,16 @@ def test_a_reader_that_ends_early_ends_the_program_quietly(arguments: list[str])
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_under_the_output_is_one_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        program = [sys.executable, "-m", "howsmooth.cli", "--help"]
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: The output cannot be written: the disk is full.")
+    assert done.stderr.count("\n") == 1
+
+
 def test_in_a_pipe_no_cell_is_cut_or_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     out = io.StringIO()

@@ -200,7 +200,9 @@ def test_one_number_for_two_sequences_is_a_conflict(tmp_path: Path) -> None:
     a = study(tmp_path / "a", lengths=(4,), samples=2, layers=layers[0])
     b = study(tmp_path / "b", lengths=(4,), samples=3, layers=layers[1])
     # The report would show the shares of one sequence on the tokens of the other.
-    refused([a, b], tmp_path / "out", r"sequence 0 of 4 tokens of 'prose' with 'small' begins at token \d+ in")
+    refused(
+        [a, b], tmp_path / "out", r"sequence 0 of 4 tokens of 'prose' with 'small' begins at token \d+ in"
+    )
     assert not (tmp_path / "out").exists()
 
 

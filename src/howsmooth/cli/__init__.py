@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -132,9 +133,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # typer turns a BrokenPipeError into SystemExit(1).
         if not isinstance(error.__context__ or error, BrokenPipeError):
             raise
-        # At exit, Python flushes what is left in the buffer of standard output, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return PIPE_CLOSED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        return _refuse(
+            "The output cannot be written: the disk is full. Make room, and run the command again."
+        )
     except HowsmoothError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -154,6 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stop += f" Is {'--data' if typed[0] == 'certify' else '--text'} {file} meant?"
         return _refuse(f"{sentence}{stop} See {place} --help.")
     return code if isinstance(code, int) else 0
+
+
+def _drop_output() -> None:
+    # At exit, Python flushes what is left in the buffer of standard output, which would fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(sentence: str) -> int:

@@ -37,6 +37,8 @@ class OwnAttention:
     arguments: dict[str, Any]
     output: Tensor | None = None
     map: TokenMap | None = None
+    #: Whether the call applied this map to its tokens after clipping them, without a mask of the call.
+    unmasked: bool = False
     #: Whether the call computed just this map, without a mask of the call and without clipping tokens.
     plain: bool = False
 
@@ -57,9 +59,12 @@ class OwnAttention:
         x = self.arguments["query"].to(self.map.dtype)
         x = x if x.ndim == 3 else x[None]
         own = self.output.reshape(x.shape).to(x.dtype)
-        # If the map alone reproduces the output, the call used no mask of its own and clipped no token.
+        # If the map alone reproduces the output, the call used no mask of its own.
         allowed = _SAME * max(precision(own.dtype), precision(self.output.dtype))
-        self.plain = relative_error(self.map(x), own) <= allowed
+        self.unmasked = relative_error(self.map(self._clipped(x)), own) <= allowed
+        # Clipping is seen by the norms: it hardly changes the output of a token that is just outside of the
+        # ball, but it removes the radial part of the derivative.
+        self.plain = self.unmasked and self._clipped(x) is x
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
@@ -85,6 +90,14 @@ class OwnAttention:
         called = "" if self.plain else ", as it was called: with a mask of the call, or tokens clipped"
         kind = "" if self.map is None else f": {self.map.describe()}"
         return f"{type(self.module).__name__}{kind}{called}"
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        """Return the tokens as the layer clips them; ``x`` itself if it clips none of them."""
+        radius = self.module.radius
+        if self.module.beyond != "clip" or radius is None:
+            return x
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * (radius / norms.clamp(min=radius)) if bool((norms > radius).any()) else x
 
     def _as_called(self, x: Tensor) -> Tensor:
         """Apply the layer to other tokens with the recorded masks and all other recorded arguments.
@@ -130,8 +143,8 @@ class OwnAttention:
         """Add the logits of this call, and the entropies of the rows of its attention weights, to the
         statistics ``scores``.
         """
-        if self.plain and isinstance(self.map, SelfAttention):
-            scores.add_map(self.map, x)
+        if self.unmasked and isinstance(self.map, SelfAttention):
+            scores.add_map(self.map, self._clipped(x))
             return
         told = {
             **self.arguments,
