@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -42,6 +43,14 @@ def test_measures_at_steps_of_the_optimizer_in_the_first_process(first: bool) ->
         trainer.global_step = (batch + 1) // 2
         callback.on_train_batch_end(trainer, module, None, None, batch)
     assert [row.step for row in monitor.records] == ([0, 2, 4] if first else [])
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_pickled_callback_has_its_monitor() -> None:
+    callback = lightning_callback(LipschitzMonitor(gpt2(), PROBES, every=7))
+    again = pickle.loads(pickle.dumps(callback))
+    assert type(again).__name__ == "MonitorCallback"
+    assert again.monitor.every == 7
 
 
 @pytest.mark.usefixtures("stub")

@@ -901,17 +901,29 @@ def test_arguments_of_wrong_types_are_refused(trainings: dict[str, Any]) -> None
         assert message.startswith(words)
 
 
+def test_a_module_without_a_forward_is_refused() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = gpt2()
+
+    with pytest.raises(ArgumentError, match=r"got Holder, which has none\. Give .* such as module\.model"):
+        LipschitzMonitor(Holder(), PROBES)
+
+
 def test_steps_are_counted_as_told() -> None:
     monitor = LipschitzMonitor(gpt2(), PROBES, every=10)
     assert monitor.step() == []
-    assert monitor.step(19) == []
-    assert [row.step for row in monitor.step()] == [20, 20]
+    assert monitor.step(9) == []
+    assert [row.step for row in monitor.step()] == [10, 10]
+    assert [row.step for row in monitor.step(32)] == [32, 32]  # 30 was passed
+    assert monitor.step(34) == []
     with pytest.raises(ArgumentError, match="step"):
         monitor.step(-1)
     monitor.measure(39)  # as at the start of a resumed training
     assert [row.step for row in monitor.step()] == [40, 40]
     said = "LipschitzMonitor(GPT2LMHeadModel, {}, scope {}, every 10 steps, 3 sequences, {} rows)"
-    assert repr(monitor) == said.format("all layers", "attention", 6)
+    assert repr(monitor) == said.format("all layers", "attention", 8)
     other = LipschitzMonitor(gpt2(), PROBES, every=10, layers=[0, -1], scope="block")
     assert repr(other) == said.format("layers 0, -1", "block", 0)
     assert isinstance(monitor.records[0], MonitorRecord)

@@ -48,6 +48,10 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
             self.monitor = monitor
             self._last = -1
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            # Processes that are spawned get the callback pickled, which a class in a function is not.
+            return lightning_callback, (self.monitor,)
+
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             """Check that the monitor belongs to the trained model, and measure the model if training starts
             at step 0.
@@ -67,7 +71,8 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
             """Call the monitor after each optimizer step.
 
-            The monitor measures the model if the number of steps is a multiple of its setting ``every``.
+            The monitor measures the model if the number of steps has reached a multiple of its setting
+            ``every``.
             """
             if trainer.global_step != self._last and self._takes_part(trainer):
                 monitor.step(trainer.global_step)

@@ -25,6 +25,9 @@ from howsmooth.scopes import SCOPES
 
 __all__ = ["LipschitzMonitor"]
 
+# Modules without a forward of their own: torch.nn.Module and Lightning's LightningModule.
+_NO_FORWARD = ("_forward_unimplemented", "LightningModule.forward")
+
 # A monitor writes one row for each layer, so the scope of single heads is not available.
 _SCOPES = tuple(scope for scope in SCOPES if scope != "head")
 
@@ -111,6 +114,13 @@ class LipschitzMonitor:
             model = model.model
         if not isinstance(model, nn.Module):
             raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+        if getattr(model.forward, "__qualname__", "") in _NO_FORWARD:
+            raise ArgumentError(
+                "model",
+                expected="a module with a forward of its own, which takes the probes",
+                got=f"{type(model).__name__}, which has none",
+                remedy="Give the module inside of it that does, such as module.model.",
+            )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ArgumentError("every", expected="a whole number of steps >= 1", got=repr(every))
         if scope not in _SCOPES:
@@ -152,7 +162,8 @@ class LipschitzMonitor:
                     check_layers(self.model, self.probes, self.layers)
 
     def step(self, step: int | None = None) -> list[MonitorRecord]:
-        """Count an optimizer step, and measure the model if the number of steps is a multiple of ``every``.
+        """Count an optimizer step, and measure the model if the number of steps is a multiple of ``every`` or
+        has passed one since the last call.
 
         Parameters
         ----------
@@ -165,8 +176,11 @@ class LipschitzMonitor:
             The records of this measurement; empty if nothing was measured.
 
         """
+        before = self._steps
         self._steps = self._steps + 1 if step is None else _checked_step(step)
-        return self.measure(self._steps) if self._steps % self.every == 0 else []
+        # Where several optimizers step in a batch, the count may pass a multiple without being one.
+        passed = before > 0 and before // self.every < self._steps // self.every
+        return self.measure(self._steps) if self._steps % self.every == 0 or passed else []
 
     def measure(self, step: int | None = None) -> list[MonitorRecord]:
         """Measure the attention layers of the model now, for instance before training, and return the
