@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -500,3 +501,13 @@ def test_misuse_is_refused(
 def test_a_module_is_told_the_way_in_python() -> None:
     with pytest.raises(ArgumentError, match=r"models: expected names .* measured with hs\.profile"):
         Plan(models=torch.nn.Tanh())
+
+
+def test_images_of_a_plan_are_counted_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "vit.toml"
+    plan.write_text('models = ["vit"]\nrandom_init = true\nimages = "builtin"\n')
+    capsys.readouterr()
+    assert main(["study", str(plan), "--status"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"vit \(random init\) +builtin-images +attention +\? +0 +0 +\?", said)
+    assert "All measurements are done" not in said

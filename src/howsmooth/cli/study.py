@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from howsmooth import texts
 from howsmooth.cli.plan_execution import MeasurementShown, carry_out, tell_forecast
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json as json_object
@@ -24,7 +23,7 @@ from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plan_file import read_plan
 from howsmooth.study.plans import Plan
-from howsmooth.study.text_formatting import duration, encodable, readable
+from howsmooth.study.text_formatting import duration, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.status import Status
@@ -124,9 +123,10 @@ def _refuse_kept(out: Path) -> None:
 
 def _tell_status(plan: Plan | None, folder: Path, shown: Shown) -> int:
     """Print how many measurements of a plan file, or of the study in a folder, are done and left."""
+    from howsmooth.study.input_sequences import open_data
     from howsmooth.study.status import status
 
-    names = [] if plan is None else [encodable(texts.load_text(name).name) for name in plan.texts]
+    names = [] if plan is None else [open_data(source).record.name for source in plan.sources]
     found = status(folder, plan, names)
     if shown.json:
         typer.echo(json_object(out=folder, **asdict(found)))
@@ -152,7 +152,10 @@ def _show_status(found: Status, folder: Path, *, of_plan: bool) -> None:
     if not of_plan:
         say("How many are planned is in the plan file: howsmooth study PLAN.toml --status")
     elif any(part.planned is None for part in found.parts):
-        say("A question mark: the model was not loaded yet or could not be, so its layers are unknown.")
+        say(
+            "A question mark: the model was not loaded yet or could not be, so its layers are unknown; or "
+            "its lengths are those that a model of images or audio has by default."
+        )
     if found.reasons:
         say("\nReasons of failures (the next run tries these measurements again):")
         for reason, count in found.reasons[:_MOST_REASONS]:

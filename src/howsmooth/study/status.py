@@ -87,7 +87,7 @@ class Status:
 def status(folder: str | os.PathLike[str], plan: Plan | None = None, texts: Iterable[str] = ()) -> Status:
     """Report how much of a plan the store in a folder contains, and estimate the remaining time.
 
-    ``texts`` are the names of the plan's texts in the store, which need not exist yet. Without a plan,
+    ``texts`` are the names of the plan's inputs in the store, which need not exist yet. Without a plan,
     ``planned`` and the remaining time are unknown.
 
     Raises
@@ -120,12 +120,14 @@ def status(folder: str | os.PathLike[str], plan: Plan | None = None, texts: Iter
         figures = 0
         scopes = (*plan.scopes, *([PUBLISHED] if plan.as_published else []))
         for spec, text, scope in product(plan.models, texts, scopes):
-            if spec.label not in models:
-                parts.append(Part(spec.label, text, scope, None, 0, 0))
-                continue
-            kind = PublishedValue if scope == PUBLISHED else Measurement
-            asked = _asked(plan, spec, "attention" if scope == PUBLISHED else scope, models[spec.label])
+            kind, of_keys = (PublishedValue, "attention") if scope == PUBLISHED else (Measurement, scope)
             done = _done(store, plan, spec.label, text, kind)
+            if spec.label not in models or not plan.lengths_of(spec):
+                # The layers are unknown, or the lengths, which a model of images or audio has by default.
+                made = sum(key[0] == of_keys for key in done)
+                parts.append(Part(spec.label, text, scope, None, made, 0))
+                continue
+            asked = _asked(plan, spec, of_keys, models[spec.label])
             failed = sum(_has_failed(failures, kind, (spec.label, text, *key)) for key in asked - done)
             parts.append(Part(spec.label, text, scope, len(asked), len(asked & done), failed))
             if kind is Measurement:
