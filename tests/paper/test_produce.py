@@ -19,7 +19,7 @@ from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
-from howsmooth.study.store import Store
+from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.task import Work
 from tests._study import installed, make_tools
 from tests.paper.test_html_page import PNG
@@ -213,6 +213,11 @@ def test_an_interruption_says_how_to_go_on(
         raise KeyboardInterrupt
 
     pretence.before = interrupt
+    assert main(["reproduce", "one", "-q", "--out", str(tmp_path)]) == 130
+    said = capsys.readouterr().err
+    assert "interrupted: nothing was measured yet. Continue with:" in said
+    (tmp_path / "one").mkdir(exist_ok=True)
+    (tmp_path / "one" / STORE_NAME).touch()  # as if it had measurements
     assert main(["reproduce", "one", "-q", "--out", str(tmp_path)]) == 130
     said = capsys.readouterr().err
     assert f"saved in {tmp_path}" in said

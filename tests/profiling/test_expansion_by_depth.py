@@ -108,6 +108,7 @@ def test_what_a_profile_shows(tmp_path: Path) -> None:
     assert f"caption{{Depth profile of {found.model} at one input of {found.n} tokens (howsmooth" in latex
     assert "block 2 & " in latex
     assert "block 2" in found._repr_html_()
+    assert " style=" not in found.page("data:,")  # the page's security policy forbids it
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -221,7 +221,7 @@ def fill(
     """Fill what room there is, twice."""
     code, _, err = type_without_room()
     assert code == 2
-    remedy = "Make room on the disk and run the same command again. Rows already written are kept."
+    remedy = "run the same command again (howsmooth study with --resume). Rows already written are kept."
     assert remedy in refusal(err)
     rows = kept(folder)
     assert 0 < len(rows) < TOTAL

@@ -74,6 +74,7 @@ def reproduce(
     """Reproduce the figures of the paper: measure, draw, and write one page that describes the results."""
     from howsmooth.paper.html_page import PAGE
     from howsmooth.paper.reproduction import FIGURES, choose_figures, produce
+    from howsmooth.study.store import STORE_NAME
 
     if listed:
         if shown.json:
@@ -89,6 +90,9 @@ def reproduce(
     out, typed = execution.out, as_typed()
 
     def kept() -> str:
+        stores = [out / figure.name / STORE_NAME for figure in chosen]
+        if not any(path.exists() for path in (out / PAGE, *stores)):
+            return "nothing was measured yet"
         page = f"{PAGE} shows the finished figures" if (out / PAGE).exists() else _NO_PAGE
         return f"finished figures and measurements are saved in {encodable(str(out))}. {page}"
 
@@ -121,7 +125,10 @@ def _tell_times(chosen: Sequence[Figure], options: FigureOptions, out: Path, sho
         for one in found:
             if one.refused:
                 say(f"Cannot be made: {one.name}: {readable(one.refused, longest=300)}")
-        say(f"In all about {duration(seconds)} without workers, within a factor of three.")
+        say(
+            f"In all about {duration(seconds)} without workers, within a factor of three, and some seconds "
+            "for each figure to load its models and to draw."
+        )
         say("Nothing was written.")
     return FAILED if any(one.refused for one in found) else 0
 

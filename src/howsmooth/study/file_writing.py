@@ -57,7 +57,8 @@ def written_beside(folder: str | os.PathLike[str], kept: str) -> Iterator[None]:
     except OSError as error:
         raise StoreError(
             f"{error.filename or folder} cannot be written: {error.strerror}. The {kept} are saved in "
-            f"{folder}. Make it writable or free disk space, and run the same command again."
+            f"{folder}. Make it writable or free disk space, and run the same command again (howsmooth study "
+            "with --resume)."
         ) from error
 
 

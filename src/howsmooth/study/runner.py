@@ -330,5 +330,5 @@ def _lost(error: Exception, task: Task | None = None) -> WorkerError:
     return WorkerError(
         f"the workers were lost{where} ({' '.join(str(error).split()) or type(error).__name__}). One may "
         "have run out of memory: try fewer workers or shorter lengths. Finished measurements are saved; "
-        "run the same command again to continue."
+        "run the same command again to continue (howsmooth study with --resume)."
     )

@@ -55,7 +55,7 @@ def translated(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except sqlite3.OperationalError as error:
         if "full" in str(error) or "I/O" in str(error):
-            remedy = "Make room on the disk and run the same command again."
+            remedy = "Make room on the disk and run the same command again (howsmooth study with --resume)."
         elif "readonly" in str(error) or "unable to open" in str(error):
             remedy = "Make it writable, or choose another --out."
         else:
