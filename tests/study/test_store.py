@@ -482,6 +482,12 @@ def test_every_table_of_a_study_is_read(tmp_path: Path) -> None:
     assert tables["models"]["stored"].to_list() == ["float16"]
     assert tables["measurements"]["computed"].unique() == ["float32"]
     assert "attacks" not in tables
+    runs = tables["measurements"].merge(tables["runs"], left_on="run", right_on="id")
+    assert len(runs) == 4
+    assert "run" not in tables["models"]
+    assert {table["model"].dtype for table in tables.values() if "model" in table} == {
+        tables["measurements"]["model"].dtype
+    }
     assert set(hs.read(os.fsdecode(folder))) == set(tables)
     assert set(hs.read(folder / STORE_NAME)) == set(tables)
     assert max(map(len, repr(tables["measurements"]).splitlines())) <= 80

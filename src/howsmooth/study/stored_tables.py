@@ -41,6 +41,8 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
         ``frames``, ``growths``, ``figure_rows`` and others. The classes in :mod:`howsmooth.study.records`
         explain the columns; ``run`` is the number of the run that wrote a row. ``measurements`` has the
         columns of ``measurements.csv``, followed by ``method``, ``masking``, ``site``, ``start`` and ``run``.
+        A table without rows is absent, as ``failures`` mostly is. The tokens of ``frames`` are left out; they
+        are in ``trajectory.npz``.
         With measurements there is also the table ``exponents``, as in ``exponents.csv``; its
         ``attrs["howsmooth"]`` has the lines to cite.
 
@@ -61,7 +63,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     with Store.open(place, write=False) as store:
         contents = store.contents()
         tables: dict[str, pd.DataFrame] = {
-            name: PrintedTable(table) for name, table in store.tables().items()
+            name: PrintedTable(_readable(table)) for name, table in store.tables().items()
         }
     if Measurement.table in tables:
         fitted = PrintedTable(exponents(contents.measurements))
@@ -69,6 +71,20 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
         rows = measurement_table(contents, how_made=True)
         tables |= {"measurements": PrintedTable(rows), "exponents": fitted}
     return tables
+
+
+def _readable(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table of the store whose columns of text have pandas' dtype of text, without columns of bytes,
+    and without the column ``run`` where no run is named in it.
+    """
+    text = pd.Series([""]).dtype
+    mixed = [name for name in table if table[name].dtype == object]
+    kinds = {name: {type(value) for value in table[name]} - {type(None)} for name in mixed}
+    found = table.astype({name: text for name, kind in kinds.items() if kind == {str}})
+    found = found.drop(columns=[name for name, kind in kinds.items() if kind == {bytes}])
+    if "run" not in found:
+        return found
+    return found.drop(columns="run") if found["run"].isna().all() else found.astype({"run": "Int64"})
 
 
 def measurement_table(contents: Contents, *, how_made: bool = False) -> pd.DataFrame:
