@@ -103,7 +103,7 @@ def measurement_table(contents: Contents, *, how_made: bool = False) -> pd.DataF
 def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield a line to cite for each model, scope and text, with the largest exponent of any layer or head."""
     digests = {row["name"]: row["digest"] for row in plain_rows(contents.texts)}
-    weights = {(row["model"], row["text"]): row["fingerprint"] for row in plain_rows(contents.inputs)}
+    fingerprints = {(row["model"], row["text"]): row["fingerprint"] for row in plain_rows(contents.inputs)}
     made_by = json.loads(plain_rows(contents.runs)[-1]["environment"])
     fitted = [row for row in exponents if not row["note"]]
     for (model, scope, text), family in groupby(fitted, key=itemgetter("model", "scope", "text")):
@@ -118,7 +118,7 @@ def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterat
             f"Local Lipschitz constant of {readable(model)}, scope {scope}, on {readable(text)} (SHA-256 "
             f"{digests[text][:12]}): n to the power {most['slope']:.3f}, interval of level {LEVEL} from "
             f"{most['low']:.3f} to {most['high']:.3f} (the largest{place}), {most['n_points']} points from "
-            f"n = {most['n_min']} to {most['n_max']}; weights {weights[model, text][:12]}; "
+            f"n = {most['n_min']} to {most['n_max']}; model {fingerprints[model, text][:12]}; "
             + ", ".join(f"{name} {made_by[name]}" for name in ("howsmooth", "torch", "transformers"))
             + "."
         )
