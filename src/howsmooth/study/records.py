@@ -172,8 +172,8 @@ class TextRecord(Row, table="texts", key=("name",), again="stay"):
 class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
     """A row of the store: a model and an input on which it was measured.
 
-    ``fingerprint`` is a SHA-256 hash of the configuration, the weights and the tokenizer of the model, so that
-    an encoder has another one than the same as decoder. ``tokens`` is the number of tokens of the input.
+    ``fingerprint`` is a SHA-256 hash of the configuration, the weights and the tokenizer of the model, so
+    that an encoder has another one than the same as decoder. ``tokens`` is the number of tokens of the input.
     """
 
     model: str
