@@ -901,6 +901,22 @@ def test_arguments_of_wrong_types_are_refused(trainings: dict[str, Any]) -> None
         assert message.startswith(words)
 
 
+def test_the_scores_of_a_layer_whose_constant_is_refused_are_kept() -> None:
+    model = gpt2()
+    (before, _) = LipschitzMonitor(model, PROBES).measure()
+    with torch.no_grad():  # as in a training that diverges
+        model.transformer.h[0].attn.c_attn.weight *= 1e6
+    with pytest.warns(UserWarning, match="keep a digit"):
+        (row, _) = LipschitzMonitor(model, PROBES).measure()
+    assert "a Jacobian of which torch.float32 products keep a digit" in row.failure
+    assert row.lipschitz is None
+    assert row.logit_max is not None
+    assert before.logit_max is not None
+    assert row.logit_max > 1e6 * abs(before.logit_max)
+    assert row.score_norm == pytest.approx(1e12 * before.score_norm, rel=1e-3)
+    assert row.radius_max == pytest.approx(before.radius_max)
+
+
 def test_a_module_without_a_forward_is_refused() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:

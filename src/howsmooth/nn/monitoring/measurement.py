@@ -263,7 +263,7 @@ class _Measurement:
             try:
                 self._fill(part, layer, index, key)
             except Exception as error:  # no failure of a measurement may end the training
-                part.failure = error
+                part.failure = part.failure or error
         part.seconds += time.process_time() - began
         return part
 
@@ -271,7 +271,10 @@ class _Measurement:
         f, x = layer.map, layer.x
         assert f is not None
         assert x is not None
-        part.estimate = self.accuracy.at(f, x, self.step, index, *key)
+        try:
+            part.estimate = self.accuracy.at(f, x, self.step, index, *key)
+        except Exception as error:  # the scores of a layer that diverges are known all the same
+            part.failure = error
         if layer.own is not None:
             layer.own.add_scores(part.scores, x)
         elif layer.attention is not None and layer.tokens is not None:
@@ -468,20 +471,17 @@ def _record(blank: MonitorRecord, parts: list[_Part], accuracy: Accuracy, strict
     """Return the record of one layer from its measurements at all probe inputs."""
     seconds = sum(part.seconds for part in parts)
     failure = next((part.failure for part in parts if part.failure is not None), None)
+    if failure is not None and strict:
+        raise failure
+    # Where the tokens of some part were not read, nothing is known of them together.
+    found = _statistics(parts) if all(len(part.squares) for part in parts) else {}
     if failure is not None:
-        if strict:
-            raise failure
-        return replace(blank, failure=_reason(failure), seconds=seconds)
-    scores = parts[0].scores
-    for part in parts[1:]:
-        scores.add(part.scores)
+        return replace(blank, **found, failure=_reason(failure), seconds=seconds)
     estimates = [part.estimate for part in parts if part.estimate is not None]
     whole = {name: torch.cat([getattr(e, name).flatten() for e in estimates]) for name in _OF_EACH}
-    of_all = torch.cat([part.squares for part in parts])
-    fixed = {**parts[0].fixed, "tokens": max(part.fixed["tokens"] for part in parts)}
     return replace(
         blank,
-        **fixed,
+        **found,
         method=estimates[0].method,
         # The largest constant is at least the largest lower limit and at most the largest upper limit.
         lipschitz=float(whole["value"].max()),
@@ -492,16 +492,28 @@ def _record(blank: MonitorRecord, parts: list[_Part], accuracy: Accuracy, strict
         rtol=accuracy.rtol,
         converged=bool(whole["converged"].all()),
         iterations=int(whole["iterations"].max()),
-        logit_max=scores.largest,
-        logit_missing=scores.logits_missing,
-        entropy=scores.mean,
-        entropy_normalised=scores.normalised,
-        entropy_missing=scores.missing,
-        radius_mean=float(of_all.mean().sqrt()),
-        radius_max=float(of_all.max().sqrt()),
         each=tuple(whole["value"].tolist()),
         seconds=seconds,
     )
+
+
+def _statistics(parts: list[_Part]) -> dict[str, Any]:
+    """Return the fields of a record that describe the tokens and scores of a layer at all probe inputs."""
+    scores = parts[0].scores
+    for part in parts[1:]:
+        scores.add(part.scores)
+    of_all = torch.cat([part.squares for part in parts])
+    return {
+        **parts[0].fixed,
+        "tokens": max(part.fixed["tokens"] for part in parts),
+        "logit_max": scores.largest,
+        "logit_missing": scores.logits_missing,
+        "entropy": scores.mean,
+        "entropy_normalised": scores.normalised,
+        "entropy_missing": scores.missing,
+        "radius_mean": float(of_all.mean().sqrt()),
+        "radius_max": float(of_all.max().sqrt()),
+    }
 
 
 _OF_EACH = ("value", "lower", "upper", "converged", "iterations")
