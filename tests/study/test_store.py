@@ -485,6 +485,7 @@ def test_every_table_of_a_study_is_read(tmp_path: Path) -> None:
     runs = tables["measurements"].merge(tables["runs"], left_on="run", right_on="id")
     assert len(runs) == 4
     assert "run" not in tables["models"]
+    assert {str(table["run"].dtype) for table in tables.values() if "run" in table} == {"Int64"}
     assert {table["model"].dtype for table in tables.values() if "model" in table} == {
         tables["measurements"]["model"].dtype
     }

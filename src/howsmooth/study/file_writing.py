@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from howsmooth.errors import ArgumentError, StoreError
+from howsmooth.study.text_formatting import RUN_AGAIN
 
 __all__ = [
     "check_parquet",
@@ -57,8 +58,7 @@ def written_beside(folder: str | os.PathLike[str], kept: str) -> Iterator[None]:
     except OSError as error:
         raise StoreError(
             f"{error.filename or folder} cannot be written: {error.strerror}. The {kept} are saved in "
-            f"{folder}. Make it writable or free disk space, and run the same command again (howsmooth study "
-            "with --resume)."
+            f"{folder}. Make it writable or free disk space, and {RUN_AGAIN}."
         ) from error
 
 

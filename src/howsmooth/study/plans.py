@@ -445,7 +445,6 @@ class Plan(Options):
         self._check_inputs()
         self._check_models()
         _check_heads(self.heads, self.scopes)
-        _check_layers(self.layers, self.scopes)
         check_output(self.output, self.scopes)
         if self.side is not None and not {"model", CROSS_SCOPE} & {*self.scopes}:
             raise ArgumentError(

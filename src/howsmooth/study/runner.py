@@ -36,6 +36,7 @@ from howsmooth.study.resource_forecast import TaskTimes
 from howsmooth.study.store import Store
 from howsmooth.study.study_preparation import Models
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
+from howsmooth.study.text_formatting import RUN_AGAIN
 
 __all__ = ["Means", "Runner"]
 
@@ -330,5 +331,5 @@ def _lost(error: Exception, task: Task | None = None) -> WorkerError:
     return WorkerError(
         f"the workers were lost{where} ({' '.join(str(error).split()) or type(error).__name__}). One may "
         "have run out of memory: try fewer workers or shorter lengths. Finished measurements are saved; "
-        "run the same command again to continue (howsmooth study with --resume)."
+        f"to continue, {RUN_AGAIN}."
     )

@@ -18,6 +18,7 @@ from urllib.parse import quote
 from filelock import FileLock, Timeout
 
 from howsmooth.errors import StoreError, reason
+from howsmooth.study.text_formatting import RUN_AGAIN
 
 __all__ = ["STORE_NAME", "begun", "connected", "empty", "in_use", "locked", "store_there", "translated"]
 
@@ -55,7 +56,7 @@ def translated(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except sqlite3.OperationalError as error:
         if "full" in str(error) or "I/O" in str(error):
-            remedy = "Make room on the disk and run the same command again (howsmooth study with --resume)."
+            remedy = f"Make room on the disk and {RUN_AGAIN}."
         elif "readonly" in str(error) or "unable to open" in str(error):
             remedy = "Make it writable, or choose another --out."
         else:

@@ -41,10 +41,9 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
         ``frames``, ``growths``, ``figure_rows`` and others. The classes in :mod:`howsmooth.study.records`
         explain the columns; ``run`` is the number of the run that wrote a row. ``measurements`` has the
         columns of ``measurements.csv``, followed by ``method``, ``masking``, ``site``, ``start`` and ``run``.
-        A table without rows is absent, as ``failures`` mostly is. The tokens of ``frames`` are left out; they
-        are in ``trajectory.npz``.
         With measurements there is also the table ``exponents``, as in ``exponents.csv``; its
-        ``attrs["howsmooth"]`` has the lines to cite.
+        ``attrs["howsmooth"]`` has the lines to cite. A table without rows is absent, as ``failures`` mostly
+        is. The tokens of ``frames`` are left out; they are in ``trajectory.npz``.
 
     Raises
     ------
@@ -61,16 +60,18 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
             "folder that --out named."
         )
     with Store.open(place, write=False) as store:
-        contents = store.contents()
-        tables: dict[str, pd.DataFrame] = {
-            name: PrintedTable(_readable(table)) for name, table in store.tables().items()
-        }
-    if Measurement.table in tables:
-        fitted = PrintedTable(exponents(contents.measurements))
-        fitted.attrs["howsmooth"] = "\n".join(citations(contents, plain_rows(fitted)))
-        rows = measurement_table(contents, how_made=True)
-        tables |= {"measurements": PrintedTable(rows), "exponents": fitted}
-    return tables
+        tables = store.tables()
+        contents = store.contents() if Measurement.table in tables else None
+    if contents is not None:
+        tables[Measurement.table] = measurement_table(contents, how_made=True)
+        tables["exponents"] = exponents(contents.measurements)
+    printed: dict[str, pd.DataFrame] = {
+        name: PrintedTable(_readable(table)) for name, table in tables.items()
+    }
+    if contents is not None:
+        lines = citations(contents, plain_rows(printed["exponents"]))
+        printed["exponents"].attrs["howsmooth"] = "\n".join(lines)
+    return printed
 
 
 def _readable(table: pd.DataFrame) -> pd.DataFrame:

@@ -10,6 +10,7 @@ import re
 import unicodedata
 
 __all__ = [
+    "RUN_AGAIN",
     "VISIBLE_SIGNS",
     "amount_in_words",
     "counted",
@@ -24,6 +25,9 @@ __all__ = [
     "sentence",
     "unit_in_words",
 ]
+
+RUN_AGAIN = "run the same command again (howsmooth study with --resume)"
+"""How to continue after an error."""
 
 _KINDS = {"tokens": "token ids", "embeddings": "embedded tokens"}
 _UNITS = {"images": "tokens: patches of the image", "audio": "tokens: frames of the audio"}

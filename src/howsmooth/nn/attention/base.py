@@ -415,7 +415,7 @@ class LipschitzAttention(LipschitzModule):
         # The bound is a theorem on exact arithmetic, so autocast must not lower the precision inside.
         with torch.autocast(x.device.type, enabled=False):
             if self.radius is not None:
-                x = self._inside(x, self.radius, query.dtype)
+                x = self.inside_ball(x, self.radius, query.dtype)
             added = self.masking.scores(attn_mask, key_padding_mask, is_causal, heads=self.num_heads, x=x)
             # Half-precision weights take part as the float32 numbers that they are.
             working = {name: weight.to(x.dtype) for name, weight in weights.items()}
@@ -545,7 +545,7 @@ class LipschitzAttention(LipschitzModule):
             remedy="" if self.shorter else "With shorter=True a layer also accepts shorter sequences.",
         )
 
-    def _inside(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
+    def inside_ball(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
         """Return the tokens after checking that none has a norm above ``radius``.
 
         Longer tokens are projected onto the ball if ``beyond`` is "clip"; otherwise they raise an error.

@@ -59,19 +59,20 @@ class OwnAttention:
         x = self.arguments["query"].to(self.map.dtype)
         x = x if x.ndim == 3 else x[None]
         own = self.output.reshape(x.shape).to(x.dtype)
+        inside = self._clipped(x)
         # If the map alone reproduces the output, the call used no mask of its own.
         allowed = _SAME * max(precision(own.dtype), precision(self.output.dtype))
-        self.unmasked = relative_error(self.map(self._clipped(x)), own) <= allowed
+        self.unmasked = relative_error(self.map(inside), own) <= allowed
         # Clipping is seen by the norms: it hardly changes the output of a token that is just outside of the
         # ball, but it removes the radial part of the derivative.
-        self.plain = self.unmasked and self._clipped(x) is x
+        self.plain = self.unmasked and inside is x
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Return whether this call agrees with one sequence of ``padded``, which is a call with padding.
+        """Return whether this call, which has no padding, agrees with one sequence of a call with padding.
 
-        This call has no padding. It is compared with the real tokens of the sequence and the outputs at these
-        tokens.
+        The tokens and outputs of this call are compared with the real tokens of that sequence and the outputs
+        at these tokens.
         """
         real = padding.real[sequence]
         for whole, alone in (
@@ -96,8 +97,8 @@ class OwnAttention:
         radius = self.module.radius
         if self.module.beyond != "clip" or radius is None:
             return x
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * (radius / norms.clamp(min=radius)) if bool((norms > radius).any()) else x
+        longest = float(torch.linalg.vector_norm(x, dim=-1).max())
+        return self.module.inside_ball(x, radius, x.dtype) if longest > radius else x
 
     def _as_called(self, x: Tensor) -> Tensor:
         """Apply the layer to other tokens with the recorded masks and all other recorded arguments.
