@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from howsmooth.study import runner
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.executors import opened_executor, workers_of
 from tests._spread import FOLDER, dies_once_after_five, noted, stand_ins_sent
-from tests._study import make_plan, make_tools, rows_of, run
+from tests._study import Heard, make_plan, make_tools, rows_of, run
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
@@ -148,6 +151,39 @@ def test_a_worker_is_killed_in_the_middle_nothing_is_lost_and_nothing_twice(
     assert set(done) == {worker.pid for worker in workers}
     # What the killed one had measured and not sent was measured again by the other.
     assert sum(one.total() for one in done.values()) > outcome.measured
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_is_killed_is_named_in_a_sentence_without_a_traceback_of_dask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("distributed.client"), "handle", logged.append)
+    address = tmp_path / "scheduler.json"
+    words = ["-m", "dask", "scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard"]
+    scheduler = subprocess.Popen(
+        [sys.executable, *words, "--scheduler-file", str(address)], stderr=subprocess.DEVNULL
+    )
+    limit = time.monotonic() + 60
+    while not address.exists():
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    at = json.loads(address.read_text("utf-8"))["address"]
+    worker = start_worker(at, tmp_path)
+    try:
+        heard = Heard(lambda words: scheduler.kill())
+        with (
+            pytest.raises(WorkerError, match=rf"scheduler at {at} went away\. Finished measurements are"),
+            opened_executor(Execution(executor="dask", scheduler=at)) as executor,
+            stand_ins_sent(),
+        ):
+            run(PLAN, tmp_path / "out", make_tools()[0], executor=executor, listener=heard)
+    finally:
+        for process in (scheduler, worker):
+            process.kill()
+            process.wait()
+    assert rows_of(tmp_path / "out")
+    assert not logged
 
 
 def test_no_scheduler_and_no_workers_are_refused(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:

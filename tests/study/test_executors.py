@@ -368,6 +368,11 @@ def test_processes_share_out_the_memory_and_the_cores(monkeypatch: pytest.Monkey
         ("processes", {"workers": 0}, "workers: expected a number from 1 to 1024, got 0"),
         ("processes", {"workers": 5000}, "workers: expected a number from 1 to 1024, got 5000"),
         ("processes", {"scheduler": "tcp://x:1"}, "scheduler: expected it together with the executor dask"),
+        (
+            "dask",
+            {"scheduler": "tcp://x:99999"},
+            "scheduler: expected an address such as tcp://10.0.0.1:8786",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(kind: Any, options: Any, words: str) -> None:

@@ -119,6 +119,8 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
     from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.runner import Means
 
+    if execution.scheduler is not None:
+        display.phase(f"Waiting for the Dask workers at {execution.scheduler}")
     with opened_executor(execution) as pool:
         yield Means(display, as_typed(), keep_going, pool, threads_each(pool, execution.threads))
 

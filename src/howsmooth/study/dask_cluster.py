@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 
 from howsmooth.errors import ArgumentError, WorkerError
+from howsmooth.study.text_formatting import RUN_AGAIN
 
 try:
     from distributed import Client
@@ -38,7 +40,8 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
     Raises
     ------
     WorkerError
-        If no scheduler answers within half a minute, or it has fewer workers.
+        If no scheduler answers within half a minute, or it has fewer workers; or if it went away before
+        the context ended with a WorkerError.
 
     """
     own = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 40}
@@ -66,4 +69,14 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
             ) from error
         executor = client.get_executor(pure=False)
         executor.workers = len(client.nthreads())
-        yield executor
+        try:
+            yield executor
+        except WorkerError as error:
+            if scheduler is None or client.status == "running":
+                raise
+            # Dask would print a traceback when the client is closed.
+            logging.getLogger("distributed.client").setLevel(logging.CRITICAL)
+            raise WorkerError(
+                f"the Dask scheduler at {scheduler} went away. Finished measurements are saved. To continue, "
+                f"start a scheduler and workers, and {RUN_AGAIN}."
+            ) from error

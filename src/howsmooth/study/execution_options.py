@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import HOW, OUTPUT, Options, choice, option, path, whole, words
@@ -59,6 +60,13 @@ class Execution(Options):
             raise ArgumentError("workers", expected="it together with the executor processes", got=got)
         if self.scheduler is not None and self.executor != "dask":
             raise ArgumentError("scheduler", expected="it together with the executor dask", got=got)
+        if self.scheduler is not None:
+            try:
+                _ = urlsplit(f"//{self.scheduler.rpartition('//')[2]}").port
+            except ValueError as error:
+                raise ArgumentError(
+                    "scheduler", expected="an address such as tcp://10.0.0.1:8786", got=self.scheduler
+                ) from error
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,12 @@ def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
     Raises
     ------
     ArgumentError
-        If the file cannot be read, a key is unknown, or a value is not allowed; the error names the key.
+        If the file cannot be read, a key is unknown, or a value is not allowed; the error names the key, and
+        the file unless the value is one of ``execution``.
 
     """
     path = Path(path)
-    with renamed(lambda name: f"{path.name}: {name.replace('-', '_')}"):
+    with renamed(lambda name: name if name in execution else f"{path.name}: {name.replace('-', '_')}"):
         values = read_options(path, Plan, "models", KEYS)
         plan = Plan(**{key: value for key, value in values.items() if key in _OF_PLAN})
         given = {key: values[key] for key in _OF_EXECUTION if key in values}
