@@ -660,6 +660,10 @@ def test_arguments_of_evaluate() -> None:
         hs.nn.evaluate(model, x, length=0, radius=2.0)
     with pytest.raises(ArgumentError, match="radius"):
         hs.nn.evaluate(model, x, length=4, radius=-2.0)
+    arrays: Any = x.numpy(), y.numpy()
+    for given, argument in ((arrays, "inputs"), ((x, arrays[1]), "labels")):
+        with pytest.raises(ArgumentError, match=f"{argument}: expected a tensor, got ndarray.*from_numpy"):
+            hs.nn.evaluate(model, *given, length=4, radius=2.0)
     for batch in (0, -1):
         with pytest.raises(ArgumentError, match="batch: expected a whole number >= 1"):
             hs.nn.evaluate(model, x, length=4, radius=2.0, batch=batch)

@@ -369,6 +369,24 @@ def test_an_encoder_of_torch_is_certified(norm_first: bool, factor: float) -> No
     assert found <= certify(model, N, 1.0).constant <= factor * found
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("kind", [hs.nn.SoftmaxAttention, hs.nn.L2Attention, hs.nn.EnergyAttention])
+def test_a_layer_in_the_place_of_self_attn_is_certified(kind: type[nn.Module], norm_first: bool) -> None:
+    model = _seeded(lambda: _encoder(1, norm_first=norm_first))
+    layer = model.layers[0]  # type: ignore[index, union-attr]
+    usual = certify(model, N, 1.0).constant
+    layer.self_attn = kind(D, 2, length=N, radius=2.5, constant=0.01, beyond="clip").double()
+    x = torch.randn(5, N, D, dtype=torch.float64)
+    parts = encoder_layer(layer, N)
+    assert isinstance(parts, nn.Module)
+    torch.testing.assert_close(parts(x), layer(x))
+    found = steepest(model, N, 1.0, D, starts=2, steps=8)
+    certificate = certify(model, N, 1.0)
+    assert found <= certificate.constant < usual
+    (row,) = (row for row in certificate.rows if row.path == "layers.0.self_attn")
+    assert row.constant < 0.0101
+
+
 def test_encoder_layers_are_refused_by_the_path_of_the_part() -> None:
     model = nn.Sequential(_encoder(activation=torch.sin)).eval()
     with pytest.raises(CertificateError, match="neither relu, gelu nor a module") as caught:
@@ -384,7 +402,7 @@ def test_encoder_layers_are_refused_by_the_path_of_the_part() -> None:
         certify(_encoder().train(), N, 1.0)
     patched = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True).eval()
     patched.self_attn.forward = lambda *given, **named: (given[0], None)  # type: ignore[method-assign]
-    with pytest.raises(CertificateError, match="an unchanged torch"):
+    with pytest.raises(CertificateError, match=r"neither an unchanged torch.*from_torch"):
         certify(patched, N, 1.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -92,8 +93,42 @@ def test_a_forward_is_certified_as_its_parts_are() -> None:
         "blocks.0.attention",
         "blocks.1.attention",
     ]
-    assert found.rows[-1].level == 0
-    assert found.constant == found.rows[-1].constant
+
+
+def test_the_rows_of_a_forward_multiply_and_branches_stand_inside_their_sum() -> None:
+    model = seeded(lambda: ViT(last="mean"))
+    found = certify(model, 4, 2.0, inputs=torch.rand(1, 1, 4, 4, dtype=torch.float64))
+    assert [(row.path, row.level) for row in found.rows] == [
+        ("patches", 0),
+        ("cat", 0),
+        ("add", 0),
+        ("mul", 0),
+        ("blocks.0.norm_1", 1),
+        ("blocks.0.attention", 1),
+        ("add_1", 0),
+        ("blocks.0.norm_2", 1),
+        ("blocks.0.up", 1),
+        ("gelu", 1),
+        ("blocks.0.down", 1),
+        ("add_2", 0),
+        ("mean", 0),
+        ("head", 0),
+    ]
+    constants = {row.path: row.constant for row in found.rows}
+    assert constants["mean"] == pytest.approx(5**-0.5)
+    assert constants["add_1"] == pytest.approx(
+        1 + constants["blocks.0.norm_1"] * constants["blocks.0.attention"]
+    )
+
+    def nested(f: nn.Module, x: Tensor) -> Tensor:
+        f(x)  # is not used
+        y, z = f(x), 2.0 * x
+        return (y + 3.0 * f(y) + z) / 4.0
+
+    found = certify(own(nested), 4, 1.0, inputs=torch.randn(2, 4, D, dtype=torch.float64))
+    levels = {"mul": 1, "mul_1": 2, "add": 1, "add_1": 0, "truediv": 0}
+    assert [row.level for row in found.rows if row.path == "linear"] == [1, 2]
+    assert {row.path: row.level for row in found.rows if row.path != "linear"} == levels
 
 
 # The class token sees the image through the attention alone, which a product of bounds does not know.
@@ -156,6 +191,8 @@ def test_operations_against_the_steepest_point(name: str) -> None:
     found = steepest(model, 4, 3.0, D, starts=4, steps=5)
     loose = 1.9 if name in ("a factor for each number", "sigmoid") else 1 + 1e-9
     assert found <= certificate.constant <= found * loose
+    factors = [row.constant for row in certificate.rows if row.level == 0]
+    assert math.prod(factors) == pytest.approx(certificate.constant, rel=1e-9)
     points = 3 * nn.functional.normalize(torch.randn(500, 4, D, dtype=torch.float64), dim=-1)
     y = model(points)
     assert float(torch.linalg.vector_norm(y, dim=-1).max()) <= certificate.output_radius

@@ -227,6 +227,8 @@ def test_a_layer_that_took_the_place_of_another(tmp_path: Path) -> None:
     words = r"Own\(\*\*settings\(\)\) builds LayerNorm at inner.norm, but the model has LipschitzLayerNorm"
     with pytest.raises(ArgumentError, match=words):
         hs.nn.save(model, tmp_path / "m.safetensors", classes=[Own])
+    with pytest.raises(ArgumentError, match=r"save the original, and deploy what hs\.nn\.load returns"):
+        hs.nn.save(hs.nn.deploy(model), tmp_path / "m.safetensors", classes=[Own])
 
 
 # ---- what is not saved

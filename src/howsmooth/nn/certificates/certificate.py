@@ -33,13 +33,15 @@ class ModelCertificate:
     Attributes
     ----------
     constant
-        The bound: the product of the constants of all rows of level 0, rounded up.
+        The bound: the product of the constants of all rows of level 0. It is printed rounded up, the rows are
+        printed rounded to the nearest.
     length, radius
         Number of input tokens, and their largest norm.
     output_length, output_radius
         Number of output tokens, and an upper bound on their norms.
     rows
-        One row for each module, in the order in which tokens pass through them.
+        One row for each module, in the order in which tokens pass through them; in a model with a forward of
+        its own also for each operation that changes the constant or the norms.
     notes
         Sentences on what the bound does not cover.
 
@@ -58,9 +60,9 @@ class ModelCertificate:
         """A table of the Lipschitz constants of the modules, from which the constant of the model is
         computed.
 
-        The table has one row for each module, with columns path, kind, level, constant, radius_in,
-        radius_out, length_in, length_out, source. Rows of level 0 are the factors. Rows of a deeper level
-        belong to the branch of a residual, whose own row follows them.
+        The table has the columns path, kind, level, constant, radius_in, radius_out, length_in, length_out,
+        source. Rows of level 0 are the factors. Rows of a deeper level belong to the branch of a residual or
+        of a sum, whose own row follows them.
         """
         import pandas as pd
 
@@ -133,7 +135,8 @@ class ModelCertificate:
     def __str__(self) -> str:
         everywhere = "" if math.isinf(self.radius) else f" of norm at most {self.radius:g}"
         shown = self.table[["path", "kind", "constant", "radius_in", "radius_out"]].copy()
-        shown["path"] = ["  " * row.level + (row.path or "the model") for row in self.rows]
+        paths = ["  " * row.level + (row.path or "the model") for row in self.rows]
+        shown["path"] = [path.ljust(max(map(len, paths))) for path in paths]
         table = shown.to_string(index=False, justify="left", float_format=lambda v: f"{v:.6g}")
         constant = limit_in_digits(self.constant, 6, upper=True)
         lines = [

@@ -199,6 +199,8 @@ def evaluate(
         rows = (replace(row, path=_CLIP), *certificate.rows)
         certificate = replace(certificate, radius=math.inf, rows=rows)
         x = _inputs_of(exact, clipping(tokens), x.shape)
+    if labels is not None:
+        _check_tensor("labels", labels)
     if labels is not None and (labels.ndim != 1 or len(labels) != len(x) or not _whole(labels)):
         raise ArgumentError(
             "labels",
@@ -230,11 +232,12 @@ def checked_inputs(inputs: Tensor) -> Tensor:
     Raises
     ------
     ArgumentError
-        If the inputs are not floating-point numbers, or if there are none.
+        If the inputs are not a tensor of floating-point numbers, or if there are none.
     NonFiniteError
         If a number is NaN or infinite.
 
     """
+    _check_tensor("inputs", inputs)
     if not inputs.is_floating_point():
         raise ArgumentError(
             "data",
@@ -323,6 +326,12 @@ def _logits(
         done += len(part)
         if on_batch is not None:
             on_batch(done, len(x))
+
+
+def _check_tensor(argument: str, given: object) -> None:
+    if not isinstance(given, Tensor):
+        remedy = "torch.from_numpy(x) makes one of an array."
+        raise ArgumentError(argument, expected="a tensor", got=type(given).__name__, remedy=remedy)
 
 
 def _whole(labels: Tensor) -> bool:

@@ -94,10 +94,7 @@ def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> 
     last = follower.follow()
     if not all(map(torch.equal, random, _random_states(inputs.device))):
         raise refusal(model, "", "draws random numbers, so it is not a fixed function")
-    row = Row(
-        "", kind_of(model).__name__, 0, last.constant, radius, last.radius, length, last.length, _SOURCE
-    )
-    return Walk((*follower.rows, row), last.constant, last.length, last.radius)
+    return Walk(follower.rows(), last.constant, last.length, last.radius)
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
@@ -150,6 +147,9 @@ class _Follower(fx.Interpreter):
 
     It also computes bounds for all inputs, as a _State of each node. A node that depends on the input through
     shapes alone has no bounds.
+
+    The gate of a node is the last node before it that every path from the input goes through. What lies
+    between, such as the branch of a residual, has rows one level deeper.
     """
 
     def __init__(self, module: fx.GraphModule, inputs: Tensor, length: int, radius: float) -> None:
@@ -158,7 +158,13 @@ class _Follower(fx.Interpreter):
         self._inputs, self._length, self._radius = inputs, length, radius
         self._nodes = list(module.graph.nodes)
         self._states: dict[fx.Node, _State] = {}
-        self.rows: tuple[Row, ...] = ()
+        self._rows: dict[fx.Node, tuple[Row, ...]] = {}
+        self._gates: dict[fx.Node, fx.Node] = {}
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of the certificate, without those of operations whose results are not used."""
+        used = self._between(self._nodes[0], self._nodes[-1])
+        return tuple(row for node, rows in self._rows.items() if node in used for row in rows)
 
     def follow(self) -> _State:
         """Run the recorded graph, and return the bounds on the output of the model."""
@@ -188,7 +194,44 @@ class _Follower(fx.Interpreter):
         elif n.op != "output" and any(one in self._states for one in n.all_input_nodes) and not _is_shape(n):
             # Shapes are the same for all inputs, so values computed from them alone need no bounds.
             self._states[n] = self._state(n, value)
+            self._gates[n] = gate = self._gate(n)
+            if n.op != "call_module":
+                self._rows[n] = self._row(n, gate)
+            for between in self._between(gate, n):
+                rows = self._rows.get(between, ())
+                self._rows[between] = tuple(replace(row, level=row.level + 1) for row in rows)
         return value
+
+    def _gate(self, node: fx.Node) -> fx.Node:
+        """Return the last node before a node that every path from the input of the model goes through."""
+        found = {one for one in node.all_input_nodes if one in self._states}
+        while len(found) > 1:
+            last = max(found, key=self._nodes.index)
+            found = found - {last} | {self._gates[last]}
+        return found.pop()
+
+    def _between(self, gate: fx.Node, node: fx.Node) -> set[fx.Node]:
+        """Return the nodes with bounds on all paths from a gate to a node, without both ends."""
+        found, reached = set[fx.Node](), [node]
+        while reached:
+            before = {one for one in reached.pop().all_input_nodes if one in self._states} - found - {gate}
+            found |= before
+            reached += before
+        return found
+
+    def _row(self, node: fx.Node, gate: fx.Node) -> tuple[Row, ...]:
+        """Return the row of an operation, as a map from its gate; none if it leaves constant and norms as
+        they are.
+        """
+        first, last = self._states[gate], self._states[node]
+        if (first.constant, first.radius) == (last.constant, last.radius):
+            return ()
+        # The constant of the gate is a factor of that of the node, unless it is zero or infinite.
+        known = 0 < first.constant < math.inf
+        constant = rounded_up(last.constant / first.constant) if known else math.inf
+        name = getattr(node.target, "__name__", str(node.target))
+        radii, lengths = (first.radius, last.radius), (first.length, last.length)
+        return (Row(node.name, name, 0, constant, *radii, *lengths, _SOURCE),)
 
     def _first(self, node: fx.Node, value: Tensor) -> _State:
         shape = tuple(value.shape)
@@ -259,7 +302,7 @@ class _Follower(fx.Interpreter):
         if "forward" in vars(module):
             return "has a forward that was replaced after it was built"
         if state.tokens is None:
-            return self._of_images(module, path, state, value)
+            return self._of_images(module, node, state, value)
         tokens = len(state.shape) == 3 and state.tokens == (1,)
         if state.pair or not (tokens or (len(state.shape) == 2 and not attends)):
             return "is called with something else than tokens (batch, n, d) or vectors (batch, d)"
@@ -276,9 +319,9 @@ class _Follower(fx.Interpreter):
         if attends:
             certified = SelfAttentionBlock(certified)  # type: ignore[arg-type]
         length = state.length
-        step = walk(certified, length, state.radius, path, 1)
-        self.rows += tuple(replace(row, kind=kind_of(module).__name__) for row in step.rows[:1] if attends)
-        self.rows += () if attends else step.rows
+        step = walk(certified, length, state.radius, path)
+        kind = kind_of(module).__name__
+        self._rows[node] = (replace(step.rows[0], kind=kind),) if attends else step.rows
         first = value[0] if attends else value
         if not isinstance(first, Tensor) or first.ndim not in (2, 3):
             return "returns something else than tokens (batch, n, d) or vectors (batch, d)"
@@ -289,13 +332,13 @@ class _Follower(fx.Interpreter):
             return f"returns {found.length} tokens, where its certificate counts {step.length}"
         return found
 
-    def _of_images(self, module: nn.Module, path: str, state: _State, value: Any) -> _State | str:
+    def _of_images(self, module: nn.Module, node: fx.Node, state: _State, value: Any) -> _State | str:
         """Return the bounds on the tokens that a module computes from disjoint patches of images.
 
         The module is a convolution or :class:`Patches`. The result is a text with the reason if the module
         has no rule.
         """
-        if self.rows:
+        if self._rows:
             return "cuts the images a second time, perhaps into other patches than those of the radius"
         if isinstance(module, Patches):
             constant, radius, kind = 1.0, state.radius, "Patches"
@@ -320,7 +363,7 @@ class _Follower(fx.Interpreter):
                 "inputs", expected=f"images of {self._length} patches", got=f"{found.length} patches"
             )
         n = self._length
-        self.rows += (Row(path, kind, 1, constant, state.radius, radius, n, n, _SOURCE),)
+        self._rows[node] = (Row(str(node.target), kind, 0, constant, state.radius, radius, n, n, _SOURCE),)
         return found
 
 

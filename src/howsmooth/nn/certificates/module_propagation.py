@@ -31,10 +31,11 @@ class Row:
     Attributes
     ----------
     path, kind
-        The module's name in ``named_modules``, and the name of its class.
+        The module's name in ``named_modules``, and the name of its class; of an operation, its name in the
+        recorded graph and that of its function.
     level
-        0 for the factors of the model's constant. Rows inside a residual branch have one level more than the
-        residual's own row, which follows them.
+        0 for the factors of the model's constant. Rows inside a branch have one level more than the row of
+        the residual or sum that the branch ends in, which follows them.
     constant
         Upper bound on the module's Lipschitz constant, on the tokens that can reach it.
     radius_in, radius_out, length_in, length_out
