@@ -29,6 +29,7 @@ from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.task import Failed
 from tests._cases import dense_jacobian, random_attention
 from tests._cases import tokens as gaussian
+from tests._documented import check_documented
 from tests._sources import HEADS, AttackWork, SmallModel, norm, small_sources
 
 Result = tuple[int, str, str]
@@ -280,6 +281,7 @@ def test_json_is_all_there_is_on_standard_output(howsmooth: Howsmooth) -> None:
     code, out, _ = howsmooth(*SMALL, "--layers", "0", "--json")
     said = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert code == 0
+    check_documented("attack", said)
     assert (said["attacked"], said["kept"], said["source"], said["seed"]) == (3, 0, "small", 0)
     assert len(said["attacks"]) == 3
     assert {row["series"] for row in said["exponents"]} == {"found", "paper", "upper"}

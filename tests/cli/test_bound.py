@@ -21,6 +21,7 @@ from howsmooth.cli.terminal_output import amount
 from howsmooth.models.attention_parameter_files import save_parameters
 from tests._cases import dense_jacobian, random_attention
 from tests._cases import tokens as gaussian
+from tests._documented import check_documented
 from tests._sources import SmallModel, norm, plain_table, small_sources, tokens
 from tests._study import contents_of, make_plan, make_tools, run, words
 from tests._tiny_models import tiny
@@ -67,6 +68,7 @@ def values(attention: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 def test_bounds_of_a_file_hold_at_its_tokens(howsmooth: Howsmooth, head: hs.SelfAttention) -> None:
     code, out, _ = howsmooth("bound", "head.safetensors", "--scope", "head", "--json", "-q", real=True)
+    check_documented("bound", said(out))
     (found,) = said(out)["attentions"]
     x = gaussian(3, 5, head.d)
     true = float(torch.linalg.matrix_norm(dense_jacobian(head, x), 2))

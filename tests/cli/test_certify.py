@@ -25,6 +25,7 @@ from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn.certificates.evaluation import tokens_of
 from howsmooth.roundoff import limit_in_digits
+from tests._documented import check_documented
 
 Result = tuple[int, str, str]
 Howsmooth = Callable[..., Result]
@@ -427,6 +428,7 @@ def test_json(howsmooth: Howsmooth, files: Any) -> None:
     code, out, _ = howsmooth("model.safetensors", "--data", "data.npz", "--json", "-q", "--radii", "0,9")
     found = said(out)
     assert code == 0
+    check_documented("certify", found)
     assert (found["length"], found["radius"], found["clipped"]) == (4, 2.0, False)
     assert (found["stored_in"], found["computed_in"], found["notes"]) == ("float32", "float64", {"seed": "5"})
     assert found["constant"] == hs.nn.certify(files[0].double(), 4, 2.0).constant

@@ -23,6 +23,7 @@ from howsmooth.dynamics import flow
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.records import FrameRow
 from howsmooth.study.store import Store
+from tests._documented import check_documented
 
 Result = tuple[int, str, str]
 Howsmooth = Callable[..., Result]
@@ -122,6 +123,7 @@ def test_growth_is_said_and_written(howsmooth: Howsmooth) -> None:
     assert "Computing 3 growths of perturbations" in err
     assert len(pd.read_csv("howsmooth-flow/growth.csv")) == 3
     _, out, err = howsmooth("flow", "one-direction", *options, "--json")
+    check_documented("flow", json.loads(out))
     assert json.loads(out)["growth"][-1]["value"] == pytest.approx(math.exp(0.5), rel=1e-4)
     assert "Computing" not in err
 

@@ -11,6 +11,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.cli import main
+from tests._documented import check_documented
 
 Capture = pytest.CaptureFixture[str]
 
@@ -65,6 +66,7 @@ def test_the_margin_of_a_whole_model_is_no_token(capsys: Capture) -> None:
 def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
     assert main(["influence", "builtin-decoder", "--span", "0:6", "--scope", "model", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    check_documented("influence", found)
     assert (found["n"], found["layer"], found["scope"]) == (6, None, "model")
     assert {row["output"] for row in found["largest"]} == {5}  # the last token
     values = [row["value"] for row in found["largest"]]

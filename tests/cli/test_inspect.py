@@ -23,6 +23,7 @@ import howsmooth as hs
 from howsmooth.bounds import norm_radius
 from howsmooth.cli import main
 from howsmooth.models import load_model
+from tests._documented import check_documented
 
 inspect_command = importlib.import_module("howsmooth.cli.inspect")
 Result = tuple[int, str, str]
@@ -74,6 +75,7 @@ def test_as_decoder_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = inspected(capsys, "bert", *options)
     found = json.loads(out)
     assert (code, err) == (0, "")
+    check_documented("inspect", found)
     assert (found["name"], found["model"], found["tokens"]) == ("bert", "BertModel", 5)
     assert [(site["layer"], site["masking"], site["heads"]) for site in found["sites"]] == [(0, "causal", 2)]
     assert found["refusals"] == []

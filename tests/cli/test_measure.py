@@ -25,6 +25,7 @@ from howsmooth.cli import main
 from howsmooth.errors import HowsmoothError
 from howsmooth.study import measurement_outputs as outputs
 from howsmooth.study.plans import ModelSpec, Plan
+from tests._documented import check_documented
 from tests._study import FakeModel, digest, installed, make_tools, words
 
 Result = tuple[int, str, str]
@@ -122,6 +123,7 @@ def test_json_is_all_there_is_on_standard_output(howsmooth: Howsmooth, tmp_path:
     code, out, err = howsmooth(*arguments, draw=True)
     assert code == 0
     said = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    check_documented("measure, study", said)
     counts = {"made": 45, "kept": 0, "in_store": 45, "unconverged_in_store": 0}
     assert (said["measurements"], said["failed"], said["published"]) == (counts, 0, None)
     assert [row["layer"] for row in said["exponents"]] == [0, 1, 2]

@@ -11,6 +11,7 @@ from transformers import GPT2Config
 
 import howsmooth as hs
 from howsmooth.cli import main
+from tests._documented import check_documented
 
 Capture = pytest.CaptureFixture[str]
 SHORT = ["precision", "builtin-decoder", "--span", "0:8", "--layers", "0", "--quantisers", "token"]
@@ -43,6 +44,7 @@ def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> No
 def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
     assert main([*SHORT, "--bits", "4,3", "--average", "4", "--no-logits", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    check_documented("precision", found)
     assert found["n"] == 8
     assert {row["bits"] for row in found["ranking"]} == {3, 4}
     assert found["ranking"][0]["kl"] is None

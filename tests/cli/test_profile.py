@@ -11,6 +11,7 @@ from transformers import GPT2Config
 
 import howsmooth as hs
 from howsmooth.cli import main
+from tests._documented import check_documented
 
 Capture = pytest.CaptureFixture[str]
 
@@ -81,9 +82,17 @@ def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
         == 0
     )
     found = json.loads(capsys.readouterr().out)
+    check_documented("profile", found)
     assert found["n"] == 8
     assert {row["scope"] for row in found["ranking"]} == {"head"}
     assert found["files"][0] == "howsmooth-profile/profile.html"
+
+
+def test_the_depth_for_machines(capsys: Capture) -> None:
+    assert main(["profile", "builtin-decoder", "--span", "0:5", "--scope", "model", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    check_documented("profile --scope model", found)
+    assert found["value"] == found["stages"][-1]["until"]
 
 
 def test_influence_is_written_if_asked_for(capsys: Capture) -> None:

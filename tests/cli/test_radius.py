@@ -15,6 +15,7 @@ from howsmooth.bounds.radius import NetworkAtInput
 from howsmooth.bounds.radius.pretrained_classifier_reader import embedded
 from howsmooth.cli import main
 from tests._classifier import save_classifier
+from tests._documented import check_documented
 
 Capture = pytest.CaptureFixture[str]
 SHORT = ["radius", "model", "--no-attack", "--quiet"]
@@ -42,7 +43,9 @@ def test_several_sentences_in_a_file_are_named_as_one_input(capsys: Capture) -> 
     assert main([*SHORT, "--text", "two.txt"]) == 0
     assert "The 2 lines of the text are one input, of which" in capsys.readouterr().out
     assert main([*SHORT, "--text", "letter.txt", "--json"]) == 0
-    assert "note" not in json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
+    check_documented("radius", found)
+    assert "note" not in found
 
 
 def test_embedded_tokens_give_the_radii_of_their_ids(capsys: Capture) -> None:

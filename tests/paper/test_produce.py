@@ -21,6 +21,7 @@ from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.task import Work
+from tests._documented import check_documented
 from tests._study import installed, make_tools
 from tests.paper.test_html_page import PNG
 
@@ -111,12 +112,22 @@ def test_the_result_for_machines(
     said = capsys.readouterr()
     assert said.err == ""
     found = json.loads(said.out)
+    check_documented("reproduce", found)
     (figure,) = found["figures"]
     assert figure["name"] == "two"
     assert figure["seen"] == ["two was measured 1 times."]
     assert figure["tables"] == [{"caption": "Times", "rows": [{"times": 1, "value": None}]}]
     assert Path(found["page"]).is_file()
     assert Path(figure["pictures"][0]["pdf"]).is_file()
+
+
+def test_the_times_for_machines(
+    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", "two", "--dry-run", "--json", "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    check_documented("reproduce --dry-run", found)
+    assert [(one["name"], one["tasks"]) for one in found["figures"]] == [("two", 0)]
 
 
 def test_what_was_made_before_stays_on_the_page(
@@ -268,7 +279,9 @@ def test_the_list_names_each_figure_once(capsys: pytest.CaptureFixture[str]) -> 
     assert [line.split()[0] for line in lines] == [one.name for one in reproduction.FIGURES]
     assert lines[0].startswith("figure-1 ")
     assert main(["reproduce", "--list", "--json"]) == 0
-    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == [line.split()[0] for line in lines]
+    listed = json.loads(capsys.readouterr().out)
+    check_documented("reproduce --list", listed[0])
+    assert [one["name"] for one in listed] == [line.split()[0] for line in lines]
 
 
 def test_options_behind_a_name_leave_other_commas_alone() -> None:

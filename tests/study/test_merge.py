@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from howsmooth.study.merge import merge_stores
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.store import STORE_NAME, Store
+from tests._documented import check_documented
 from tests._study import FakeModel, contents_of, digest, make_plan, make_tools, rows_of, run, words
 from tests.study.test_store import bounding, failure, published, row, sensitivity, sequence
 
@@ -262,6 +264,10 @@ def test_the_command(
     )
     assert (out / "report.html").exists()
     assert len(pd.read_csv(out / "measurements.csv")) == 30
+    assert main(["study", "--merge", str(a), "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    check_documented("study --merge", found)
+    assert (found["added"], found["same"], found["total"]) == (0, 15, 30)
     study(tmp_path / "c", seed=1)
     assert main(["study", "--merge", str(tmp_path / "c"), "--out", str(out)]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")

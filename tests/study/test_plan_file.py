@@ -23,6 +23,7 @@ from howsmooth.study.plan_file import KEYS, read_plan
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.store import Store
+from tests._documented import check_documented
 from tests._study import FakeModel, digest, installed, make_tools, rows_of
 
 FULL = """
@@ -322,6 +323,11 @@ def test_a_failure_stops_nothing_else_and_the_exit_code_says_so(howsmooth: Howsm
     assert "missing" in out
     assert "A question mark: the model was not loaded yet or could not be" in out
     assert "once: model: 'missing' is not known." in out
+    said = json.loads(howsmooth(plan, "--resume", "--json")[1])
+    check_documented("measure, study", said)
+    (failure,) = said["failures"]
+    assert (failure["model"], failure["text"], failure["kind"]) == ("missing", None, "ModelError")
+    assert failure["error"] == "model: 'missing' is not known."
     models = {"small": FakeModel(), "missing": FakeModel(fingerprint=digest("found"))}
     code, _, err = howsmooth(plan, "--resume", "--quiet", tools=make_tools(models=models)[0])
     assert (code, err) == (0, "")
@@ -459,6 +465,7 @@ def test_status_of_a_folder_counts_what_is_there(howsmooth: Howsmooth, tmp_path:
     howsmooth(plan)
     code, out, _ = howsmooth(folder, "--status", "--json")
     assert code == 0
+    check_documented("study --status", json.loads(out))
     assert json.loads(out)["parts"] == [
         {"model": "missing", "text": "all", "scope": "all", "planned": None, "done": 0, "failed": 1},
         {"model": "small", "text": "prose", "scope": "attention", "planned": None, "done": 45, "failed": 0},

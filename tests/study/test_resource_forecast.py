@@ -28,6 +28,7 @@ from howsmooth.study.resource_forecast import Forecast, TaskTimes, forecast
 from howsmooth.study.status import status
 from howsmooth.study.store import Store
 from howsmooth.study.tasks.task import Task
+from tests._documented import check_documented
 from tests._study import FakeModel, Tools, Work, installed, make_plan, make_tools, run
 
 # ---- The rule, number by number
@@ -333,6 +334,7 @@ def test_a_dry_run_for_machines_is_the_forecast(typed: Typed, tmp_path: Path) ->
     code, out, err = typed(*MEASURE, "--dry-run", "--json", "--as-published", "all", "--out", str(tmp_path))
     assert (code, err) == (0, "")
     found = json.loads(out)
+    check_documented("measure, study with --dry-run", found)
     assert [(part["n"], part["measurements"]) for part in found["parts"]] == [(2, 15), (4, 15), (8, 15)]
     assert found["low"] < found["seconds"] < found["high"]
     assert found["without_published_values"]

@@ -29,7 +29,7 @@ def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: P
     """Return the exponents, counts, settings and files of a study as one JSON object.
 
     The entries ``measurements``, ``bounds`` and ``published`` count the rows that this command asked for. The
-    entries ``exponents``, ``models`` and ``texts`` describe all measurements in the folder.
+    entries ``failures``, ``exponents``, ``models`` and ``texts`` describe all rows in the folder.
     """
     contents = published.contents
     values = _counts(outcome, PublishedValue) | {
@@ -40,6 +40,7 @@ def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: P
         out=folder,
         seconds=round(outcome.seconds, 3),
         failed=outcome.failed,
+        failures=plain_rows(contents.failures.drop(columns="detail")),
         measurements=_counts(outcome, Measurement)
         | {
             "in_store": len(contents.measurements),

@@ -21,6 +21,7 @@ from howsmooth.paper.published_code.constants_task import published_left
 from howsmooth.study.exponents import compare
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.records import PublishedValue, quantities
+from tests._documented import check_documented
 from tests._study import (
     FakeModel,
     contents_of,
@@ -321,6 +322,7 @@ def test_a_plan_file_asks_for_published_values_too(
     assert (tmp_path / "out" / "published-exponents.csv").exists()
     assert parts() == [(6, 6)]
     found = json.loads(typed("--resume", "--json"))
+    check_documented("measure, study", found)
     counts = {name: found["published"][name] for name in ("made", "kept", "in_store")}
     assert counts == {"made": 0, "kept": 24, "in_store": 24}
     assert found["measurements"]["made"] == 0
