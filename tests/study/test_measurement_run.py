@@ -222,6 +222,8 @@ def test_the_time_left_is_that_of_the_tokens_left_at_the_pace_since_the_first_re
     told = runner._WorkProgress(heard, Work(Measurement, "constants", tasks), TaskTimes())
     clock.now = 10.0  # the model was loaded
     told.advance(tasks[0], 1, ended=True)
+    clock.now = 11.0  # the pace of a second is not told, which may be that of writing
+    told.advance(tasks[1], 0, ended=False)
     assert heard.told == []
     clock.now = 12.0
     told.advance(tasks[1], 1, ended=True)

@@ -176,10 +176,11 @@ def _now(found: Status) -> str:
     else:
         words = f"Not running: the run that started at {found.started} ended at {found.finished}"
     left = any(part.planned is None or part.done < part.planned for part in found.parts)
-    if found.rate is not None:
-        words += f"; {found.rate:.3g} measurements a second"
+    # The rate so far says little about longer sequences, which the time left takes into account.
     if found.remaining is not None and left:
-        words += f", about {duration(found.remaining)} left"
+        words += f"; about {duration(found.remaining)} left"
+    elif found.rate is not None:
+        words += f"; {found.rate:.3g} measurements a second"
     return f"{words}." if left else f"{words}. All measurements are done."
 
 

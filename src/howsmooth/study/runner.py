@@ -43,8 +43,9 @@ __all__ = ["Means", "Runner"]
 Step = tuple[Task, Found | None]
 """A task with one of its results; ``None`` instead of a result means that the task has ended."""
 
-# Seconds between two reports of the progress.
+# Seconds between two reports of the progress, and so many times as many from the first result to the first.
 _BETWEEN_TELLING = 0.2
+_FIRST_TELLING = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,7 @@ class Runner:
         self._unusable: set[str] = set()
         self._number: int | None = None
         self._began = time.monotonic()
+        self._first: float | None = None
         self.task_times = TaskTimes()
         self.outcome = Outcome()
 
@@ -157,7 +159,12 @@ class Runner:
                 self._unusable |= unloaded
                 self.fail(found, ends=task.essential)
             return 0
-        self._store.add(found, self._run, worked=time.monotonic() - self._began)
+        now = time.monotonic()
+        if self._first is None:
+            # What comes before, such as loading the model, says nothing about the time of other rows.
+            seconds = max((getattr(row, "seconds", 0.0) for row in found), default=0.0)
+            self._first = now - task.count(found) * seconds
+        self._store.add(found, self._run, worked=now - self._first)
         self.outcome.made[task.kind.table] += task.count(found)
         self.outcome.unsettled[task.kind.table] += sum(row.unsettled for row in found)
         return task.count(found)
@@ -229,6 +236,7 @@ class _WorkProgress:
     """Reports to a listener how far the tasks of one kind are, and how long they will take in total.
 
     The pace is measured from the first result on, because the first task may wait until a model is loaded.
+    It is told after two seconds, because the first results come together.
     """
 
     def __init__(self, listener: Listener, work: Work, times: TaskTimes) -> None:
@@ -255,7 +263,8 @@ class _WorkProgress:
             self._since, self._last, self._done = now, now, Counter()
         else:
             self._done[task.alike, task.n] += gone
-        if self._rows and (left <= 0 or (now - self._last > _BETWEEN_TELLING and self._done.total())):
+        steady = now - self._since >= _FIRST_TELLING * _BETWEEN_TELLING and self._done.total()
+        if self._rows and (left <= 0 or (steady and now - self._last > _BETWEEN_TELLING)):
             self._last, spent = now, now - self._began
             rest = self._times.left(now - self._since, self._done, self._left) if left > 0 else 0.0
             self._listener.advance(spent, spent + rest, f"{self._rows} of {self._planned}, {task.words}")

@@ -204,7 +204,7 @@ def _rate_and_seconds(store: Store, left: list[tuple[str, Key]]) -> tuple[float 
         alike = (Measurement.table, row.model, row.scope)
         times.learn(alike, row.n, 1, row.seconds)
         done[alike, row.n] += 1
-    # The time of the run without bounds includes loading and capturing. The seconds of a bound are those of
+    # The time of the run without bounds includes capturing. The seconds of a bound are those of
     # all bounds on its attention.
     bounding = bounds[bounds["run"] == last.id].drop_duplicates(list(PLACE))["seconds"].sum()
     missing = Counter(((Measurement.table, label, key[0]), key[3]) for label, key in left)

@@ -169,7 +169,7 @@ class Store:
         """Write rows of any kinds in one transaction: all of them or, after an error, none.
 
         Failures whose missing rows are now there are deleted. ``run`` is the number of the rows' run, from
-        :meth:`start_run`; ``worked`` are the seconds since it started, by a monotonic clock.
+        :meth:`start_run`; ``worked`` are the seconds since its first row began, by a monotonic clock.
         """
         with self.transaction():
             written = list(rows)
