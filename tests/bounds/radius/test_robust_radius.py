@@ -201,8 +201,9 @@ def test_a_functional_stays_above_its_threshold() -> None:
     assert half.margin == pytest.approx(margin / 2)
     assert 0 < half.radius < by_class.radius
     assert half.radius < half.attack < functional.attack
-    above = hs.bounds.robust_radius(network, x, target=direction, threshold=2 * margin, attack=False, **given)
-    assert above.radius == 0
+    for below in ({"target": direction, "threshold": 2 * margin}, {"target": -direction}):
+        with pytest.raises(ArgumentError, match=r"a functional .* above its threshold .*-target"):
+            hs.bounds.robust_radius(network, x, **below, **given)
 
 
 @pytest.mark.parametrize("norm", others_slow([2, math.inf], [math.inf]))
@@ -252,7 +253,10 @@ def test_a_search_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
         # What lies beyond is no stage of the search, but of what is reported.
         assert now - begin <= min(seconds, full.seconds) + 40
         assert all((lower > 0) == (radius <= found.radius) for radius, lower in found.curve)
-        assert found.losses["pooler"] >= 0
+        assert found.timed_out == (seconds < 1000)
+        assert ("The time ended" in str(found)) == (found.timed_out and found.radius > 0)
+        assert ("the time ended before a radius was proved" in str(found)) == (found.radius == 0)
+        assert bool(found.losses) == (found.radius > 0)
         radii.append(found.radius)
     assert radii == sorted(radii)
     assert radii[0] == 0 < radii[1] < radii[-1] == full.radius
@@ -278,7 +282,7 @@ def test_more_freedom_gives_a_smaller_radius() -> None:
 def test_bad_arguments_are_refused() -> None:
     network, x = post_norm(0, layers=1)
     radius = hs.bounds.robust_radius
-    for wrong in (4, [], [0, 9], True, "0"):
+    for wrong in (4, [], [0, 9], True, "0", 1.0, slice(0, 2)):
         with pytest.raises(ArgumentError, match="tokens: expected"):
             radius(network, x, tokens=wrong)
     with pytest.raises(ArgumentError, match="norm: expected 2"):
@@ -293,8 +297,34 @@ def test_bad_arguments_are_refused() -> None:
         radius(network, torch.tensor([1, 2]))
     with pytest.raises(NonFiniteError):
         radius(network, x * math.nan)
-    with pytest.raises(ArgumentError, match="model: expected"):
+    with pytest.raises(ArgumentError, match=r"model: expected.*hs\.load_model"):
         radius("bert", x)
+
+
+def test_tokens_of_another_width_and_images_are_refused(classifier: BertForSequenceClassification) -> None:
+    network, x = post_norm(0, layers=1)
+    width = x.shape[1]
+    for model, d in ((classifier, 16), (network, width), (Encoder("mean").eval(), 8)):
+        with pytest.raises(ArgumentError, match=rf"expected embedded tokens \(n, {d}\) .* \(4, 5\)"):
+            hs.bounds.robust_radius(model, torch.ones(4, 5))
+
+    class Vision(Encoder):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images.flatten(1, 2))
+
+    model, image = Vision("mean").eval(), torch.ones(1, 2, 2, 8)
+    for given in (image, image[0, :1], image[0, 0], {"pixel_values": image}):
+        with pytest.raises(ArgumentError, match="put the layers and the readout into a module of their own"):
+            hs.bounds.robust_radius(model, given)
+
+
+def test_progress_counts_up_to_what_is_expected() -> None:
+    network, x = post_norm(0, layers=1)
+    told: list[tuple[int, int]] = []
+    hs.bounds.robust_radius(network, x, tokens=1, attack=False, on_step=lambda *at: told.append(at))
+    assert [done for done, _ in told] == list(range(1, len(told) + 1))
+    assert all(done < total for done, total in told)
+    assert told[-1][1] < 2 * len(told)
 
 
 def test_models_without_remainders_are_refused_by_name(classifier: BertForSequenceClassification) -> None:

@@ -29,7 +29,13 @@ from howsmooth.bounds.radius.transformer_network import Network, Stage
 from howsmooth.errors import ArgumentError, CertificateError, reason
 from howsmooth.force_float64 import WithoutDowncast
 
-__all__ = ["embedded", "model_logits", "read_classifier"]
+__all__ = ["OF_ITS_OWN", "check_width", "embedded", "encoder_layers", "model_logits", "read_classifier"]
+
+OF_ITS_OWN = (
+    "Where something comes before the encoder layers, such as an embedding or patches with positions, put "
+    "the layers and the readout into a module of their own, and give it the outputs of what comes before."
+)
+"""The remedy for a PyTorch model that begins with something else than its encoder layers."""
 
 _ALL = slice(None)
 _AGREEMENT = 1e-9
@@ -142,14 +148,15 @@ def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | 
 
     Raises
     ------
+    ArgumentError
+        If the tokens have another width than the model's, or the model does not take them.
     CertificateError
         If a module has no stage, or the stages do not reproduce the model's logits; the module is named.
 
     """
     names = {module: name for name, module in model.named_modules()}
-    layers = [module for module in names if isinstance(module, nn.TransformerEncoderLayer)]
-    if layers:
-        return _read_encoder(model, layers, names, x)
+    if encoder := encoder_layers(model):
+        return _read_encoder(model, encoder, names, x)
     base = _base(model)
     found = _arrangement(model)
     token = torch.tensor([found.token % len(x)])
@@ -175,6 +182,7 @@ def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | 
         stages.append(Stage("pooler", pooled, _ALL))
     readout, offset = _linear(attrgetter(found.readout)(model))
     network = Network(tuple(stages), readout[:, None], offset)
+    check_width(network, x)
     if (difference := _difference(model, network, x, inputs)) > _AGREEMENT:
         raise _other(model, difference)
     return network
@@ -194,11 +202,9 @@ def _read_encoder(
     if len(readouts) != 1 or len(norms) > 1:
         why = (
             f"has {len(readouts)} linear layers and {len(norms)} norms beside its encoder layers, where one "
-            "linear layer, the readout, and at most one norm are read. What comes before the encoder layers, "
-            "such as an embedding, is left out: give the layers and the readout as a module of their own, "
-            "with embedded tokens as the input"
+            "linear layer, the readout, and at most one norm are read"
         )
-        raise CertificateError("", kind=type(model).__name__, reason=why)
+        raise CertificateError("", kind=type(model).__name__, reason=why, remedy=OF_ITS_OWN)
     weight, offset = _linear(readouts[0])
     n, error = len(x), math.inf
     for token in (None, 0, n - 1):
@@ -206,6 +212,9 @@ def _read_encoder(
         for index, layer in enumerate(layers):
             one = token is not None and index == len(layers) - 1
             own = layer.self_attn
+            if type(own) is not nn.MultiheadAttention:
+                kind, why = type(own).__name__, "has no remainder; torch.nn.MultiheadAttention has one"
+                raise CertificateError(names[own], kind=kind, reason=why)
             parts = list(zip(own.in_proj_weight.chunk(3), _biases(own), strict=True))
             attention = _heads(
                 [(part.detach().double().cpu(), bias) for part, bias in parts],
@@ -223,6 +232,7 @@ def _read_encoder(
         if token is None:
             readout = (readout / n).expand(-1, n, -1).contiguous()
         network = Network(tuple(stages), readout, offset)
+        check_width(network, x, OF_ITS_OWN)
         error = _difference(model, network, x, None)
         if error <= _AGREEMENT:
             return network
@@ -234,6 +244,21 @@ def _biases(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
     bias = attention.in_proj_bias
     found = torch.zeros(size, dtype=torch.float64) if bias is None else bias.detach().double().cpu()
     return found.chunk(3)
+
+
+def encoder_layers(model: nn.Module) -> list[nn.TransformerEncoderLayer]:
+    """Return the Transformer layers of PyTorch in a model, in order."""
+    return [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+
+
+def check_width(network: Network, x: Tensor, remedy: str = "") -> None:
+    """Raise ArgumentError if tokens x (n, d) do not have the width of the first layer of a network."""
+    first = network.stages[0].map
+    by_kind = {Norm: "gain", Attention: "query", FeedForward: "up", GatedFeedForward: "up"}
+    weight: Tensor = getattr(first, by_kind[type(first)])
+    if x.shape[1] != weight.shape[-1]:
+        expected = f"embedded tokens (n, {weight.shape[-1]}) of the width of the model"
+        raise ArgumentError("inputs", expected=expected, got=f"the shape {tuple(x.shape)}", remedy=remedy)
 
 
 def _base(model: nn.Module) -> Any:
@@ -469,9 +494,15 @@ def model_logits(model: nn.Module, x: Tensor) -> Tensor:
     """Return the logits (classes,) that the original model computes for tokens x (n, d) at its
     first layer.
     """
-    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
-        with torch.no_grad():
-            logits: Tensor = model(x[None])[0]
+    if encoder_layers(model):
+        try:
+            with torch.no_grad():
+                logits: Tensor = model(x[None])[0]
+        except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            got = f"tokens {tuple(x.shape)} that it does not take ({reason(error)})"
+            raise ArgumentError(
+                "inputs", expected="embedded tokens that the model takes", got=got, remedy=OF_ITS_OWN
+            ) from None
         return logits
 
     def replaced(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from howsmooth.bounds.radius.attack import attack_radius
 from howsmooth.bounds.radius.error_propagation import partial_jacobians
 from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
-from howsmooth.bounds.radius.pretrained_classifier_reader import embedded, read_classifier
+from howsmooth.bounds.radius.pretrained_classifier_reader import (
+    OF_ITS_OWN,
+    check_width,
+    embedded,
+    encoder_layers,
+    read_classifier,
+)
 from howsmooth.bounds.radius.robust_radius_result import RobustRadius
 from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, exact
 from howsmooth.bounds.radius.transformer_network import Network
@@ -47,6 +53,7 @@ def robust_radius(
     seconds: float | None = None,
     attack: bool = True,
     seed: int = 0,
+    on_step: Callable[[int, int], None] | None = None,
 ) -> RobustRadius:
     """Return a radius within which the answer of a classifier does not change, however the tokens move.
 
@@ -73,7 +80,7 @@ def robust_radius(
         is then enclosed by the Euclidean one, √(number of entries) times larger.
     target
         The class that the answer must not become; None for any other class. Or a linear functional
-        (classes,) of the logits, which must stay above ``threshold``.
+        (classes,) of the logits, which is above ``threshold`` at the input and must stay so.
     threshold
         The threshold of a functional ``target``.
     order
@@ -81,12 +88,15 @@ def robust_radius(
         2, then 3 if k is at most 256, and the larger radius counts.
     seconds
         The search ends after so many seconds with the largest radius that is proved by then, possibly 0. The
-        partial Jacobians at its beginning and the stage at work at its end are finished, which may take
-        longer. The attack comes after. None: no limit.
+        derivatives at its beginning and the stage at work at its end are finished, which may take
+        longer. The attack comes after. The result says whether the time ended. None: no limit.
     attack
         Whether to also search the nearest change of the answer by projected gradients.
     seed
         Seed of the starts of this search.
+    on_step
+        Called during the search for the radius with the number of stages that are bounded, and about how many
+        there are to be.
 
     Returns
     -------
@@ -96,7 +106,7 @@ def robust_radius(
     Raises
     ------
     ArgumentError
-        If an argument does not fit.
+        If an argument does not fit, such as tokens of another width than the model's.
     NonFiniteError
         If the inputs are not finite.
     CertificateError
@@ -131,6 +141,7 @@ def robust_radius(
         seconds=left,
         attack=attack,
         seed=seed,
+        on_step=on_step,
     )
     return replace(found, seconds=time.perf_counter() - began)
 
@@ -164,10 +175,12 @@ class NetworkAtInput:
         attack: bool = True,
         seed: int = 0,
         guess: float = 0.05,
+        on_step: Callable[[int, int], None] | None = None,
     ) -> RobustRadius:
         """Return a proved radius for changes of the given tokens, with all other tokens fixed.
 
-        ``guess`` is where the search for the radius begins, in the Euclidean norm.
+        ``guess`` is where the search for the radius begins, in the Euclidean norm. The other arguments are
+        those of :func:`robust_radius`.
         """
         began = time.perf_counter()
         network, x = self.network, self.x
@@ -186,23 +199,29 @@ class NetworkAtInput:
                 )
             orders = (order,)
         _positive(seconds)
-        clock = _Clock(began + (math.inf if seconds is None else seconds))
         injection = torch.zeros(*x.shape, k, dtype=x.dtype)
         for place, token in enumerate(moved):
             entries = slice(place * x.shape[1], (place + 1) * x.shape[1])
             injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
         label, directions = _directions(self.logits, target, threshold)
+        # Each class is prepared and tried once, and some six radii are tried for the first one.
+        steps = len(orders) * len(network.stages) * (2 * len(directions) + 6)
+        clock = _Clock(began + (math.inf if seconds is None else seconds), steps, on_step)
         weakest = self._weakest(orders[0], directions, injection, guess, clock)
         if len(orders) == 2 and weakest.radius > 0:
             further = self._weakest(3, directions, injection, _FURTHER * weakest.radius, clock)
             weakest = max(weakest, further, key=lambda found: found.radius)
         over, clock.end = clock.over, math.inf
         radius, rival, direction, order, margins = weakest
-        if radius == 0:  # what is lost near the input is said by the second order, too
-            margins = _Margin(margins.first, 2, clock.check)
+        losses, polynomial = dict[str, float](), 0.0
+        if radius > 0 or not clock.ended:
+            if radius == 0:  # what is lost near the input is said by the second order, too
+                margins = _Margin(margins.first, 2, clock.check)
+            at_radius = margins(max(radius, _SMALLEST))
+            losses = {s.name: float(loss) for s, loss in zip(network.stages, at_radius.stages, strict=True)}
+            losses["rounding"], polynomial = at_radius.rounding, at_radius.polynomial
         # The factor covers the roundings of root and quotient.
         scale = 1.0 if norm == 2 else math.sqrt(k) * (1 + FUZZ)
-        at_radius = margins(max(radius, _SMALLEST))
         margin, gradient = margins.first.margin, margins.first.gradient
         slope = float(gradient.norm() if norm == 2 else gradient.abs().sum())
         first_order = margin / slope if slope > 0 else math.inf
@@ -224,12 +243,10 @@ class NetworkAtInput:
             curve=tuple((e / scale, lower) for e, lower in margins.curve()) if radius > 0 else (),
             attack=nearest,
             first_order=first_order,
-            losses={
-                **{s.name: float(loss) for s, loss in zip(network.stages, at_radius.stages, strict=True)},
-                "rounding": at_radius.rounding,
-            },
-            polynomial_loss=at_radius.polynomial,
+            losses=losses,
+            polynomial_loss=polynomial,
             seconds=time.perf_counter() - began,
+            timed_out=clock.ended,
         )
 
     def _weakest(
@@ -246,6 +263,9 @@ class NetworkAtInput:
         """
         weakest: _Weakest | None = None
         for rival, direction, offset in directions:
+            if weakest is not None and clock.over:  # a radius counts if it is proved for every class
+                clock.ended = True
+                return weakest._replace(radius=0.0)
             functional = torch.einsum("c,cnd->nd", exact(direction), exact(self.network.readout))
             constant = (exact(direction) * exact(self.network.offset)).sum() + offset
             margin = _Margin(
@@ -274,10 +294,14 @@ class _OutOfTimeError(Exception):
 
 
 class _Clock:
-    """The time at which a search ends."""
+    """The time at which a search ends, and the number of its steps.
 
-    def __init__(self, end: float) -> None:
-        self.end = end
+    ``ended`` says that the search was ended by its time, ``steps`` about how many steps it has.
+    """
+
+    def __init__(self, end: float, steps: int, on_step: Callable[[int, int], None] | None) -> None:
+        self.end, self.ended = end, False
+        self._done, self._steps, self._on_step = 0, steps, on_step
 
     @property
     def over(self) -> bool:
@@ -285,9 +309,13 @@ class _Clock:
         return time.perf_counter() > self.end
 
     def check(self) -> None:
-        """Raise an exception if the time is over."""
+        """Raise an exception if the time is over, and otherwise count a step."""
         if self.over:
+            self.ended = True
             raise _OutOfTimeError
+        self._done += 1
+        if self._on_step is not None:
+            self._on_step(self._done, max(self._steps, self._done + 1))
 
 
 class _Margin:
@@ -330,7 +358,17 @@ def _directions(
             raise ArgumentError("target", expected=f"a class, or finite numbers ({classes},)", got=got)
         if not math.isfinite(threshold):
             raise ArgumentError("threshold", expected="a finite number", got=repr(threshold))
-        return None, [(None, target.detach().to("cpu", torch.float64), -float(threshold))]
+        functional = target.detach().to("cpu", torch.float64)
+        if (value := float(functional @ logits)) <= threshold:
+            raise ArgumentError(
+                "target",
+                expected=f"a functional of the logits above its threshold {threshold:g} at the input",
+                got=f"one of value {value:.4g} there",
+                remedy="Give -target and -threshold for the radius within which it stays below."
+                if value < threshold
+                else "",
+            )
+        return None, [(None, functional, -float(threshold))]
     if threshold:
         got = f"{threshold!r} with the target {target!r}"
         raise ArgumentError("threshold", expected="0 unless the target is a functional", got=got)
@@ -416,11 +454,24 @@ def _expected(proved: list[_Tried], failed: list[_Tried], bisect: bool) -> float
 def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Network, Tensor]:
     """Convert a model to a Network, and return it with its embedded tokens (n, d), all in float64."""
     if isinstance(model, Network):
-        return model, _embedded_tokens(inputs)
+        x = _embedded_tokens(inputs)
+        check_width(model, x)
+        return model, x
     module = getattr(model, "model", model) if not isinstance(model, nn.Module) else model
     if not isinstance(module, nn.Module):
         raise ArgumentError(
-            "model", expected="a transformers classifier or a Network", got=type(model).__name__
+            "model",
+            expected="a transformers classifier or a Network",
+            got=type(model).__name__,
+            remedy="hs.load_model(name, head=True) loads one by name or folder; hs.word_radii takes a name.",
+        )
+    images = isinstance(inputs, Tensor) and inputs.ndim == 4
+    if encoder_layers(module) and (images or isinstance(inputs, Mapping)):
+        raise ArgumentError(
+            "inputs",
+            expected="embedded tokens (n, d), for a model with layers of torch.nn.TransformerEncoderLayer",
+            got="a dict" if isinstance(inputs, Mapping) else f"the shape {tuple(inputs.shape)}",
+            remedy=OF_ITS_OWN,
         )
     module = copy.deepcopy(module).to("cpu", torch.float64).eval().requires_grad_(False)
     if not isinstance(inputs, Mapping):
@@ -455,7 +506,7 @@ def _positive(seconds: float | None) -> None:
 def _tokens(tokens: int | Sequence[int] | None, n: int) -> list[int]:
     if tokens is None:
         return list(range(n))
-    given = [tokens] if isinstance(tokens, int) else list(tokens)
+    given = list(tokens) if isinstance(tokens, Sequence) else [tokens]
     if not given or any(isinstance(t, bool) or not isinstance(t, int) or not -n <= t < n for t in given):
         raise ArgumentError("tokens", expected=f"indices from {-n} to {n - 1}, or None", got=repr(tokens))
     return sorted({t % n for t in given})

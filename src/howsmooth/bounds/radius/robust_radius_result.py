@@ -43,12 +43,15 @@ class RobustRadius:
     #: Margin divided by the norm of its gradient: the radius of a linear network, no bound.
     first_order: float
     #: What each stage takes from the margin at ``radius``, in the order of the network; last, as "rounding",
-    #: what residuals of rounding take beside their part in the stages.
+    #: what residuals of rounding take beside their part in the stages. Empty if the time ended before a
+    #: radius was proved.
     losses: dict[str, float] = field(repr=False)
     #: What the polynomial part takes from the margin at ``radius``.
     polynomial_loss: float = field(repr=False)
     #: Wall time of all this.
     seconds: float
+    #: Whether ``seconds`` ended the search. Longer searches may then prove a larger radius.
+    timed_out: bool
 
     def __float__(self) -> float:
         """Return the proved radius."""
@@ -61,15 +64,20 @@ class RobustRadius:
         moved = f"token {self.tokens[0]}" if len(self.tokens) == 1 else f"{len(self.tokens)} tokens jointly"
         attack = "" if self.attack is None else f", smallest attack found {self.attack:.4g}"
         norm = "l2" if self.norm == 2 else "l∞"
-        worst = max(self.losses, key=lambda name: self.losses[name])
         first = "none" if math.isinf(self.first_order) else f"{self.first_order:.4g}"
         kept = f"class {self.label} does not become {self.rival}"
         if self.label is None:
             kept = "the functional stays above its threshold"
         radius = limit_in_digits(self.radius, 4, upper=False)
+        if not self.radius:
+            kept = f"{'the time ended before a' if self.timed_out else 'no'} radius was proved"
+        ended = " The time ended; a longer search may prove more." if self.timed_out and self.radius else ""
+        lost = ""
+        if self.losses:
+            worst = max(self.losses, key=lambda name: self.losses[name])
+            lost = f" Largest loss: {worst}, {self.losses[worst]:.3g} of a margin of {self.margin:.3g}."
+        proved = ", proved" if self.radius else ""
         return (
-            f"radius {radius} ({norm}, {moved}, order {self.order}, proved): "
-            f"{kept}{attack}; first-order radius {first} (no bound). "
-            f"Largest loss: {worst}, {self.losses[worst]:.3g} of a margin of {self.margin:.3g}. "
-            f"{self.seconds:.1f} s."
+            f"radius {radius} ({norm}, {moved}, order {self.order}{proved}): "
+            f"{kept}{attack}; first-order radius {first} (no bound).{lost}{ended} {self.seconds:.1f} s."
         )

@@ -66,14 +66,19 @@ def weighted_norm(
     """Bound √(Σ_j w_ij |C_j δ|²) over all |δ| ≤ 1, for given matrices C_j and each row i of nonnegative
     weights w_ij.
 
-    For few columns the k × k matrix Σ_j w_ij C_jᵀC_j is formed. For many, the n × n matrix of the norms of
-    the blocks √(w_ij w_il) C_j C_lᵀ takes its place: its largest eigenvalue is not smaller.
+    For few columns the k × k matrix Σ_j w_ij C_jᵀC_j is formed, or the matrix of the n × n blocks
+    √(w_ij w_il) C_j C_lᵀ, whichever is smaller. For many, the norms of the blocks take their place: the
+    largest eigenvalue is not smaller then.
     """
     heads, n, e, k = changes.shape
     if k <= _BLOCKWISE_FROM:
         value, error = settled(changes)
-        gram = torch.einsum("hij,hjkl->hikl", weights, value.mT @ value)
-        slack = gamma(n + e + 8) * _trace(gram)
+        if n * e < k:
+            rows, root = value.flatten(1, 2), weights.sqrt().repeat_interleave(e, 2)
+            gram = root[..., None] * (rows @ rows.mT)[:, None] * root[..., None, :]
+        else:
+            gram = torch.einsum("hij,hjkl->hikl", weights, value.mT @ value)
+        slack = gamma(max(n + e, k) + 8) * _trace(gram)
         apart = error * weights.amax(2).sqrt()
         return largest_eigenvalue(gram, slack=slack).sqrt() * _UP + apart * _UP
     blocks = weights.new_empty(heads, n, n)
