@@ -56,54 +56,86 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
     Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ). Eigenvalues are estimated by power steps, which need
     products with P but no matrix for every row.
     """
-    n = at.n
-    moving = torch.stack([head.moving for head in at.heads])
-    v, o, queries = (torch.stack([getattr(head, name) for head in at.heads]) for name in ("v", "o", "q"))
-    turns = None if at.heads[0].turns is None else torch.stack([_turns(head.turns) for head in at.heads])
-    W = torch.cat(at.W, dim=1)
-    K = torch.cat([head.K for head in at.heads])
-    W_gram, K_gram = W.mT @ W, K @ K.mT
-
-    def values_image(rho: Tensor, y: Tensor) -> Tensor:
-        """Multiply, in each head, the vector of query i by the matrix Σ_j rho_ij w_ij w_ijᵀ. Here rho_ij are
-        given weights, and w_ij is value j minus output i.
-        """
-        x = _by_head(y, at)
-        weighted = rho * (x @ v.mT - (x * o).sum(-1, keepdim=True))
-        return _side_by_side(weighted @ v - weighted.sum(-1, keepdim=True) * o)
-
-    def keys_image(rho: Tensor, y: Tensor) -> Tensor:
-        """Multiply, in each head, the vector of key j by the matrix T_jᵀ (Σ_i rho_ji q_i q_iᵀ) T_j. Here
-        rho_ji are given weights, q_i the queries, and T_j the derivatives ``turns`` of :class:`HeadAt`.
-        """
-        x = _by_head(y, at)
-        x = x if turns is None else (turns @ x[..., None])[..., 0]
-        back = (rho * (x @ queries.mT)) @ queries
-        back = back if turns is None else (turns.mT @ back[..., None])[..., 0]
-        return _side_by_side(back)
-
-    def follow_values(q: Tensor, b: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        rho = moving * q
-        return _follow(lambda y: values_image(rho, y), W_gram, b, steps)
-
-    def follow_keys(c: Tensor, b: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        rho = (moving * c[:, None]).mT.contiguous()
-        return _follow(lambda y: keys_image(rho, y), K_gram, b, steps)
-
-    q = torch.ones(n, dtype=torch.float64)
+    forms = _QuadraticForms.of(at)
+    coarse = forms.in_float32()
+    q = torch.ones(at.n, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
-    of_values = torch.randn(n, W.shape[1], generator=generator, dtype=torch.float64)
-    of_keys = torch.randn(n, K.shape[0], generator=generator, dtype=torch.float64)
+    of_values = torch.randn(at.n, len(forms.W_gram), generator=generator)
+    of_keys = torch.randn(at.n, len(forms.K_gram), generator=generator)
     for iteration in range(iterations):
         steps = _STEPS if iteration else _FIRST_STEPS
-        c, of_values = follow_values(q, of_values, steps)
-        phi, of_keys = follow_keys(c, of_keys, steps)
+        c, of_values = _follow(coarse.values_image(q), coarse.W_gram, of_values, steps)
+        phi, of_keys = _follow(coarse.keys_image(c), coarse.K_gram, of_keys, steps)
         q = tidy((q * phi).sqrt())
-    rho = moving * q
-    c = _lanczos(lambda y: values_image(rho, y), W_gram, of_values)
-    rho = (moving * c[:, None]).mT.contiguous()
-    phi = _lanczos(lambda y: keys_image(rho, y), K_gram, of_keys)
+    q = q.double()
+    c = _lanczos(forms.values_image(q), forms.W_gram, of_values.double())
+    phi = _lanczos(forms.keys_image(c), forms.K_gram, of_keys.double())
     return Weights(q, c * _ABOVE, (phi / q).amax() * _ABOVE)
+
+
+@dataclass(frozen=True, eq=False)
+class _QuadraticForms:
+    """The matrices of one token each whose largest eigenvalues are the terms c_i and Φ_j of Theorem N, in
+    factors that are stacked over the heads.
+    """
+
+    moving: Float[Tensor, "heads n n"]
+    v: Float[Tensor, "heads n value_dim"]
+    o: Float[Tensor, "heads n value_dim"]
+    queries: Float[Tensor, "heads n key_dim"]
+    turns: Float[Tensor, "heads n key_dim key_dim"] | None
+    W_gram: Float[Tensor, "m m"]
+    K_gram: Float[Tensor, "k k"]
+
+    @classmethod
+    def of(cls, at: HeadsAt) -> _QuadraticForms:
+        """Stack the factors of all heads."""
+        moving, v, o, queries = (
+            torch.stack([getattr(head, name) for head in at.heads]) for name in ("moving", "v", "o", "q")
+        )
+        turns = [head.turns for head in at.heads if head.turns is not None]
+        W = torch.cat(at.W, dim=1)
+        K = torch.cat([head.K for head in at.heads])
+        return cls(moving, v, o, queries, torch.stack(turns) if turns else None, W.mT @ W, K @ K.mT)
+
+    def in_float32(self) -> _QuadraticForms:
+        """Return the forms in float32, scaled so that their entries are at most 1.
+
+        The search needs c_i and Φ_j up to common factors only, and half the time in this precision.
+        """
+        v, o = _largest_one(torch.stack((self.v, self.o)))
+        turns = None if self.turns is None else _largest_one(self.turns)
+        others = (_largest_one(t) for t in (self.W_gram, self.K_gram))
+        return _QuadraticForms(self.moving.float(), v, o, _largest_one(self.queries), turns, *others)
+
+    def values_image(self, q: Float[Tensor, " n"]) -> Callable[[Tensor], Tensor]:
+        """Return the function that multiplies, in each head, the vector of query i by the matrix
+        Σ_j rho_ij w_ij w_ijᵀ. Here w_ij is value j minus output i, and rho_ij is ``moving`` times q_j.
+        """
+        rho = self.moving * q
+
+        def image(y: Tensor) -> Tensor:
+            x = _by_head(y, len(rho))
+            weighted = rho * (x @ self.v.mT - (x * self.o).sum(-1, keepdim=True))
+            return _side_by_side(weighted @ self.v - weighted.sum(-1, keepdim=True) * self.o)
+
+        return image
+
+    def keys_image(self, c: Float[Tensor, " n"]) -> Callable[[Tensor], Tensor]:
+        """Return the function that multiplies, in each head, the vector of key j by the matrix
+        T_jᵀ (Σ_i rho_ji q_i q_iᵀ) T_j. Here q_i are the queries, T_j the derivatives ``turns`` of
+        :class:`HeadAt`, and rho_ji is ``moving`` of i and j times c_i.
+        """
+        rho = (self.moving * c[:, None]).mT.contiguous()
+
+        def image(y: Tensor) -> Tensor:
+            x = _by_head(y, len(rho))
+            x = x if self.turns is None else (self.turns @ x[..., None])[..., 0]
+            back = (rho * (x @ self.queries.mT)) @ self.queries
+            back = back if self.turns is None else (self.turns.mT @ back[..., None])[..., 0]
+            return _side_by_side(back)
+
+        return image
 
 
 def diagonal_guesses(at: HeadsAt) -> Float[Tensor, " n"]:
@@ -117,9 +149,9 @@ def diagonal_guesses(at: HeadsAt) -> Float[Tensor, " n"]:
     W_gram = W.mT @ W
 
     def image(y: Tensor) -> Tensor:
-        x = _by_head(y, at)
+        x = _by_head(y, len(at.heads))
         moved = torch.cat([(h.F @ x[i, :, :, None])[..., 0] for i, h in enumerate(at.heads)], dim=1)
-        z = _by_head(moved @ W_gram, at)
+        z = _by_head(moved @ W_gram, len(at.heads))
         return torch.cat([(h.F.mT @ z[i, :, :, None])[..., 0] for i, h in enumerate(at.heads)], dim=1)
 
     b = torch.randn(Q.shape[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -138,11 +170,12 @@ def _follow(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: i
     for _ in range(steps):
         y = b @ gram
         length = (b * y).sum(1, keepdim=True).clamp_min(0).sqrt()
-        y = y / length.clamp_min(1e-300)
+        y = y / length.clamp_min(torch.finfo(b.dtype).tiny)
         moved = image(y)
         value = (y * moved).sum(1).clamp_min(0)
-        b = torch.where(moved.norm(dim=1, keepdim=True) > 0, moved, b)
-    return value, b / b.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        size = moved.abs().amax(1, keepdim=True)
+        b = torch.where(size > 0, moved / size, b)
+    return value, b
 
 
 def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int = _LAST_STEPS) -> Tensor:
@@ -176,13 +209,13 @@ def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: 
     return largest
 
 
-def _turns(turns: Tensor | None) -> Tensor:
-    assert turns is not None
-    return turns
+def _largest_one(t: Tensor) -> Tensor:
+    """Divide a tensor by its largest entry and round it to float32."""
+    return (t / t.abs().amax().clamp_min(torch.finfo(t.dtype).tiny)).float()
 
 
-def _by_head(y: Float[Tensor, "n m"], at: HeadsAt) -> Float[Tensor, "heads n k"]:
-    found: Tensor = y.unflatten(1, (len(at.heads), -1)).transpose(0, 1)
+def _by_head(y: Float[Tensor, "n m"], heads: int) -> Float[Tensor, "heads n k"]:
+    found: Tensor = y.unflatten(1, (heads, -1)).transpose(0, 1)
     return found
 
 

@@ -175,12 +175,10 @@ def averages(at: HeadsAt, rule: Rule) -> Enclosed:
         return Enclosed(folded.upper[0] * p[0].upper * (1 + 4 * U), folded.plain[0] * p[0].plain)
     stacked_p = norm(torch.cat([head.P for head in at.heads])[None])
     uppers = torch.cat([head.V * part.upper for head, part in zip(at.heads, p, strict=True)])
-    plains = torch.cat([head.V * part.plain for head, part in zip(at.heads, p, strict=True)])
-    size = uppers.norm()
-    whole = norm(torch.cat(at.W, dim=1)[None])
+    stacked_v, whole = norm(uppers[None]), norm(torch.cat(at.W, dim=1)[None])
     first = Enclosed(
-        whole.upper[0] * (norm(uppers[None]).upper[0] + up(gamma(2) * size)) * (1 + 4 * U),
-        whole.plain[0] * norm(plains[None]).plain[0],
+        whole.upper[0] * (stacked_v.upper[0] + up(gamma(2) * uppers.norm())) * (1 + 4 * U),
+        whole.plain[0] * stacked_v.plain[0],
     )
     second = Enclosed(
         folded.upper[0] * stacked_p.upper[0] * (1 + 4 * U), folded.plain[0] * stacked_p.plain[0]
