@@ -157,12 +157,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def timed(clock: Clock, bound: float) -> Tools:
-    """Stand-ins whose measurements take a second each, and whose bounds take ``bound`` times n seconds."""
+def timed(clock: Clock, bound: float, before: float = 0.0) -> Tools:
+    """Stand-ins whose measurements take a second each, and whose bounds take ``bound`` times n seconds.
+
+    Each capture before the first measurement takes ``before`` seconds.
+    """
     tools, work = make_tools()
 
     def capture(*arguments: Any, **options: Any) -> Any:
-        clock.now += 0 if work.measured else 1000  # before the first row, which is not counted
+        clock.now += 0.0 if work.measured else before
         return tools.capture(*arguments, **options)
 
     def measure(function: Any, x: torch.Tensor, **options: Any) -> Any:
@@ -186,7 +189,7 @@ def spent(folder: Path) -> tuple[float, float]:
 def test_by_default_bounds_take_a_fifth_of_the_time_of_the_measurements(tmp_path: Path, clock: Clock) -> None:
     """45 seconds of measurements leave 9 for bounds: three of two tokens at one each, two of four at two."""
     plan = make_plan(bounds="auto")
-    outcome = run(plan, tmp_path, timed(clock, 0.5))
+    outcome = run(plan, tmp_path, timed(clock, 0.5, before=1000.0))  # what comes before is not counted
     assert (outcome.made["bounds"], outcome.left_out) == (5, 4)
     assert spent(tmp_path) == (52.0, 7.0)
     # Going on, too little is left of the fifth; once more was measured, there is room for more.
