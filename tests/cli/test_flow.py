@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -172,10 +173,10 @@ def test_interrupted_it_keeps_what_is_finished_and_continues(
         patch.setattr("howsmooth.study.flows.flow_run.flow", interrupt)
         code, out, err = howsmooth(*SMALL, "--out", "my out")
     assert (code, out) == (130, "")
-    assert "interrupted: 3 frames are saved in my out" in err
+    assert "interrupted: 2 frames are saved in my out" in err  # as many as it says then are there
     code, out, _ = howsmooth(*shlex.split(err.splitlines()[-1])[1:])
     assert code == 0
-    assert "2 frames made" in out
+    assert re.search(r"2 frames made in .* s, 2 were already there", out)
     howsmooth(*SMALL, "--out", "whole")
     np.testing.assert_array_equal(trajectory("my out"), trajectory("whole"))
 

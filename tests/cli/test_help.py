@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import subprocess
@@ -176,3 +177,16 @@ def test_texts_and_images_together_are_answered_with_the_parts(
     assert main(["inspect", *given]) == 2
     said = capsys.readouterr().err
     assert "text_model with a text (--text), vision_model with images (--images)" in said
+
+
+def test_a_program_does_not_let_matplotlib_speak_of_its_cache(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("matplotlib")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setattr("howsmooth.cli.signal.signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["howsmooth", "--version"])
+    assert main() == 0
+    logger.warning("it uses a temporary folder")
+    assert capsys.readouterr().err == ""
+    assert not logger.isEnabledFor(logging.WARNING)

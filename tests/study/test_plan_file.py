@@ -463,6 +463,7 @@ def test_status_of_a_folder_counts_what_is_there(howsmooth: Howsmooth, tmp_path:
     code, _, err = howsmooth(folder, "--status")
     assert code == 2
     assert "holds no study" in err
+    assert howsmooth("/nowhere", "--status")[2].startswith("error: /nowhere holds no study. Give the folder")
     howsmooth(plan)
     code, out, _ = howsmooth(folder, "--status", "--json")
     assert code == 0

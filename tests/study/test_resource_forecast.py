@@ -298,6 +298,17 @@ def test_what_cannot_be_measured_is_told_if_a_study_keeps_going(tmp_path: Path) 
         told(make_plan(), tmp_path, make_tools(before_measure=hot)[0])
 
 
+def test_bounds_that_fail_are_told_as_the_run_records_them(tmp_path: Path) -> None:
+    tools, _ = make_tools()
+
+    def bound(site: Any) -> Any:
+        raise MemoryError("No room.")
+
+    found = told(make_plan(), tmp_path, replace(tools, bound=bound))
+    assert found.impossible == (("small", "prose", "bounds: No room."),)
+    assert found.bounds > 0
+
+
 # ---- the command line
 
 Typed = Callable[..., tuple[int, str, str]]

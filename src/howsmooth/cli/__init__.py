@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import sys
@@ -126,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     TYPED.set(typed)
     if arguments is None:  # as a program, not called by another one, whose signals are its own
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # Without a writable home, matplotlib would say on standard error where it keeps its cache.
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         code = app(args=list(typed), prog_name="howsmooth", standalone_mode=False)
         sys.stdout.flush()

@@ -163,7 +163,8 @@ def rows_kept(folder: Path) -> str:
     kept = ""
     if Store.exists(folder):
         with Store.open(folder, write=False) as store:
-            counts = {kind.table: len(store.keys(kind, key)) for kind, key in kinds.items()}
+            # The start of a flow, whose key is 0, is not counted as a frame.
+            counts = {kind.table: len(store.keys(kind, key) - {(0,)}) for kind, key in kinds.items()}
         kept = " and ".join(f"{count} {table}" for table, count in counts.items() if count)
     return f"{kept} are saved in {encodable(str(folder))}" if kept else "nothing was measured yet"
 

@@ -90,7 +90,7 @@ def study(
         )
     if shown.dry_run and status:
         raise ArgumentError("dry-run", expected="--dry-run without --status", got="both")
-    if status and paths[0].is_dir():
+    if status and not paths[0].is_file():
         return _tell_status(None, paths[0], shown)
     # Options of output and workers on the command line replace those in the file.
     plan, how = read_plan(paths[0], **execution)

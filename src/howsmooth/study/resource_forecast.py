@@ -152,7 +152,7 @@ class Forecast:
     kept
         The number of measurements of the plan that the store already has.
     impossible
-        The models and texts that cannot be measured, as (model, text or None, reason).
+        The models and texts that cannot be measured or bounded, as (model, text or None, reason).
 
     """
 
@@ -194,6 +194,8 @@ def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = F
         bounds, drawing = after_measuring(plan, measuring, figures)
         if plan.bounds == "all":
             bounds = sum((trial.bounds() for trial in trials), start=0.0)
+        impossible = [(spec.label, text, str(error)) for spec, text, error in study.impossible]
+        impossible += [failure for trial in trials for failure in trial.failures]
         seconds = preparing + measuring + bounds + drawing
         return Forecast(
             parts=parts,
@@ -206,7 +208,7 @@ def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = F
             memory=max((part.memory or held for part in parts), default=held),
             kept=left.kept,
             impossible=tuple(
-                (spec.label, text, " ".join(str(error).split())) for spec, text, error in study.impossible
+                dict.fromkeys((label, text, " ".join(error.split())) for label, text, error in impossible)
             ),
         )
 
@@ -234,6 +236,7 @@ class _Trial:
         self._map: Any = None
         self._known = (0, 0)  # the shape of the input of self._map, which may join two sequences
         self._captured_at = 0  # the length n of the task that captured it
+        self.failures: list[tuple[str, str, str]] = []  # those that do not end a run, as in `impossible`
         lengths = bounded_lengths([task.n for task in tasks])
         # An input that can be cut to any length is timed at shorter ones first.
         short = () if tasks[0].subject.feed.lengths else tuple(n for n in _FIRST if n < lengths[0])
@@ -254,11 +257,13 @@ class _Trial:
                     self._task_times.learn(task.alike, task.n, task.size, self._timed(task), instead=True)
 
     def _timed(self, task: SequenceTask) -> float:
-        """Carry out a task and return its seconds; raise the error of a task that fails."""
+        """Carry out a task and return its seconds. If it fails, raise or keep the error as the run would."""
         packed, began = task.packed(), time.monotonic()
         for step in packed.found(self._study.models):
             if isinstance(step, Failed):
-                raise step.error
+                if task.essential:
+                    raise step.error
+                self.failures.append((task.model, task.subject.text.name, f"bounds: {step.error}"))
         seconds = time.monotonic() - began
         # The first task also shows a map, from which the memory is predicted.
         if self._map is None:

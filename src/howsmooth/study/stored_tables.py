@@ -55,9 +55,10 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     if place.name == STORE_NAME and place.is_file():
         place = place.parent
     if not Store.exists(place):
+        within = next((one.parent for one in sorted(place.glob(f"*/{STORE_NAME}"))), None)
         raise StoreError(
-            f"folder: expected the output folder of a howsmooth command, with a store, got {place}. Give the "
-            "folder that --out named."
+            f"folder: expected the output folder of a howsmooth command, with a store, got {place}. Give "
+            + ("the folder that --out named." if within is None else f"a folder in it, such as {within}.")
         )
     with Store.open(place, write=False) as store:
         tables = store.tables()

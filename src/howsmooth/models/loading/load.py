@@ -60,8 +60,7 @@ class LoadedModel:
     model: nn.Module
     #: The kind of its input: ``text``, ``image``, ``audio``, ``embeddings`` (embedded tokens) or ``other``.
     modality: str
-    #: Turns a text into token ids without special tokens, by ``tokenizer(text)`` or
-    #: ``tokenizer.encode(text)``.
+    #: Turns a text into token ids without special tokens, by ``tokenizer.encode(text)``.
     tokenizer: Tokenizer
     #: A phrase that says where the tokenizer comes from.
     tokenizer_source: str
