@@ -133,7 +133,12 @@ def test_the_papers_choice_comes_first():
 def test_short_sequences():
     head = diagonal(-1.0, 1.0)
     assert adversarial.constructions(head, 1, 1.0) == []
-    assert {c.name for c in adversarial.constructions(head, 2, 1.0)} == {"two_cluster", "heavy_token"}
+    two = {c.name for c in adversarial.constructions(head, 2, 1.0)}
+    assert two == {"two_cluster", "heavy_token", "balanced"}
+    one = Head(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1))
+    assert "balanced" not in {c.name for c in adversarial.constructions(one, 2, 1.0)}
+    with pytest.raises(ArgumentError, match="orthogonal to the query bias"):
+        adversarial.balanced(one, 2, 1.0)
     with pytest.raises(ArgumentError, match="length"):
         adversarial.two_heavy_tokens(head, 2, 1.0)
 

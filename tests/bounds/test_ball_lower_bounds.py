@@ -11,6 +11,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth import adversarial
+from howsmooth.adversarial import balanced
 from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.bounds.ball_lower_bounds import (
     causal_two_cluster_lower_bound,
@@ -238,20 +239,33 @@ def test_tie_is_at_least_its_formula():
     assert causal_two_heavy_tokens_lower_bound(head, n, radius).value >= masked * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("n", [3, 4, 9])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("causal", [False, True])
 def test_quadratic_growth(n, causal):
     radius, gamma = 1.5, 0.7
     head = Head(gamma * eye(2), eye(2))
-    pairs = 2 * ((n - 1) // 2)
-    value = quadratic_growth(attention_of(head, causal=causal), n, radius).value
-    assert value == pytest.approx((1 + pairs * gamma * radius**2) / n, rel=1e-9)
-    u = torch.tensor([radius, 0.0], dtype=torch.float64)
-    x = torch.cat(
-        [torch.stack([u, -u]).repeat(pairs // 2, 1), torch.zeros(n - pairs, 2, dtype=torch.float64)]
-    )
-    last = dense_jacobian(attention_of(head, causal=causal), x)[-2:, -2:]
+    f = attention_of(head, causal=causal)
+    value = quadratic_growth(f, n, radius).value
+    if n % 2:
+        assert value == pytest.approx((1 + (n - 1) * gamma * radius**2) / n, rel=1e-9)
+    x = torch.zeros(1, 2, dtype=torch.float64) if n == 1 else balanced(f, n, radius).x
+    assert float(x.norm(dim=1).max()) <= radius * (1 + 1e-12)
+    last = dense_jacobian(f, x)[-2:, -2:]
     assert float(torch.linalg.matrix_norm(last, 2)) == pytest.approx(value, rel=1e-9)
+
+
+def test_quadratic_growth_of_two_tokens_of_any_head():
+    # Heads whose A and V have no directions in common, and biases, which the tokens avoid.
+    for seed in range(5):
+        head = Head(tokens(seed, 4, 4), tokens(seed + 10, 3, 4), tokens(seed + 20, 4))
+        plain = Head(head.A, head.V)
+        radius = 100.0
+        x = balanced(head, 2, radius).x
+        assert float((x[0] @ head.b).abs()) <= 1e-9 * radius
+        for one, built in ((head, x), (plain, balanced(plain, 2, radius).x)):
+            assert norm_at(attention_of(one), built) >= 0.1 * radius**2 * head.A_norm * head.V_norm / 4
+        lower = quadratic_growth(plain, 2, radius).value
+        assert lower <= norm_at(attention_of(plain), balanced(plain, 2, radius).x) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

@@ -2,6 +2,7 @@
 
 from howsmooth.adversarial.constructions import (
     Construction,
+    balanced,
     constructions,
     heavy_token,
     two_cluster,
@@ -18,6 +19,7 @@ __all__ = [
     "Domain",
     "Ellipsoid",
     "ascend",
+    "balanced",
     "constructions",
     "heavy_token",
     "two_cluster",

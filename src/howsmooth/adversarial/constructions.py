@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -21,11 +22,12 @@ from howsmooth.bounds.worst_case_tokens import (
     HeavyTokens,
     searched_pairs,
     searched_tokens,
+    spread_directions,
     two_cluster_points,
 )
 from howsmooth.errors import ArgumentError
 
-__all__ = ["Construction", "constructions", "heavy_token", "two_cluster", "two_heavy_tokens"]
+__all__ = ["Construction", "balanced", "constructions", "heavy_token", "two_cluster", "two_heavy_tokens"]
 
 _CHOICES = ("paper", "max", "min")
 
@@ -194,6 +196,51 @@ def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int
     )
 
 
+def balanced(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
+    """Return a sequence of tokens that alternate between Ru and −Ru, with a last token of zero, which sees
+    all tokens alike however large R is.
+
+    u is a unit vector orthogonal to the query bias b for which |Vu| |Aᵀu| is large. The local Lipschitz
+    constant at these tokens grows like R² for every length.
+
+    Parameters
+    ----------
+    attention, radius, head
+        As in :func:`two_cluster`.
+    length
+        Number of tokens n >= 2.
+
+    Raises
+    ------
+    ArgumentError
+        If every u that is tried is parallel to b, or an argument is out of range.
+
+    References
+    ----------
+    Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021; documentation page "Worst
+    inputs, and lower bounds", section "Quadratic growth in R".
+
+    """
+    R, (chosen, give) = check_radius(radius), _of_head(attention, head)
+    check_length(length, least=2)
+    directions = spread_directions(chosen)
+    if not len(directions):
+        raise ArgumentError(
+            "attention", expected=f"a direction orthogonal to the query bias of head {head}", got="none"
+        )
+    moved = (directions @ chosen.V.mT).norm(dim=1) * (directions @ chosen.left @ chosen.right).norm(dim=1)
+    u = directions[int(moved.argmax())]
+    signs = 1.0 - 2.0 * (torch.arange(length - 1) % 2)
+    points = HeavyTokens(R * signs[:, None] * u, torch.zeros_like(u))
+    return give(
+        "balanced",
+        points,
+        length,
+        'howsmooth documentation, "Worst inputs, and lower bounds"',
+        "Ru and −Ru in turns, and a last token of zero",
+    )
+
+
 def constructions(
     attention: object, length: int, radius: float, *, heads: Sequence[int] | None = None
 ) -> list[Construction]:
@@ -227,6 +274,9 @@ def constructions(
                 if not any(c.head == h and bool((c.x == built.x).all()) for c in found):
                     found.append(built)
             found.append(heavy_token(attention, n, R, head=h))
+        if n == 2 and len(spread_directions(chosen)):
+            # Of longer sequences the tie of two heavy tokens has at least this constant, for many more rows.
+            found.append(balanced(attention, n, R, head=h))
         if n >= 3 and _has_tie(chosen):
             found.append(two_heavy_tokens(attention, n, R, head=h))
     return found

@@ -34,6 +34,7 @@ from howsmooth.bounds.worst_case_tokens import (
     TwoHeavyTokens,
     searched_pairs,
     searched_tokens,
+    spread_directions,
     two_cluster_points,
 )
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -442,11 +443,11 @@ def equal_tokens_lower_bound(attention: object, length: int, radius: float) -> B
 def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
     """Bound Lip(f on B_R^n) from below by a number that grows like R², after Kim et al. (2021).
 
-    The bound is ‖V(I + mR²u(Aᵀu)ᵀ)‖/n. Half of the m tokens are Ru, the other half −Ru, where m is even and
-    n − m is 1 or 2; the remaining tokens are 0, the last one among them. The last row gives equal weight to
-    all tokens, so the last diagonal block of the Jacobian is V(I/n + C A) with C = (m/n)R²uuᵀ. Any unit
-    vector u gives a valid bound; some singular vectors of A and V are tried. For A = γI, V = I and odd n the
-    bound is 1/n + γR²(n−1)/n.
+    The bound is ‖V(I/n + σ²R²u(Aᵀu)ᵀ)‖. The last token is 0, the others alternate between Ru and −Ru. The
+    last row gives equal weight to all tokens, so the last diagonal block of the Jacobian is V(I/n + C A) with
+    the covariance C = σ²R²uuᵀ of the tokens, where σ² is (n−1)/n for odd n and (n−1)/n − 1/n² for even n. Any
+    unit vector u gives a valid bound; some that depend on singular vectors of A and V are tried. For A = γI,
+    V = I and odd n the bound is 1/n + γR²(n−1)/n.
 
     Parameters
     ----------
@@ -461,7 +462,7 @@ def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
     -------
     Bound
         Lower bound on Lip(f on B_R^n), with the causal mask if there is one. Hypotheses: no query bias; no
-        mask, or causal; n >= 3.
+        mask, or causal.
 
     Raises
     ------
@@ -476,12 +477,14 @@ def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
     head = p.one_head("quadratic growth")
-    pairs = 2 * ((n - 1) // 2)
-    candidates = torch.cat([torch.linalg.svd(head.A).U[:, :2], torch.linalg.svd(head.V).Vh[:2].mT], dim=1).mT
-    # 1/n and m/n are formed first and R is multiplied one by one, so that R² cannot overflow.
-    share = 0.0 if n < 3 else float(pairs / n)
+    # 1/n and σ² are formed first and R is multiplied one by one, so that R² cannot overflow.
+    variance = (n - 1) / n - (0.0 if n % 2 else 1 / (n * n))
     log = max(
-        log_rank_one(head.V, 1 / n, share * (u * R), (u * R) @ head.left @ head.right) for u in candidates
+        (
+            log_rank_one(head.V, 1 / n, variance * (u * R), (u * R) @ head.left @ head.right)
+            for u in spread_directions(head)
+        ),
+        default=-math.inf,
     )
     return Bound.lower(
         "quadratic_growth",
@@ -491,7 +494,6 @@ def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
         hypotheses=(
             _simple_mask(p),
             Hypothesis("no query bias", not bool(head.b.any())),
-            Hypothesis("n >= 3", n >= 3),
         ),
     )
 

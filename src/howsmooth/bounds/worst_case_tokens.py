@@ -25,6 +25,7 @@ __all__ = [
     "real_eigenpairs",
     "searched_pairs",
     "searched_tokens",
+    "spread_directions",
     "two_cluster_points",
 ]
 
@@ -227,6 +228,29 @@ def searched_pairs(
         for i in order
         if bool(torch.isfinite(best[i]))
     ]
+
+
+def spread_directions(head: Head) -> Float64[Tensor, "count d"]:
+    """Return unit vectors u ⊥ b for which |Vu| and |Aᵀu| are large.
+
+    Tokens spread along u move a row that sees them all alike by |Vu| |Aᵀu| times their variance. The vectors
+    are singular vectors of A and V, and the vector for which the two relative lengths are largest together.
+    """
+    # |Aᵀu| is the length of factorᵀ u, whose factor may have few columns.
+    factor = head.left @ torch.linalg.qr(head.right.mT).R.mT
+    both = torch.cat([factor.mT / max(head.A_norm, 1e-300), head.V / max(head.V_norm, 1e-300)])
+    found = torch.cat(
+        [
+            torch.linalg.svd(matrix, full_matrices=False).Vh[:count]
+            for matrix, count in ((factor.mT, 2), (head.V, 2), (both, 1))
+        ]
+    )
+    if bool(head.b.any()):
+        bias = _unit(head.b[None])[0]
+        found = found - (found @ bias)[:, None] * bias
+    length = torch.linalg.vector_norm(found, dim=1)
+    unit: Tensor = found[length > 1e-8] / length[length > 1e-8, None]
+    return unit
 
 
 @dataclass(frozen=True)
