@@ -65,6 +65,34 @@ def test_embedded_tokens_give_the_radii_of_their_ids(capsys: Capture) -> None:
     assert rankings[0] == pytest.approx(rankings[1], rel=1e-4)
 
 
+def test_tokens_of_another_width_and_numbers_that_are_none_are_named(capsys: Capture) -> None:
+    np.save("wide.npy", np.ones((4, 3)))
+    np.save("nan.npy", np.full((4, 8), np.nan))
+    for file, said in (
+        ("wide.npy", "inputs: expected embedded tokens (n, 8)"),
+        ("nan.npy", "nan.npy: expected"),
+    ):
+        assert main([*SHORT, "--embeddings", file]) == 2
+        assert f"error: {said}" in capsys.readouterr().err
+
+
+def test_chosen_tokens_move_alone_or_jointly(capsys: Capture) -> None:
+    line = [*SHORT, "--text", "letter.txt", "--out", "found", "--json"]
+    at = NetworkAtInput(
+        hs.load_model("model", head=True).model, {"input_ids": torch.tensor([[2, 5, 6, 7, 3]])}
+    )
+    assert main([*line, "--positions", "1,-1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["position"]: row["token"] for row in found["ranking"]} == {1: "the", 4: "[SEP]"}
+    for positions, tokens in (("1,-1", [1, 4]), ("0:1", [0, 1])):
+        assert main([*line, "--positions", positions, "--jointly"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert f"while tokens {positions} move jointly" in found["statement"]
+        (row,) = found["ranking"]
+        expected = at.radius(tokens, order=2, attack=False).radius
+        assert row["radius"] == pytest.approx(expected, rel=5e-3)
+
+
 def test_after_an_interruption_the_same_command_continues(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +125,8 @@ def test_after_an_interruption_the_same_command_continues(
         (["model", "--target", "7", "--text", "letter.txt"], "target"),
         (["model", "--seconds", "5", "--jointly"], "seconds"),
         (["model", "--embeddings", "x.npy"], "x.npy"),
+        (["model", "--embeddings", "x.npy", "--span", "0:2"], "--positions chooses the tokens that move"),
+        (["model", "--text", "letter.txt", "--positions", "9"], "positions: expected tokens of model"),
         (["model", "--embeddings", "x.npy", "--tokens", "ids.json"], "tokens"),
         (["builtin-encoder"], "BertForMaskedLM"),
         (["gpt2", "--random-init"], "gpt2"),

@@ -51,11 +51,29 @@ def test_the_radii_are_those_of_single_tokens(
 def test_jointly_there_is_one_radius_in_the_norm_that_is_asked_for(
     model: BertForSequenceClassification,
 ) -> None:
-    one, largest = (hs.word_radii(model, IDS, jointly=True, norm=norm) for norm in (2, math.inf))
+    told: list[tuple[int, int]] = []
+    one, largest = (
+        hs.word_radii(model, IDS, jointly=True, norm=norm, on_token=lambda *at: told.append(at))
+        for norm in (2, math.inf)
+    )
+    assert len({done for done, total in told if 0 < done < total}) > 10
     assert len(one.table) == 1
     assert one.table["radius"][0] == pytest.approx(math.sqrt(5 * 8) * largest.table["radius"][0], rel=5e-3)
     assert one.table["radius"][0] < one.table["attack"][0]
     assert "all tokens move jointly" in one.statement
+
+
+def test_the_statement_is_about_what_was_asked(model: BertForSequenceClassification) -> None:
+    usual = hs.word_radii(model, IDS, positions=1, attack=False)
+    label, rival = usual.table["label"][0], usual.table["rival"][0]
+    one = hs.word_radii(model, IDS, positions=1, target=int(rival), attack=False)
+    assert f"does not answer class {rival} in place of class {label} (" in one.statement
+    direction = torch.zeros(3)
+    direction[label], direction[rival] = 1.0, -1.0
+    one = hs.word_radii(model, IDS, positions=[1], target=direction, attack=False)
+    assert "keeps a functional of its logits above the threshold (margin" in one.statement
+    assert list(one.table["position"]) == [1]
+    assert "1" in one._repr_html_()
 
 
 def test_the_class_has_the_name_that_the_model_gives_it(

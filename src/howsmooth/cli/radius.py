@@ -14,20 +14,22 @@ from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and
 from howsmooth.cli.typer_command import ONE_PROCESS, Shown, as_typed, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import HOW, choice, flag, number, option, whole
+from howsmooth.study.options import HOW, choice, flag, number, option, selection, whole
 from howsmooth.study.plans import RADIUS_TOKENS, SPAN, shared
+from howsmooth.study.ranges import Ranges
 from howsmooth.study.text_formatting import encodable
 
 __all__ = ["RadiusPlan", "radius"]
 
 _EXAMPLES = (
-    "Each token moves alone, or all jointly, and a radius is proved within which the model's answer stays "
+    "Each token moves alone, or some jointly, and a radius is proved within which the model's answer stays "
     "the same; the rounding of its computation is enclosed. The radii are printed; a page with the text "
     "coloured by them, a figure and a table are written into --out. MODEL is a classifier.",
     "Examples:",
     "[cyan]howsmooth radius ./model --text letter.txt[/]  every token of a text",
     "[cyan]howsmooth radius ./model --text letter.txt --seconds 600[/]  then ten minutes in third order",
     "[cyan]howsmooth radius ./model --tokens ids.json --jointly --norm inf[/]  all tokens at once",
+    "[cyan]howsmooth radius ./model --tokens ids.json --positions 1,3 --jointly[/]  two tokens at once",
     "[cyan]howsmooth radius ./model --embeddings x.npy --order 3 --json[/]  embedded tokens",
     "Run the same command again to continue after an interruption.",
 )
@@ -38,11 +40,17 @@ class RadiusPlan(OneInputPlan):
     """The options of the command ``howsmooth radius``: the model, the input, and how the tokens may move."""
 
     PHASE: ClassVar[str] = "Bounding"
-    STEP: ClassVar[str] = "token"
+    NO_SPAN: ClassVar[str] = f"{OneInputPlan.NO_SPAN} --positions chooses the tokens that move."
     OTHERWISE: ClassVar[str] = "Give the embedded tokens of one input: --embeddings FILE."
 
     span: str | None = shared("span", help=SPAN.format(RADIUS_TOKENS))
-    jointly: bool = option(False, flag(), "Let all tokens move at once: one radius.")
+    positions: Ranges | None = option(
+        None,
+        selection(),
+        "The tokens that move: all, or a list such as 0,6 or 1:4 or -1 (the last). Default: all.",
+        metavar="RANGES",
+    )
+    jointly: bool = option(False, flag(), "Let these tokens move at once: one radius.")
     norm: str = option(
         "2",
         choice("2", "inf"),
@@ -68,7 +76,7 @@ class RadiusPlan(OneInputPlan):
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse the option ``seconds`` if all radii are computed to third order, or if all tokens move
+        """Refuse the option ``seconds`` if all radii are computed to third order, or if tokens move
         jointly.
         """
         super().check()
@@ -90,6 +98,11 @@ class RadiusPlan(OneInputPlan):
         return {"note": said}, [said]
 
     @property
+    def step(self) -> str:
+        """What is counted: tokens, or steps of the search for the radius of tokens that move jointly."""
+        return "step" if self.jointly else "token"
+
+    @property
     def with_head(self) -> bool:
         """Always true: a classifier needs its output layer for its logits."""
         return True
@@ -107,9 +120,10 @@ class RadiusPlan(OneInputPlan):
             on_step(finished, total)
 
         def kept() -> str:
-            return f"radii of {done} tokens are saved in {encodable(str(folder))}" if done else ""
+            saved = 0 if self.jointly else done
+            return f"radii of {saved} tokens are saved in {encodable(str(folder))}" if saved else ""
 
-        same = ("jointly", "target", "seconds", "span", "seed")
+        same = ("positions", "jointly", "target", "seconds", "span", "seed")
         with resumable(kept, as_typed()), writable_folder(folder) as out:
             return word_radii(
                 loaded,

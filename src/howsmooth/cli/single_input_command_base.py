@@ -33,7 +33,7 @@ class OneInputPlan(InputPlan):
     """Base class of the options of a command that examines one model on one input."""
 
     PHASE: ClassVar[str] = "Measuring"
-    STEP: ClassVar[str] = "layer"
+    NO_SPAN: ClassVar[str] = "It chooses the part of a text or of token ids that is read."
     #: How another input than a text is given, for a model that takes none.
     OTHERWISE: ClassVar[str] = "howsmooth profile takes --images and --audio."
 
@@ -47,9 +47,15 @@ class OneInputPlan(InputPlan):
         """
         super().check()
         if self.span is not None and self.kind not in ("text", "tokens"):
-            raise ArgumentError("span", expected=f"none beside {self.kind}", got=self.span)
+            expected = f"none beside {self.kind}"
+            raise ArgumentError("span", expected=expected, got=self.span, remedy=self.NO_SPAN)
         if len(self.images) > 1:
             raise ArgumentError("images", expected="one image", got=str(len(self.images)))
+
+    @property
+    def step(self) -> str:
+        """What the progress of the command counts."""
+        return "layer"
 
     @property
     def with_head(self) -> bool:
@@ -133,7 +139,7 @@ def find_and_show(plan: OneInputPlan, folder: Path, shown: Shown) -> Any:
         loaded = plan.load()
         inputs = plan.input_of(loaded)
         display.phase(plan.PHASE)
-        found = plan.find(loaded, inputs, display.counter(plan.STEP), folder)
+        found = plan.find(loaded, inputs, display.counter(plan.step), folder)
         more, lines = plan.beside(found)
         display.phase("Writing")
         written = found.write(folder, parquet=plan.parquet)

@@ -61,7 +61,12 @@ def shown_progress(
     # Neither a terminal nor a notebook: a bar would fill a log with lines.
     hidden = not sys.stderr.isatty() and "ipykernel" not in sys.modules
     with tqdm(total=total or None, unit=unit, leave=False, disable=hidden) as bar:
-        yield lambda done, _: bar.update(done - bar.n)
+
+        def move(done: int, of: int) -> None:
+            bar.total = of or None
+            bar.update(done - bar.n)
+
+        yield move
 
 
 def loaded_if_named(model: Any, load: Callable[..., LoadedModel] = load_model, **options: Any) -> Any:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_
 from howsmooth.profiling.result_base_classes import Result
 from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.plans import RADIUS_TOKENS
+from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
 from howsmooth.study.text_formatting import readable
@@ -38,7 +39,7 @@ _LEVELS = 9  # shades of a highlighted token
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WordRadii(Result):
     """The radii within which tokens can move without changing a classifier's answer. There is one radius for
-    each token, or a single radius for moving all tokens jointly.
+    each token, or a single radius for moving several tokens jointly.
 
     The radii are proved, rounding errors included; :class:`howsmooth.bounds.RobustRadius` describes the
     proved statement.
@@ -56,8 +57,12 @@ class WordRadii(Result):
     words: tuple[str, ...]
     #: 2 for the Euclidean norm of the change; infinity for its largest entry.
     norm: float
-    #: Whether all tokens move jointly.
+    #: Whether the tokens move jointly.
     jointly: bool
+    #: The positions of the tokens that move, such as "1:3"; "all" for all tokens.
+    moving: str
+    #: The class that the answer must not become, a functional of the logits, or None for any other class.
+    target: int | Tensor | None
     #: The model's own name of the class that it answers; empty if it names none.
     answer: str = ""
 
@@ -69,21 +74,28 @@ class WordRadii(Result):
     @property
     def statement(self) -> str:
         """One sentence that says what the radii prove about the answer of the classifier."""
-        moved = "all tokens move jointly" if self.jointly else "one token moves and the others stand still"
+        moved = "one token moves and the others stand still"
+        if self.jointly:
+            moved = f"{self._which} move jointly"
         norm = "Euclidean norm" if self.norm == 2 else "largest entry"
         first = self.table.iloc[0]
         name = f" {readable(self.answer)!r}" if self.answer else ""
+        answer, margin = f"class {first['label']}{name}", f"margin {first['margin']:.4g}"
+        kept = f"keeps its answer ({answer}, {margin})"
+        if isinstance(self.target, Tensor):
+            kept = f"keeps a functional of its logits above the threshold ({margin})"
+        elif self.target is not None:
+            kept = f"does not answer class {self.target} in place of {answer} ({margin})"
         return (
-            f"{self.model} keeps its answer (class {first['label']}{name}, margin {first['margin']:.4g}) "
-            f"while {moved} by less than the radius, in the {norm} of the embedded tokens. The radii are "
-            "proved, rounding included."
+            f"{self.model} {kept} while {moved} by less than the radius, in the {norm} of the embedded "
+            "tokens. The radii are proved, rounding included."
         )
 
     def __repr__(self) -> str:
         lines = [f"Radii of {self.model}, {self.input}, {self.n} tokens.", self.statement]
         rows = plain_rows(self.ranking.head(_SHOWN))
         lines += [
-            f"  {_place(row):<20} {limit_in_digits(row['radius'], 4, upper=False):<8}{_beside(row)}"
+            f"  {self._place(row):<20} {limit_in_digits(row['radius'], 4, upper=False):<8}{_beside(row)}"
             for row in rows
         ]
         more = len(self.table) - _SHOWN
@@ -96,7 +108,7 @@ class WordRadii(Result):
         radius = limit_in_digits(smallest["radius"], 6, upper=False)
         return (
             f"At {self.input} (n = {self.n}): {self.statement} The smallest is {radius} "
-            f"({_place(smallest)}); {self._made_by}"
+            f"({self._place(smallest)}); {self._made_by}"
         )
 
     def plot(self) -> Figure:
@@ -107,8 +119,20 @@ class WordRadii(Result):
     def _names(self) -> list[str]:
         """The labels of the rows of the table: the texts of the tokens, or their positions."""
         if self.jointly:
-            return ["all tokens"]
-        return [visible_token(word) for word in self.words] or [str(i) for i in range(self.n)]
+            return [self._which]
+        return [visible_token(self.words[i]) if self.words else str(i) for i in self.table["position"]]
+
+    @property
+    def _which(self) -> str:
+        """The tokens that move, in words."""
+        return "all tokens" if self.moving == "all" else f"tokens {self.moving}"
+
+    def _place(self, row: Mapping[str, Any]) -> str:
+        """Return the token or tokens of a row of the table in words."""
+        if row["position"] is None:
+            return self._which
+        at = row["position"]
+        return f"{at} {readable(row['token'])!r}" if "token" in row else f"token {at}"
 
     def _shown(self, most: int) -> dict[str, Any]:
         smallest = float(self.table["radius"].min())
@@ -123,18 +147,13 @@ class WordRadii(Result):
 
     def described(self) -> dict[str, Any]:
         """Return the settings and the ranking, as a dict for JSON."""
-        own = {"norm": f"{self.norm:g}", "jointly": self.jointly, "statement": self.statement}
+        own = {"norm": f"{self.norm:g}", "jointly": self.jointly, "positions": self.moving}
+        own |= {"statement": self.statement}
         return super().described() | own | {"ranking": plain_rows(self.ranking)}
 
 
 def _number(value: float | None) -> str:
     return "none" if value is None or math.isinf(value) else f"{value:.4g}"
-
-
-def _place(row: Mapping[str, Any]) -> str:
-    if row["position"] is None:
-        return "all tokens"
-    return f"{row['position']} {readable(row['token'])!r}" if "token" in row else f"token {row['position']}"
 
 
 def _beside(row: Mapping[str, Any]) -> str:
@@ -147,6 +166,7 @@ def word_radii(
     model: Model,
     inputs: Inputs,
     *,
+    positions: int | str | Sequence[int | str] | None = None,
     jointly: bool = False,
     norm: float = 2,
     target: int | Tensor | None = None,
@@ -175,8 +195,11 @@ def word_radii(
     inputs
         A text, which gets the tokenizer's special tokens; token ids (n,) or (1, n); embedded tokens (n, d);
         or a dict of the model's inputs for one sequence.
+    positions
+        Which tokens move, counted from 0: an index, a range such as ``"1:3"`` (both ends included), or a list
+        of these; -1 is the last. By default all.
     jointly
-        Whether all tokens move jointly, which gives one radius.
+        Whether these tokens move jointly, which gives one radius.
     norm, target, threshold, attack, seed
         As for :func:`howsmooth.bounds.robust_radius`.
     order
@@ -185,15 +208,16 @@ def word_radii(
         With ``order=2``: after all tokens, so many seconds are spent on the third order, the smallest radius
         first. The larger radius of a token counts. What has begun is finished.
     span
-        Which tokens of a text or of token ids, as for :func:`howsmooth.profile`. By default all, or the first
-        32 of a longer input.
+        Which tokens of a text or of token ids the model reads, as for :func:`howsmooth.profile`. By default
+        all, or the first 32 of a longer input.
     tokenizer
         A tokenizer of transformers, for a model that was not loaded by its name.
     file
         A file of JSON lines in which each finished radius is kept. A later call with the same model, input
         and options reads the finished radii from it.
     on_token
-        Called with the number of radii that are done, and the number of all. By default a progress bar is
+        Called with the number of radii that are done, and the number of all; with ``jointly`` during the
+        search for the one radius, with its steps and about how many there are. By default a progress bar is
         shown on a terminal and in a notebook.
 
     Raises
@@ -218,6 +242,8 @@ def word_radii(
     ids = isinstance(found, Tensor) and not found.is_floating_point()
     at = NetworkAtInput(given.module, {"input_ids": found} if ids else found)
     origin = given.origin()
+    chosen = Ranges.parse("all" if positions is None else positions, "positions")
+    moved = chosen.resolve(len(at.x), origin["model"], "tokens")
     options = {
         "norm": norm,
         "target": target.tolist() if isinstance(target, Tensor) else target,
@@ -226,7 +252,7 @@ def word_radii(
         "seed": seed,
     }
     digest = hashlib.sha256(at.x.numpy().tobytes()).hexdigest()
-    content = [version("howsmooth"), origin["fingerprint"], digest, options]
+    content = [version("howsmooth"), origin["fingerprint"], digest, options, moved if jointly else None]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     kept = _Kept(None if file is None else Path(file), key)
     how: dict[str, Any] = {**options, "target": target}
@@ -234,14 +260,15 @@ def word_radii(
     def radius(position: int | None, of_order: int, guess: float) -> float:
         row = kept.rows.get((position, of_order))
         if row is None:
-            row = _row(at.radius(position, order=of_order, guess=guess, **how), position)
+            tokens, on_step = (moved, told) if position is None else (position, None)
+            row = _row(at.radius(tokens, order=of_order, guess=guess, on_step=on_step, **how), position)
             kept.add(row)
         return float(row["radius"])
 
-    every = [None] if jointly else range(len(at.x))
-    scale = math.sqrt(at.x.numel() if jointly else at.x.shape[1]) if norm == math.inf else 1.0
+    every = [None] if jointly else moved
+    scale = math.sqrt(at.x.shape[1] * (len(moved) if jointly else 1)) if norm == math.inf else 1.0
     guess = 0.05
-    with shown_progress(on_token, len(every), "token") as told:
+    with shown_progress(on_token, len(every), "step" if jointly else "token") as told:
         for done, position in enumerate(every):
             told(done, len(every))
             guess = scale * radius(position, order, guess) or 0.05
@@ -260,7 +287,7 @@ def word_radii(
     table = PrintedTable(rows).astype({"position": "Int64", "label": "Int64", "rival": "Int64"})
     words = given.words if given.words is not None and len(given.words) == len(at.x) else []
     if words and not jointly:
-        table.insert(1, "token", words)
+        table.insert(1, "token", [words[i] for i in moved])
     return WordRadii(
         **origin,
         table=table,
@@ -268,6 +295,8 @@ def word_radii(
         n=len(at.x),
         norm=norm,
         jointly=jointly,
+        moving=chosen.text,
+        target=target,
         answer=_class_name(given.module, rows[0]["label"]),
     )
 

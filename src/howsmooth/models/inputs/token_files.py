@@ -103,14 +103,15 @@ def load_embeddings(source: object) -> TokenStream:
         name, where = path.stem, str(path)
         try:
             npy = path.suffix.lower() == ".npy"
-            tensors = {"": torch.as_tensor(read_array(path))} if npy else load_file(path)
+            found = {"": torch.as_tensor(read_array(path))} if npy else load_file(path)
+            tensors = {f"{where}: {key}" if key else where: one for key, one in found.items()}
         except (OSError, SafetensorError, TypeError, ValueError) as error:
             raise ArgumentError(where, expected="a .npy or .safetensors file", got=reason(error)) from error
     else:
         raise ArgumentError(
             "embeddings", expected="a .npy or .safetensors file, or a tensor", got=type(source).__name__
         )
-    sequences = [one for key in sorted(tensors) for one in _sequences(tensors[key], f"{where}: {key}")]
+    sequences = [one for key in sorted(tensors) for one in _sequences(tensors[key], key)]
     if not sequences:
         raise ArgumentError(where, expected="tensors of shape (n, d)", got="none")
     kinds = sorted({(one.shape[1], str(one.dtype)) for one in sequences})
