@@ -170,6 +170,15 @@ def test_other_scores_are_climbed_between_their_starts_and_their_bound(name):
     assert any("cluster" in start or "heavy" in start for start in first["start"])
 
 
+def test_the_constant_that_is_found_does_not_fall_with_the_length_of_a_causal_sequence():
+    # At this radius softmax is saturated at random tokens, from which a search alone finds less at 16 tokens.
+    f = head_of(3, causal=True, rotary=rotary(32, 4))
+    effort = {"random_starts": 1, "steps": 12}
+    short, long = (adversarial.ascend(f, n, 60.0, **effort) for n in (8, 16))
+    assert long.value >= short.value * (1 - 1e-3)
+    assert "first 8 tokens" in set(long.history["start"])
+
+
 def test_a_token_near_zero_is_a_start_where_queries_have_a_norm():
     f = CASES["norms of queries and keys, rotary, causal"](5)
     sharp = f._rebuilt(query_norm=hs.RMSNorm(f.query_norm.weight, 1e-8), query_bias=None)

@@ -48,6 +48,9 @@ _GRADIENT_NUMBERS = 1 << 22
 
 _MOMENTUM = 0.7
 
+# Where the search among few atoms does not exist, causal sequences longer than this start from shorter ones.
+_SHORT = 8
+
 # A token-wise constant is sought at this many outputs, chosen by products with this many random tangents.
 _OUTPUTS = 2
 _PROBES = 4
@@ -126,8 +129,9 @@ def ascend(
     For all other maps there is only the second stage. These are attention with rotary positions, norm layers
     of queries or keys, soft caps, biases or sinks, and layers around known softmaxes. The second stage then
     starts from random tokens; if the matrices are known, from the constructions for the same matrices with
-    plain scores; and if queries or keys have a norm layer, from tokens of which one has a query or key of
-    zero, where the derivative of the norm layer is large.
+    plain scores; if queries or keys have a norm layer, from tokens of which one has a query or key of
+    zero, where the derivative of the norm layer is large; and under a causal mask from the input that the
+    same search finds for half as many tokens, followed by copies of its last token.
 
     Parameters
     ----------
@@ -214,6 +218,14 @@ def ascend(
         search = _search_atoms(g, n, where, given, atom_restarts, atom_steps, generator)
         rows.append(search.history.assign(accepted=False, converged=False))
         given += [(atoms.name, atoms.tokens().cpu()) for atoms in search.found[:_FROM_ATOMS]]
+    elif starts is None and n > _SHORT and _extends_to_more_tokens(f) and not isinstance(where, Around):
+        # No token sees a later one, so the constant of more tokens is at least that of the first ones.
+        half = ascend(
+            f, n // 2, domain=where, objective=objective, random_starts=random_starts, steps=steps, seed=seed
+        )
+        rows.append(half.history.assign(start=f"first {n // 2} tokens", accepted=False))
+        longer = torch.cat([half.x, half.x[-1:].expand(n - n // 2, -1)]).double().cpu()
+        given.append((f"first {n // 2} tokens", longer if basis is None else longer @ basis))
     for i in range(random_starts):
         given.append((f"random {i}", where.random(generator, n, g.d)))
     if not given:
@@ -542,6 +554,13 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
         name = f"{c.name}, head {c.head}"
         named[name if name not in named else f"{name} (other eigenvalue)"] = c.x
     return [*named.items(), *(zero_query_or_key_inputs(inner, n, radius) if n >= 2 else [])]
+
+
+def _extends_to_more_tokens(f: TokenMap) -> bool:
+    """Return whether f is causal attention for every number of tokens, whose first outputs stay the same when
+    tokens follow.
+    """
+    return isinstance(f, SelfAttention) and f.causal and f.mask is None and f.score_bias is None
 
 
 def _search_atoms(
