@@ -294,8 +294,12 @@ def test_what_cannot_be_measured_is_told_if_a_study_keeps_going(tmp_path: Path) 
     def hot(calls: int) -> None:
         raise ModelError("too hot.")
 
+    tools = make_tools(before_measure=hot)[0]
     with pytest.raises(ModelError, match="too hot"):
-        told(make_plan(), tmp_path, make_tools(before_measure=hot)[0])
+        told(make_plan(), tmp_path, tools)
+    found = told(make_plan(), tmp_path, tools, keep_going=True)
+    assert found.impossible == (("small", "prose", "too hot."),)
+    assert {part.memory for part in found.parts} == {None}
 
 
 def test_bounds_that_fail_are_told_as_the_run_records_them(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = F
         for task in left.tasks:
             assert isinstance(task, ConstantsTask)
             groups.setdefault((task.model, task.subject.text.name, task.scope), []).append(task)
-        held, trials = _resident(), [_Trial(study, tasks) for tasks in groups.values()]
+        held, trials = _resident(), [_Trial(study, tasks, keep_going) for tasks in groups.values()]
         parts = tuple(part for trial in trials for part in trial.parts(held))
         measuring = sum((part.seconds for part in parts), start=0.0)
         figures = sum(len(one.layers) for one in study.subjects) * len(plan.scopes)
@@ -229,8 +229,9 @@ class _Trial:
     All tasks are left to do, and belong to one model, text and scope.
     """
 
-    def __init__(self, study: PreparedStudy, tasks: Sequence[ConstantsTask]) -> None:
+    def __init__(self, study: PreparedStudy, tasks: Sequence[ConstantsTask], keep_going: bool) -> None:
         self._study = study
+        self._keep_going = keep_going
         self._tasks = tasks
         self._task_times = TaskTimes()
         self._map: Any = None
@@ -261,12 +262,13 @@ class _Trial:
         packed, began = task.packed(), time.monotonic()
         for step in packed.found(self._study.models):
             if isinstance(step, Failed):
-                if task.essential:
+                if task.essential and not self._keep_going:
                     raise step.error
-                self.failures.append((task.model, task.subject.text.name, f"bounds: {step.error}"))
+                reason = str(step.error) if task.essential else f"bounds: {step.error}"
+                self.failures.append((task.model, task.subject.text.name, reason))
         seconds = time.monotonic() - began
-        # The first task also shows a map, from which the memory is predicted.
-        if self._map is None:
+        # The first task that succeeds also shows a map, from which the memory is predicted.
+        if self._map is None and not self.failures:
             site = next(iter(packed.sites(self._study.models.load_for(packed.subject))))
             self._map, self._known, self._captured_at = site.map, tuple(site.x.shape[-2:]), packed.n
         return seconds
@@ -295,6 +297,8 @@ class _Trial:
 
         The batch has ``members`` sequences of n tokens.
         """
+        if self._map is None:
+            return None, True
         plan, (known, d) = self._study.plan, self._known
         device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
         exact = isinstance(self._map, SelfAttention)
