@@ -30,7 +30,7 @@ from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.store import Store
 from tests._cases import dense_jacobian
-from tests._figures import BERT, GPT2, Told, measured, shown, tiny_library
+from tests._figures import BERT, GPT2, LLAMA, Told, measured, shown, tiny_library
 
 Bounded = tuple[pd.DataFrame, list[Site], Path, Told]
 
@@ -184,6 +184,14 @@ def test_of_wide_models_all_heads_together_only_once(tmp_path: Path, monkeypatch
     measured(ALL_BOUNDS, tmp_path, asked(BERT, texts=("prose", "other")))
     assert [key for key in found if key[1] == "attention"] == [(3, "attention")]
     assert len(found) == 1 + 4 * 4  # of each text and length, each head
+
+
+def test_heads_with_rotary_positions_are_bounded_without_the_published_formula(tmp_path: Path) -> None:
+    options = asked(LLAMA, lengths=(3,), as_published=True)
+    rows = measured(ALL_BOUNDS, tmp_path, options)
+    assert {"certificate_rows", "any_scores_ball_upper_bound"} <= set(rows["name"])
+    assert AS_CODED not in set(rows["name"])
+    assert "none of them was violated" in bound_words(rows)[0]
 
 
 def test_what_cannot_be_bounded_is_refused(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ import pandas as pd
 import torch
 from matplotlib.axes import Axes
 
+from howsmooth.attention import SelfAttention
 from howsmooth.bounds import norm_radius, table
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import exp
 from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, Values
-from howsmooth.paper.model_with_texts import prepared_models
+from howsmooth.paper.model_with_texts import other_scores, prepared_models
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.published_code import c_3_as_coded
 from howsmooth.study.figures.drawing import literal
@@ -159,7 +160,8 @@ def _rows(scope: str, seed: int, site: Any) -> list[Values]:
     }
     bounds = found.loc[found["name"] != "measured", _OF_A_BOUND]
     rows = [beside | {str(key): value for key, value in one.items()} for one in bounds.to_dict("records")]
-    if scope == "head":
+    # The formula contains the matrix A of the scores ⟨A x_i + b, x_j⟩, which other scores do not have.
+    if scope == "head" and isinstance(site.map, SelfAttention) and not other_scores(site.map):
         coded = c_3_as_coded(site.map, x)
         log = math.log(coded) if coded > 0 else -math.inf
         rows.append(beside | _AS_CODED | {"log_value": log})
