@@ -14,7 +14,7 @@ import howsmooth as hs
 from howsmooth import adversarial
 from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, gradient_ascent, repeated_token_search
 from howsmooth.adversarial.repeated_token_search import Atoms, search_atoms
-from howsmooth.bounds.attention_parameters import parameters_of
+from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
 from howsmooth.bounds.bound import Bound
 from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
@@ -302,6 +302,10 @@ def test_refusals():
         ascend(f, 5, 1.0, domain=Ball(1.0))
     with pytest.raises(ArgumentError, match="radius"):
         ascend(f, 5, 0.0)
+    with pytest.raises(ArgumentError, match="domain="):
+        ascend(f, 5, Ball(1.0))
+    with pytest.raises(ArgumentError, match=r"hs\.SelfAttention"):
+        ascend(Head(torch.eye(2), torch.eye(2)), 5, 1.0)
     with pytest.raises(ArgumentError, match="length"):
         ascend(f, 0, 1.0)
     with pytest.raises(ArgumentError, match="length"):

@@ -156,6 +156,14 @@ def test_bad_sequences() -> None:
         f.view("both", x, y)
 
 
+@pytest.mark.parametrize(
+    "use", [hs.local_lipschitz, hs.bounds.best, lambda f, x: hs.adversarial.ascend(f, len(x), 1.0)]
+)
+def test_functions_of_one_sequence_name_the_way_to_one(use) -> None:
+    with pytest.raises(ArgumentError, match=r"f\.view\(side, x, memory\)"):
+        use(random_cross_attention(1), sequences(1)[0])
+
+
 def test_a_layer_that_is_code() -> None:
     f = cases()["plain"]
 

@@ -169,6 +169,8 @@ def test_head_and_parameters_are_taken_as_well() -> None:
         ({"X": tokens(0, N, D + 1)}, r"X: expected tokens of shape \(n, 6\)"),
         ({"X": tokens(0, 2, N, D)}, "one sequence"),
         ({"X": 10, "length": 4.0}, "X: expected tokens .* got 10. For a bound on a ball, give length and"),
+        ({"X": tokens(0, N, D).numpy()}, r"X: expected tokens .* got ndarray. Use torch\.as_tensor"),
+        ({"length": 5, "radius": "2"}, "radius: expected a finite number > 0"),
         ({"X": tokens(0, N, D), "side": "lower"}, "side: expected 'upper' with X"),
         ({"length": 5, "radius": 1.0, "side": "left"}, "side: expected 'upper' or 'lower'"),
     ],

@@ -75,7 +75,7 @@ def test_everything_is_written_and_said(howsmooth: Howsmooth) -> None:
     ]
     assert "small, layer 0, head 0, scope head, unmasked, R = " in out
     assert "small, layer 1, head 0, scope head, causal, R = " in out
-    assert "growth: found like n^" in out
+    assert "growth, with the scatter of the lengths: found like n^" in out
     assert "6 attacks made" in out
     assert "Computing 6 attacks" in err
     figures = {path.name for path in (Path("howsmooth-attack") / "figures").glob("*.png")}

@@ -121,12 +121,13 @@ def test_tokens_drawn_from_a_measure_stay_near_its_flow() -> None:
 
 
 def test_arguments_of_rates() -> None:
+    assert clustering_bound(torch.tensor(1.0), torch.tensor(0.5), 2) == clustering_bound(1.0, 0.5, 2.0)
     f = identity_head(1.0, 2)
     masked = hs.SelfAttention(f.query, f.key, f.value, causal=True)
     biased = hs.SelfAttention(f.query, f.key, f.value, value_bias=torch.ones(1, 2, dtype=F64))
     for name, call in {
         "cosine": lambda: clustering_bound(1.0, 0.0, 1.0),
-        "beta": lambda: clustering_bound(math.nan, 0.5, 1.0),
+        "beta": lambda: clustering_bound(torch.ones(2), 0.5, 1.0),
         "time": lambda: clustering_bound(1.0, 0.5, -1.0),
         "radius": lambda: log_stability_bound(f, 0.0, 1.0),
         "attention": lambda: log_stability_bound(masked, 1.0, 1.0),

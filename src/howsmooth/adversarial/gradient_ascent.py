@@ -22,7 +22,7 @@ from howsmooth.adversarial.repeated_token_search import Atoms, AtomSearch, can_s
 from howsmooth.adversarial.search_domains import Around, Ball, Domain, Ellipsoid
 from howsmooth.attention import Residual, SelfAttention, TokenMap
 from howsmooth.attention.custom_code_attention import StagedAttention
-from howsmooth.attention.theorem_preconditions import require_formula
+from howsmooth.attention.theorem_preconditions import remedy_for_other_map, require_formula
 from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.errors import ArgumentError
@@ -192,7 +192,10 @@ def ascend(
         f = f.map
     if not isinstance(f, TokenMap):
         raise ArgumentError(
-            "f", expected="a map of this library, such as SelfAttention, or a site", got=type(f).__name__
+            "f",
+            expected="a map of this library, such as SelfAttention, or a site",
+            got=type(f).__name__,
+            remedy=remedy_for_other_map(f),
         )
     _check_counts(
         random_starts=random_starts, steps=steps, atom_restarts=atom_restarts, atom_steps=atom_steps
@@ -491,6 +494,8 @@ def _domain_and_length(f: TokenMap, length: object, radius: object, domain: obje
             got="neither" if radius is None else "both",
         )
     if domain is None:
+        if isinstance(radius, Domain):
+            raise ArgumentError("radius", expected="a number", got=repr(radius), remedy="Give it as domain=.")
         domain = Ball(check_radius(radius))
     if not isinstance(domain, Domain):
         raise ArgumentError("domain", expected="a Ball, an Ellipsoid or an Around", got=type(domain).__name__)

@@ -214,6 +214,7 @@ class SelfAttention(HeadsAttention):
                 "X",
                 expected=f"at most {self.rotary.n_max} tokens, the number of rotary positions",
                 got=f"n = {n}",
+                remedy="A captured layer has the positions of its input: give a longer input.",
             )
 
     # ---- the map

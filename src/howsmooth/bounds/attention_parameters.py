@@ -19,7 +19,11 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.masks import Visibility
-from howsmooth.attention.theorem_preconditions import require_formula, require_plain_scores
+from howsmooth.attention.theorem_preconditions import (
+    remedy_for_other_map,
+    require_formula,
+    require_plain_scores,
+)
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = [
@@ -300,7 +304,10 @@ def parameters_of(attention: object) -> Parameters:
         if isinstance(attention, SiteLike):
             return _of_site(attention)
         raise ArgumentError(
-            "attention", expected="a SelfAttention, a captured site or a Head", got=type(attention).__name__
+            "attention",
+            expected="a SelfAttention, a captured site or a Head",
+            got=type(attention).__name__,
+            remedy=remedy_for_other_map(attention),
         )
     require_plain_scores(attention, "these bounds")
     if attention.rotary is not None:
@@ -308,7 +315,8 @@ def parameters_of(attention: object) -> Parameters:
             "attention",
             expected="scores ⟨A x_i + b, x_j⟩ with one matrix A",
             got=ROTARY,
-            remedy="The certificates at given tokens, such as certificate_parts, accept rotary positions.",
+            remedy="best(side='upper') and certificates at given tokens, such as certificate_parts, accept "
+            "rotary positions; hs.adversarial.ascend finds large constants.",
         )
     f = attention.to(dtype=torch.float64, device="cpu")
     group = f.heads // f.kv_heads

@@ -186,7 +186,7 @@ def check_radius(radius: object) -> float:
         value = float(radius)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         value = math.nan
-    if isinstance(radius, bool) or not (math.isfinite(value) and value > 0):
+    if isinstance(radius, bool | str) or not (math.isfinite(value) and value > 0):
         raise ArgumentError(
             "radius",
             expected="a finite number > 0, the largest norm of a token",

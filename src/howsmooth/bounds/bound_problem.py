@@ -118,8 +118,10 @@ def _tokens(X: Tensor, attention: Head | Parameters | TokenMap) -> Tensor:
         raise ArgumentError(
             "X",
             expected=f"tokens of shape (n, {d})",
-            got=repr(X)[:60],
-            remedy="For a bound on a ball, give length and radius by name.",
+            got=repr(X) if isinstance(X, int | float) else type(X).__name__,
+            remedy="For a bound on a ball, give length and radius by name."
+            if isinstance(X, int | float)
+            else "Use torch.as_tensor.",
         )
     if X.ndim == 3 and X.shape[0] == 1:
         X = X[0]

@@ -16,7 +16,7 @@ from howsmooth.cli.typer_command import ShownOrQuiet, as_typed, command
 from howsmooth.study.execution_options import LocalExecution
 from howsmooth.study.plans import AttackPlan
 from howsmooth.study.progress_listener import Outcome
-from howsmooth.study.text_formatting import decimal, mask_in_words, place_in_words, readable
+from howsmooth.study.text_formatting import counted, decimal, mask_in_words, place_in_words, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.attack_outputs import AttackOutputs
@@ -105,8 +105,8 @@ def _show(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
         if all(row["paper"] is None for row in rows):
             paragraph("  no construction of the paper: it needs plain scores and no mask")
         if growth:
-            paragraph(f"  growth: {'; '.join(growth)}")
-    words = f"\n{outcome.made[Attack.table]} attacks made in {outcome.seconds:.1f} s"
+            paragraph(f"  growth, with the scatter of the lengths: {'; '.join(growth)}")
+    words = f"\n{counted(outcome.made[Attack.table], 'attack')} made in {outcome.seconds:.1f} s"
     words += f", {outcome.kept[Attack.table]} were already there" if outcome.kept[Attack.table] else ""
     paragraph(f"{words}.")
     say(f"Tables: {published.files['summary']}, attacks.csv, exponents.csv")

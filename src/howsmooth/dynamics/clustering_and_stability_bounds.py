@@ -177,9 +177,13 @@ def _plain_head(attention: object) -> Head:
 
 
 def _number(name: str, number: object) -> float:
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+    try:
+        found = float(number)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        found = math.nan
+    if isinstance(number, bool | str) or not math.isfinite(found):
         raise ArgumentError(name, expected="a finite number", got=repr(number))
-    return float(number)
+    return found
 
 
 def _time(time: object) -> float:

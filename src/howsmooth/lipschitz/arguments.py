@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.accuracy_limits import check_accuracy
-from howsmooth.attention import TokenMap
+from howsmooth.attention import TokenMap, TwoSequenceMap
 from howsmooth.attention.map import check_tokens
+from howsmooth.attention.theorem_preconditions import remedy_for_other_map
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["check_arguments", "check_batch_dims", "checked_sequences"]
@@ -28,9 +29,9 @@ def check_arguments(
 
     The error is an ArgumentError or a NonFiniteError.
     """
-    if not callable(f):
+    if not callable(f) or isinstance(f, TwoSequenceMap):
         raise ArgumentError(
-            "f", expected="a map of tokens, callable", got=type(f).__name__, remedy=_remedy_for_site(f)
+            "f", expected="a map of one sequence of tokens", got=type(f).__name__, remedy=_remedy_for_site(f)
         )
     if not isinstance(x, Tensor):
         raise ArgumentError(
@@ -83,20 +84,15 @@ def check_batch_dims(batch_dims: object, f: object, x: object) -> None:
 
 
 def _remedy_for_site(given: object) -> str:
-    """Return advice for callers of ``local_lipschitz`` who passed a captured attention layer or a head of
-    ``hs.bounds`` instead of a map and tokens.
+    """Return advice for callers of ``local_lipschitz`` who passed a captured attention layer, a head of
+    ``hs.bounds`` or a cross-attention instead of a map and tokens.
 
     A captured site is one attention layer of a model with its input. For a list of sites it says what to do
     with each. For anything else it is empty.
     """
-    if hasattr(given, "A") and hasattr(given, "V"):
-        return (
-            "The map of a head with matrices A and V is hs.SelfAttention(torch.eye(len(A)).to(A)[None], "
-            "A.T[None], V[None], scale=1.0)."
-        )
     first = given[0] if isinstance(given, list | tuple) and given else given
     if not (hasattr(first, "map") and hasattr(first, "x")):
-        return ""
+        return remedy_for_other_map(given)
     each = "" if first is given else " for each site of the list"
     return f"Measure the map of a captured site at its tokens, local_lipschitz(site.map, site.x){each}."
 
