@@ -114,6 +114,14 @@ def test_what_was_found_is_saved_and_reaches_its_constant(howsmooth: Howsmooth) 
     assert row["found_by"] == inside.loc[inside["value"].idxmax(), "name"]
 
 
+def test_given_tokens_outside_of_the_ball_are_marked(howsmooth: Howsmooth) -> None:
+    _, out, _ = howsmooth(*SMALL, "--layers", "0", "--lengths", "4", "--radius", "0.1")
+    assert "at tokens outside of the ball" in out
+    assert summary()["tokens_norm"].item() > 0.1
+    _, out, _ = howsmooth(*SMALL, "--layers", "0", "--lengths", "4", "--radius", "100", "--out", "wide")
+    assert "outside" not in out
+
+
 def test_the_summary_holds_the_ratios(howsmooth: Howsmooth) -> None:
     howsmooth(*ONE)
     rows = pd.read_csv("howsmooth-attack/attacks.csv")

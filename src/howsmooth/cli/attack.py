@@ -102,6 +102,8 @@ def _show(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
             for row in fits
             if place(row) == (layer, head)
         ]
+        if any(map(_outside, rows)):
+            paragraph("  * at tokens outside of the ball, to which the other columns do not apply")
         if all(row["paper"] is None for row in rows):
             paragraph("  no construction of the paper: it needs plain scores and no mask")
         if growth:
@@ -117,7 +119,7 @@ def _attack(row: dict[str, Any]) -> list[str]:
     share = row["found_to_upper"]
     return [
         str(row["n"]),
-        _number(row["tokens"]),
+        _number(row["tokens"]) + (" *" if _outside(row) else ""),
         _number(row["paper"]),
         _number(row["found"]) + ("" if row["converged"] else " ?"),
         row["found_by"],
@@ -126,6 +128,11 @@ def _attack(row: dict[str, Any]) -> list[str]:
         row["upper_by"],
         "" if share is None else f"{100 * share:.3g} %",
     ]
+
+
+def _outside(row: dict[str, Any]) -> bool:
+    """Return whether the given tokens of a row lie outside the ball, beyond rounding."""
+    return row["tokens_norm"] is not None and row["tokens_norm"] > row["radius"] * (1 + 1e-9)
 
 
 def _number(value: float | None, digits: int = 4) -> str:

@@ -23,9 +23,9 @@ from howsmooth.study.store import Store
 __all__ = ["SERIES", "SUMMARY_COLUMNS", "AttackOutputs", "fits", "summary", "write_attack_outputs"]
 
 SUMMARY_COLUMNS = (
-    "layer", "head", "scope", "masking", "n", "radius", "tokens", "paper", "construction", "construction_by",
-    "ascent", "found", "found_by", "converged", "upper", "upper_by", "found_to_paper", "found_to_upper",
-    "log_upper", "file",
+    "layer", "head", "scope", "masking", "n", "radius", "tokens", "tokens_norm", "paper", "construction",
+    "construction_by", "ascent", "found", "found_by", "converged", "upper", "upper_by", "found_to_paper",
+    "found_to_upper", "log_upper", "file",
 )  # fmt: skip
 """The columns of ``summary.csv``, which has one row for each attention and length."""
 
@@ -63,9 +63,11 @@ def summary(attacks: pd.DataFrame) -> pd.DataFrame:
     Returns
     -------
     pandas.DataFrame
-        A table with :data:`SUMMARY_COLUMNS`. ``paper`` is the constant at the paper's two-cluster tokens, for
-        several heads the largest of them. ``found`` is the largest constant found in the ball by any
-        method. Values that were not computed are NaN. ``upper`` is infinite if the bound overflows.
+        A table with :data:`SUMMARY_COLUMNS`. ``tokens`` is the constant at the given tokens, and
+        ``tokens_norm`` their largest norm: beyond ``radius`` they lie outside of the ball and count nowhere
+        else. ``paper`` is the constant at the paper's two-cluster tokens, for several heads the largest of
+        them. ``found`` is the largest constant found in the ball by any method. Values that were not computed
+        are NaN. ``upper`` is infinite if the bound overflows.
 
     """
     rows = [
@@ -87,6 +89,7 @@ def _summary_row(group: pd.DataFrame) -> dict[str, Any]:
         "masking": kept["masking"],
         "radius": kept["radius"],
         "tokens": float(tokens["value"].max()),
+        "tokens_norm": float(tokens["radius_max"].max()),
         "paper": paper,
         "construction": float(built["value"].max()),
         "construction_by": str(built["name"].iloc[int(built["value"].argmax())]) if len(built) else "",

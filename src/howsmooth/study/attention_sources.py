@@ -92,7 +92,7 @@ class Target:
         if self.x is None:
             raise ArgumentError(
                 "radius",
-                expected="a number, because there is neither a norm layer nor a token to take it from",
+                expected="a number, as no norm layer and no tokens of this length give it",
                 got=repr(radius),
                 remedy="Give --radius.",
             )
