@@ -90,3 +90,20 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     ):
         assert main(["measure", "t5", *HOW, *options, "--out", "refused"]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_moves_is_in_the_citation_the_tables_and_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    scopes = ["--scope", "cross-attention", "--layers", "2", "--side", "memory"]
+    asked = [*HOW, *scopes, "--lengths", "2,3,4", "--samples", "1", "--out", "moved", "--json"]
+    assert main(["measure", "t5", *asked]) == 0
+    (line,) = json.loads(capsys.readouterr().out)["citations"]
+    assert "of t5, scope cross-attention, side memory, on ids (SHA-256" in line
+    tables = hs.read("moved")
+    assert tables["exponents"].attrs["howsmooth"] == line
+    assert {*tables["measurements"]["side"]} == {*tables["exponents"]["side"]} == {"memory"}
+    for file, words in (
+        ("measurements.csv", ",side\n"),
+        ("exponents.csv", ",side\n"),
+        ("report.html", "scope cross-attention, side memory, "),
+    ):
+        assert words in (Path("moved") / file).read_text("utf-8")

@@ -18,7 +18,7 @@ from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Bounding, Measurement, PublishedValue, Row, plain_rows
 from howsmooth.study.store import STORE_NAME
 from howsmooth.study.stored_tables import citations
-from howsmooth.study.text_formatting import decimal, kind_in_words, readable
+from howsmooth.study.text_formatting import decimal, kind_in_words, readable, scope_in_words
 
 __all__ = ["measured_as_json", "show_measured"]
 
@@ -75,10 +75,11 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
     labels = {model.label for model in plan.models}
     rows = [row for row in plain_rows(published.exponents) if row["model"] in labels]
     say("\nThe constant grows like n to the power:")
-    for (model, scope, text), family in groupby(rows, key=itemgetter("model", "scope", "text")):
+    for (model, _, text), family in groupby(rows, key=itemgetter("model", "scope", "text")):
         kind = kind_in_words(published.contents.kinds.get(text, "text"))
-        heading(f"\n{readable(model)}, scope {scope}, {kind} {readable(text)}")
-        _show_exponents(list(family))
+        group = list(family)
+        heading(f"\n{readable(model)}, {scope_in_words(group[0])}, {kind} {readable(text)}")
+        _show_exponents(group)
     hidden = len(published.exponents) - len(rows)
     if hidden:
         say(f"\nThe folder also holds {hidden} exponents of other models.")

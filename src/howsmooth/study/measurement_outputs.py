@@ -62,7 +62,7 @@ def write_outputs(
     with Store.open(folder, write=False) as store:
         contents = store.contents()
     rows = contents.measurements
-    table, compared = exponents(rows), compare(contents.published)
+    table, compared = contents.with_choices(exponents(rows)), compare(contents.published)
     written = measurement_table(contents)
     tables = {"measurements": written, "exponents": table} if parquet else {}
     in_parquet = tuple(folder / f"{name}.parquet" for name in tables)
@@ -73,7 +73,7 @@ def write_outputs(
         replace_file(folder / "exponents.csv", csv_of(table))
         pictures = []
         if figures:
-            pictures = draw_all(rows, folder / "figures", listener, contents.kinds)
+            pictures = draw_all(contents.with_choices(rows), folder / "figures", listener, contents.kinds)
         page = folder / "report.html"
         replace_file(page, render(contents, table, compared, pictures))
         if len(contents.published):

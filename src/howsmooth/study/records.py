@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
+from howsmooth.scopes import CROSS_SCOPE
+
 __all__ = [
     "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "CORRECTED", "FIGURE", "FLOW", "KEY_COLUMNS", "KINDS",
     "MEASURE", "PLACE", "PUBLISHED",
@@ -511,6 +513,19 @@ class Contents:
     def kinds(self) -> dict[str, str]:
         """The kind of each input, such as text, images or audio, by the input's name."""
         return dict(self.texts[["name", "kind"]].itertuples(index=False, name=None))
+
+    def with_choices(self, table: pd.DataFrame) -> pd.DataFrame:
+        """Add the columns ``output`` and ``side`` to a table with a ``scope``, if the study does not have
+        their defaults. They are empty in scopes without such a choice.
+        """
+        of_scope = {"output": ("model",), "side": ("model", CROSS_SCOPE)}
+        return table.assign(
+            **{
+                name: [self.study[name] if scope in scopes else "" for scope in table["scope"]]
+                for name, scopes in of_scope.items()
+                if name in self.study
+            }
+        )
 
 
 def plain_rows(table: pd.DataFrame) -> list[dict[str, Any]]:

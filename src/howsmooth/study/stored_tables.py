@@ -17,7 +17,7 @@ from howsmooth.printed_table import PrintedTable
 from howsmooth.study.exponents import LEVEL, exponents
 from howsmooth.study.records import Contents, Measurement, plain_rows
 from howsmooth.study.store import STORE_NAME, Store
-from howsmooth.study.text_formatting import counted, place_in_words, readable
+from howsmooth.study.text_formatting import place_in_words, readable, scope_in_words
 
 __all__ = ["citations", "measurement_table", "read"]
 
@@ -65,7 +65,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
         contents = store.contents() if Measurement.table in tables else None
     if contents is not None:
         tables[Measurement.table] = measurement_table(contents, how_made=True)
-        tables["exponents"] = exponents(contents.measurements)
+        tables["exponents"] = contents.with_choices(exponents(contents.measurements))
     printed: dict[str, pd.DataFrame] = {
         name: PrintedTable(_readable(table)) for name, table in tables.items()
     }
@@ -90,8 +90,8 @@ def _readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def measurement_table(contents: Contents, *, how_made: bool = False) -> pd.DataFrame:
-    """Return the measurements with the dtype of the stored weights and that of the computation, as in
-    ``measurements.csv``.
+    """Return the measurements with the dtype of the stored weights and that of the computation, and with the
+    output and the side if these are not the defaults, as in ``measurements.csv``.
 
     With ``how_made``, the last columns say how each row was made: its method, masking, module, first token
     and run.
@@ -99,6 +99,7 @@ def measurement_table(contents: Contents, *, how_made: bool = False) -> pd.DataF
     rows = contents.measurements
     stored = rows["model"].map(contents.models.set_index("label")["stored"])
     table = rows.loc[:, "model":"seed"].assign(stored=stored, computed=rows["dtype"])
+    table = contents.with_choices(table)
     return table.join(rows[list(_HOW_MADE)]) if how_made else table
 
 
@@ -111,16 +112,14 @@ def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterat
     for (model, scope, text), family in groupby(fitted, key=itemgetter("model", "scope", "text")):
         rows = list(family)
         most = max(rows, key=itemgetter("slope"))
-        place = (
-            ""
-            if scope == "model"
-            else f" of {counted(len(rows), 'fit')}, {place_in_words(most['layer'], most['head'])}"
-        )
+        place = "" if scope == "model" else place_in_words(most["layer"], most["head"])
+        if len(rows) > 1:
+            place = f"the largest of {len(rows)} fits, {place}"
         yield (
-            f"Local Lipschitz constant of {readable(model)}, scope {scope}, on {readable(text)} (SHA-256 "
-            f"{digests[text][:12]}): n to the power {most['slope']:.3f}, interval of level {LEVEL} from "
-            f"{most['low']:.3f} to {most['high']:.3f} (the largest{place}), {most['n_points']} points from "
-            f"n = {most['n_min']} to {most['n_max']}; model {fingerprints[model, text][:12]}; "
+            f"Local Lipschitz constant of {readable(model)}, {scope_in_words(most)}, on {readable(text)} "
+            f"(SHA-256 {digests[text][:12]}): n to the power {most['slope']:z.3f}, interval of level {LEVEL} "
+            f"from {most['low']:z.3f} to {most['high']:z.3f}{place and f' ({place})'}, {most['n_points']} "
+            f"points from n = {most['n_min']} to {most['n_max']}; model {fingerprints[model, text][:12]}; "
             + ", ".join(f"{name} {made_by[name]}" for name in ("howsmooth", "torch", "transformers"))
             + "."
         )

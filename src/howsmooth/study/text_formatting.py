@@ -8,6 +8,11 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "RUN_AGAIN",
@@ -22,6 +27,7 @@ __all__ = [
     "mask_in_words",
     "place_in_words",
     "readable",
+    "scope_in_words",
     "sentence",
     "unit_in_words",
 ]
@@ -114,6 +120,13 @@ def amount_in_words(kind: str, amount: int) -> str:
 def place_in_words(layer: int, head: int | None) -> str:
     """Return "layer 3", or "layer 3, head 1"."""
     return f"layer {layer}" + ("" if head is None else f", head {head}")
+
+
+def scope_in_words(row: Mapping[Any, Any] | pd.Series) -> str:
+    """Return the scope of a row, with its output and the sequence that moves if the row names them, such as
+    "scope model, output logits".
+    """
+    return ", ".join(f"{name} {row[name]}" for name in ("scope", "output", "side") if row.get(name))
 
 
 def mask_in_words(masking: str) -> str:

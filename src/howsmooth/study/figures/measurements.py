@@ -43,7 +43,14 @@ from howsmooth.study.figures.drawing import (
 )
 from howsmooth.study.file_writing import csv_of
 from howsmooth.study.progress_listener import Listener
-from howsmooth.study.text_formatting import decimal, file_stem, kind_in_words, readable, unit_in_words
+from howsmooth.study.text_formatting import (
+    decimal,
+    file_stem,
+    kind_in_words,
+    readable,
+    scope_in_words,
+    unit_in_words,
+)
 
 __all__ = ["Picture", "draw_all"]
 
@@ -89,7 +96,8 @@ def draw_all(
     figures: list[Callable[[], Picture]] = []
     for (model, text, scope), family in measurements.groupby(["model", "text", "scope"], sort=True):
         parts = parts_of(family, "lipschitz")
-        shown = _Family(folder, str(model), str(text), str(scope), kinds.get(str(text), "text"))
+        kind, words = kinds.get(str(text), "text"), scope_in_words(family.iloc[0])
+        shown = _Family(folder, str(model), str(text), str(scope), kind, words)
         figures += [partial(_overview, parts, shown)] if len(parts) > 1 else []
         figures += [partial(_single, part, shown) for part in parts]
     return draw_each(figures, folder, listener)
@@ -104,6 +112,7 @@ class _Family:
     text: str
     scope: str
     kind: str
+    scope_words: str
 
     def saved(
         self, draw: Callable[[], Figure], rows: pd.DataFrame, title: str, alt: str, part: Part | None = None
@@ -131,7 +140,7 @@ class _Family:
 
 def _single(part: Part, family: _Family) -> Picture:
     title = (
-        f"{readable(family.model)}, {part.name}, scope {family.scope}, {kind_in_words(family.kind)} "
+        f"{readable(family.model)}, {part.name}, {family.scope_words}, {kind_in_words(family.kind)} "
         f"{readable(family.text)}"
     )
     alt = f"Two scatter plots on log axes for {title}: {_description(part)}"
@@ -177,7 +186,7 @@ def _overview(parts: Sequence[Part], family: _Family) -> Picture:
     rows = pd.concat([part.rows for part in parts])
     by_head = any(part.head is not None for part in parts)
     title = (
-        f"{readable(family.model)}, scope {family.scope}, {kind_in_words(family.kind)} "
+        f"{readable(family.model)}, {family.scope_words}, {kind_in_words(family.kind)} "
         f"{readable(family.text)}: every layer{' and head' if by_head else ''}"
     )
     alt = (

@@ -21,7 +21,14 @@ from howsmooth.study.html_assets import data_url, digest, style_sheet, templates
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import tables
 from howsmooth.study.report.chart_data import bounds_data, scatter_data, script_json, sensitivity_data
-from howsmooth.study.text_formatting import amount_in_words, duration, kind_in_words, place_in_words, sentence
+from howsmooth.study.text_formatting import (
+    amount_in_words,
+    duration,
+    kind_in_words,
+    place_in_words,
+    scope_in_words,
+    sentence,
+)
 
 __all__ = ["render"]
 
@@ -41,7 +48,7 @@ def render(
     files of ``pictures`` are embedded.
     """
     rows = contents.measurements
-    found = _sections(rows, exponents, pictures)
+    found = _sections(contents.with_choices(rows), exponents, pictures)
     style, script = _style(found), _script()
     data = {
         "scatter": scatter_data(rows, exponents, contents.published, compared),
@@ -89,7 +96,7 @@ def render(
 def _template(contents: Contents) -> jinja2.Template:
     nouns = {tables.plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
     environment = templates_of("howsmooth.study")
-    environment.globals |= {"amount": amount_in_words, "place": place_in_words}
+    environment.globals |= {"amount": amount_in_words, "place": place_in_words, "scope": scope_in_words}
     environment.filters |= {
         "number": tables.number,
         "slope": tables.slope,
@@ -121,6 +128,7 @@ def _sections(
                 "model": model,
                 "text": text,
                 "scope": scope,
+                "scope_words": scope_in_words(group.iloc[0]),
                 "headline": tables.headline(group, fits),
                 "overviews": [_image(picture) for picture in mine if picture.overview],
                 "singles": [_image(picture) for picture in shown],
