@@ -26,6 +26,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from PIL import Image
 
 from howsmooth.study.exponents import Exponent, fitted_groups
+from howsmooth.study.html_assets import png
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import decimal, place_in_words
 
@@ -72,10 +73,17 @@ def draw_each(figures: Sequence[Callable[[], T]], folder: Path, listener: Listen
     return drawn
 
 
+class NotebookFigure(Figure):
+    """A figure that a notebook shows without ``%matplotlib inline``."""
+
+    def _repr_png_(self) -> bytes:
+        return png(self)
+
+
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of a given size in inches."""
+    """Return an empty figure of a given size in inches, which a notebook shows."""
     # Without pyplot, which keeps its figures in a global list and may open a window.
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = NotebookFigure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -180,7 +188,7 @@ def save(figure: Figure, folder: Path, stem: str, title: str, source: str = "") 
 
     ``source`` identifies what the figure was drawn from, for :func:`is_current`.
     """
-    png, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
+    image, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
     # The PNG gets its name last, so that one with this source is whole and has its PDF beside it.
     partial = folder / f".{stem}.partial"
     title = title.encode("latin-1", "replace").decode("latin-1")
@@ -189,8 +197,8 @@ def save(figure: Figure, folder: Path, stem: str, title: str, source: str = "") 
     figure.set_layout_engine("none")  # keep the layout: computing it again takes as long as drawing
     # Without a date, the same store gives the same file.
     figure.savefig(pdf, metadata={"Title": title, "Creator": "howsmooth", "CreationDate": None})
-    partial.replace(png)
-    return png, pdf
+    partial.replace(image)
+    return image, pdf
 
 
 def is_current(folder: Path, stem: str, source: str) -> bool:
