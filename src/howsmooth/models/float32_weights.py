@@ -78,7 +78,8 @@ def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -
     """Add the stored weights of a model to a digest of :mod:`hashlib`, except the weights with the names
     ``without``.
 
-    Weights that accelerate keeps elsewhere are loaded one module at a time.
+    Numbers that float32 holds exactly are added in float32, so that a model loaded in a wider dtype than that
+    of its file has the same digest. Weights that accelerate keeps elsewhere are loaded one module at a time.
     """
     modules = dict(model.named_modules())
     for key, tensor in sorted(model.state_dict().items()):
@@ -87,6 +88,8 @@ def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -
         path, _, name = key.rpartition(".")
         with _loaded(modules[path]) if tensor.is_meta else nullcontext():
             stored = getattr(modules[path], name) if tensor.is_meta else tensor
+            if stored.is_floating_point() and torch.equal(stored.float().to(stored.dtype), stored):
+                stored = stored.float()
             digest.update(f"{key} {stored.dtype} {tuple(stored.shape)}".encode())
             digest.update(stored.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 

@@ -74,7 +74,7 @@ def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | 
     # Open an existing store before loading a model: an unusable store is then reported at once.
     with Store.open(folder, late=True) as store:
         source = open_attention_source(plan)
-        origin = {"source": source.label, "fingerprint": source.fingerprint, "text": source.text}
+        origin = {"source": source.label, "fingerprint": source.identity, "text": source.text}
         identity = origin | plan.settings()
         store.check(ATTACK, identity)
         tasks = list(_tasks(plan, source, folder))
@@ -96,7 +96,7 @@ def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[
             seed = derive_seed(
                 purpose=ATTACK,
                 seed=plan.seed,
-                source=source.fingerprint,
+                source=source.identity,
                 scope=plan.scope,
                 layer=target.layer,
                 head=target.head,

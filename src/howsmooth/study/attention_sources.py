@@ -135,6 +135,11 @@ class FileSource:
         """The SHA-256 digest of the parameter file."""
         return hashlib.sha256(self._file.path.read_bytes()).hexdigest()
 
+    @property
+    def identity(self) -> str:
+        """The SHA-256 digest of the parameter file, which holds the tokens too."""
+        return self.fingerprint
+
     def attentions(self, length: int) -> list[Target]:
         """Return the attention with all its heads, or each chosen head by itself, for ``length`` tokens.
 
@@ -167,7 +172,9 @@ class ModelSource:
     text
         The name of the text; empty for a parameter file.
     fingerprint
-        The SHA-256 of the weights, the tokenizer and the text.
+        The SHA-256 of the model, as in :class:`~howsmooth.models.LoadedModel`.
+    identity
+        The SHA-256 of the model and the text.
     longest
         The largest length for which there are tokens. The positions of the model and the text limit it.
         ``None`` for a parameter file without tokens.
@@ -198,7 +205,8 @@ class ModelSource:
         self.label, self.text = self._subject.model.label, self._subject.text.name
         self.description = self._subject.model.source
         both = f"{self._subject.fingerprint} {self._subject.text.digest}"
-        self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
+        self.identity = hashlib.sha256(both.encode()).hexdigest()
+        self.fingerprint = self._subject.fingerprint
         most = self._subject.model.max_length
         feed = self._subject.feed
         self.usual_lengths = tuple(n for n in feed.usual if n > 1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import (
     BertForMaskedLM,
     BertModel,
@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models import builtin_names, capture, load_model
 from howsmooth.models.loading import model_location
-from howsmooth.models.loading.tokenizers import trained_tokenizer
+from howsmooth.models.loading.tokenizers import Tokenizer, trained_tokenizer
 from tests._shared import shared_data
 from tests._tiny_models import VOCABULARY, tiny, token_ids
 
@@ -118,6 +118,30 @@ def test_fingerprint_sees_weights_configuration_and_tokenizer(bert: Path) -> Non
     prints.add(load_model(bert).fingerprint)
     assert len(prints) == 4
     assert all(len(p) == 64 for p in prints)
+
+
+def test_fingerprint_is_the_same_in_every_dtype_that_holds_the_weights(tmp_path: Path) -> None:
+    tiny("llama").bfloat16().save_pretrained(tmp_path)
+    dtypes = (None, torch.float32, torch.float64, torch.bfloat16)
+    assert len({load_model(tmp_path, dtype=dtype).fingerprint for dtype in dtypes}) == 1
+    tiny("llama").save_pretrained(tmp_path)
+    assert load_model(tmp_path, dtype=torch.bfloat16).fingerprint != load_model(tmp_path).fingerprint
+
+
+def test_variants_of_a_model_are_in_its_label(bert: Path) -> None:
+    assert load_model(bert).label == bert.name
+    untrained = load_model(bert, random_init=True, as_decoder=True)
+    assert untrained.label == f"{bert.name} (random init, as decoder)"
+
+
+def test_tokens_of_sentencepiece_keep_their_leading_space() -> None:
+    vocabulary = {"<unk>": 0, "▁": 1, "▁the": 2, "the": 3, "<0x0A>": 4}
+    raw = RawTokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>"))
+    assert tokenizer.decoded([1, 2, 3, 4]) == [" ", " the", "the", "\n"]
 
 
 def test_fingerprint_is_the_same_in_another_folder(bert: Path, tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ class LoadedModel:
     source: str
     #: The dtype of the weights in their file; of random weights, the dtype of the model.
     stored: torch.dtype
-    #: SHA-256 over configuration, weights and tokenizer; the same in every run.
+    #: SHA-256 over configuration, weights and tokenizer, the same in every run and for every ``dtype`` that
+    #: holds the weights exactly. A head, a part or ``as_decoder`` changes it.
     fingerprint: str
     #: Largest number of tokens in an input, None if the model states no limit.
     max_length: int | None
@@ -82,14 +83,17 @@ class LoadedModel:
     obstacle: str = ""
     #: How images or audio become inputs of the model; None for other models.
     preparation: ImagePreparation | AudioPreparation | None = None
+    #: In what it differs from the model of this name: its part, "random init" and "as decoder".
+    variant: str = ""
 
     @property
     def label(self) -> str:
-        """The name of the model for titles. If the model was loaded from a folder, it is the name of the
-        folder without its path.
+        """The name of the model for titles, with its variant, such as "gpt2 (random init)". If the model was
+        loaded from a folder, it is the name of the folder without its path.
         """
         path = Path(self.name).expanduser()
-        return path.resolve().name if path.is_dir() else self.name
+        base = path.resolve().name if path.is_dir() else self.name
+        return f"{base} ({self.variant})" if self.variant else base
 
     def __repr__(self) -> str:
         found = f"{self.layers} layers of {self.heads} heads" if self.layers else "no attention found"
@@ -218,6 +222,11 @@ def load_model(
         heads=layers[0].heads if layers else None,
         obstacle=obstacle,
         preparation=preparation,
+        variant=", ".join(
+            word
+            for word, on in ((part, part), ("random init", random_init), ("as decoder", as_decoder))
+            if word and on
+        ),
     )
 
 
@@ -452,9 +461,15 @@ def _tokenizer(
 def _fingerprint(model: nn.Module, unread: set[str], tokenizer: Tokenizer) -> str:
     digest = hashlib.sha256()
     config = model.config.to_diff_dict() if isinstance(model, PreTrainedModel) else {"part": str(type(model))}
-    for local in ("_name_or_path", "transformers_version"):
-        config.pop(local, None)
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    digest.update(json.dumps(_without_origin(config), sort_keys=True, default=str).encode())
     hash_weights(digest, model, unread)
     digest.update(tokenizer.serialized.encode())
     return digest.hexdigest()
+
+
+def _without_origin(config: Any) -> Any:
+    """Return a configuration without entries that depend on how the model was loaded, at any depth."""
+    if not isinstance(config, dict):
+        return config
+    local = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+    return {name: _without_origin(value) for name, value in config.items() if name not in local}

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from howsmooth.errors import ModelError
 
-__all__ = ["Tokenizer", "own_tokenizer", "trained_tokenizer"]
+__all__ = ["Tokenizer", "own_tokenizer", "token_text", "trained_tokenizer"]
 
 #: Largest vocabulary of a trained tokenizer; a text of the size of a book needs no more.
 TRAINED_VOCABULARY = 8000
@@ -60,7 +60,7 @@ class Tokenizer:
         """Return the text of each token id, or texts such as "id 17" if there is no tokenizer."""
         if self._backend is None:
             return [f"id {i}" for i in ids]
-        return [str(self._backend.decode([i])) for i in ids]
+        return [token_text(self._backend, i) for i in ids]
 
     @property
     def serialized(self) -> str:
@@ -72,6 +72,18 @@ class Tokenizer:
         if isinstance(self._backend, PreTrainedTokenizerFast):
             return str(self._backend.backend_tokenizer.to_str())
         return json.dumps([type(self._backend).__name__, self._backend.get_vocab()], sort_keys=True)
+
+
+def token_text(backend: Any, i: int) -> str:
+    """Return the text of one token id, with the leading space that SentencePiece removes when it decodes.
+
+    ``backend`` is a tokenizer of transformers, or any object with ``decode(ids)``.
+    """
+    decoded = str(backend.decode([i]))
+    if not hasattr(backend, "convert_ids_to_tokens"):
+        return decoded
+    spaced = str(backend.convert_ids_to_tokens(i)).replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    return spaced if decoded == spaced.removeprefix(" ") else decoded
 
 
 def own_tokenizer(name: str | os.PathLike[str], *, local_files_only: bool) -> Tokenizer | None:

@@ -253,7 +253,7 @@ def _of_source(plan: FlowPlan) -> System:
     text = source.text if start == "given" else ""
     norms = None if of_file else plan.norms
     placed = _placed(plan, start, x)
-    return System(source.label, title, text, maps, start, *placed, source.fingerprint, norms)
+    return System(source.label, title, text, maps, start, *placed, source.identity, norms)
 
 
 def _opened(plan: FlowPlan) -> AttentionSource:
