@@ -70,6 +70,25 @@ def test_a_type_of_model_without_a_tokenizer_gets_one_of_the_text(capsys: Captur
         assert "tiny" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["profile", "precision", "influence", "bound"])
+def test_several_inputs_are_refused_and_untrained_weights_are_named(name: str, capsys: Capture) -> None:
+    GPT2Config(vocab_size=300, n_embd=24, n_layer=1, n_head=2).save_pretrained("tiny")
+    model = [name, "./tiny", "--random-init", "--layers", "0", "-q"]
+    assert main([*model, "--text", "a.txt", "--text", "b.txt"]) == 2
+    assert "text: expected one value, got 'a.txt', 'b.txt'" in capsys.readouterr().err
+    Path("ids.txt").write_text("1 2 3 4 5\n7 8 9\n")
+    if name == "bound":
+        assert main([*model, "--tokens", "ids.txt", "--lengths", "8"]) == 2
+        assert "pieces of at most 5. Use --lengths 5, or a smaller one" in capsys.readouterr().err
+    else:
+        assert main([*model, "--tokens", "ids.txt"]) == 2
+        said = "tokens: expected a file with one sequence, got ids with 2. Write one of them into"
+        assert said in capsys.readouterr().err
+    Path("ids.txt").write_text("1 2 3 4 5\n")
+    assert main([*model, "--tokens", "ids.txt"]) == 0
+    assert "tiny (random init)" in capsys.readouterr().out
+
+
 def test_a_file_after_the_model_is_answered_with_its_option(capsys: Capture) -> None:
     Path("letter.txt").write_text("Dear Alice")
     assert main(["profile", "builtin-encoder", "letter.txt"]) == 2

@@ -82,8 +82,8 @@ def test_no_map_exceeds_the_product_of_its_parts() -> None:
 def test_what_a_profile_shows(tmp_path: Path) -> None:
     found = hs.depth_profile(tiny("llama"), token_ids(1, 4))
     assert found.value == found.table["until"].iloc[-1]
-    assert repr(found).count("\n") == len(found.table) + 3
-    assert "\nWeights in float32.\n" in repr(found)
+    assert repr(found).count("\n") == len(found.table) + 4
+    assert f"\nInput: {found.input}.\nWeights in float32.\n" in repr(found)
     assert f"{found.value:.6g}" in repr(found)
     assert f"{found.value:.6g}" in found.citation
     axis = found.plot().axes[0]

@@ -252,6 +252,14 @@ def test_equal_quantisers_have_rows_once(encoder: hs.Precision) -> None:
     assert list(only["quantiser"].unique()) == ["group-64"]
 
 
+@pytest.mark.parametrize(("layers", "where"), [([1], "layer 1"), ([0, 1], "layers 0, 1")])
+def test_the_layers_that_are_quantised_at_once_are_named(
+    llama: torch.nn.Module, layers: list[int], where: str
+) -> None:
+    found = hs.precision(llama, IDS, bits=4, quantisers="token", layers=layers)
+    assert f"All keys and values of {where} at once by token: " in repr(found)
+
+
 def test_a_model_without_logits_says_so() -> None:
     found = hs.precision(tiny("bert"), IDS, bits=4, quantisers="token", layers=[0])
     assert not found.has_kl

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import disk_offload
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.models import BPE
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
@@ -147,6 +149,8 @@ def test_a_long_input_is_cut_and_says_so() -> None:
     found = hs.profile(tiny("gpt2"), torch.arange(40) + 3, layers=[0], scopes="attention")
     assert found.n == 32
     assert "tokens 0 to 31 of 40" in found.input
+    assert found.input in repr(found)
+    assert "GPT2Model, 1 token, " in repr(hs.profile(tiny("gpt2"), [3], layers=[0], scopes="attention"))
 
 
 def test_layers_that_are_refused_are_named() -> None:
@@ -194,6 +198,10 @@ class _Attention(torch.nn.Module):
         ({"inputs": IDS[None].expand(2, -1)}, "one sequence at a time"),
         ({"inputs": torch.zeros(0, dtype=torch.int64)}, "inputs"),
         ({"inputs": object()}, "inputs"),
+        ({"inputs": {"input_ids": [[1, 2]]}}, r'got list. Call the tokenizer with return_tensors="pt"'),
+        ({"inputs": ["one text", "another"]}, "got a list of texts. Give one text at a time"),
+        ({"inputs": "some text", "tokenizer": "a/folder"}, "got str. Give AutoTokenizer.from_pretrained"),
+        ({"inputs": "some text", "tokenizer": RawTokenizer(BPE())}, "got Tokenizer. Give AutoTokenizer"),
         ({"span": "3:3"}, "span"),
         ({"span": "0:13"}, "number of tokens"),
         ({"span": "a:b"}, "span"),

@@ -27,7 +27,7 @@ def test_the_ranking_goes_down_within_each_scope(found: Profile) -> None:
     # pandas hides the middle columns of what is wider than a terminal.
     assert max(map(len, str(ranking).splitlines())) < 80
     top = ranking.iloc[0]
-    assert f"layer {top['layer']}, head {top['head']}" in repr(found).splitlines()[3]
+    assert f"layer {top['layer']}, head {top['head']}" in repr(found).splitlines()[4]
     assert f"{top['value']:.6g} in [{top['lower']:.6g}, {top['upper']:.6g}]" in found.citation
 
 
@@ -42,7 +42,7 @@ def test_the_printed_tokens_have_the_largest_shares(found: Profile) -> None:
     top = found.ranking.iloc[0]
     first = found.sensitive_tokens(int(top["layer"]), int(top["head"])).iloc[0]
     said = f"]  {first['position']} {first['token']!r} {100 * first['input_share']:.0f} % → "
-    assert said in repr(found).splitlines()[3]
+    assert said in repr(found).splitlines()[4]
     with pytest.raises(ArgumentError, match="layer 3"):
         found.sensitive_tokens(3)
 

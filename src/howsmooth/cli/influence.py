@@ -64,8 +64,8 @@ class InfluencePlan(OneInputPlan):
     outputs: Ranges | None = option(
         None,
         selection(),
-        "The output tokens: all, or a list such as 0,6 or 0:4 or -1 (the last). Default: all; with the scope "
-        "model, where each takes as long as many layers, the last.",
+        "The output tokens: all, or a list such as 0,6 or 0:4 (with the output 4) or -1 (the last). Default: "
+        "all; with the scope model, where each takes as long as many layers, the last.",
         metavar="RANGES",
     )
     rtol: float = shared("rtol", default=INFLUENCE_RTOL)
@@ -140,7 +140,7 @@ def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
     most = plain_rows(table.nlargest(_PRINTED, "value"))
     if shown.json:
         described = {
-            "model": loaded.name,
+            "model": loaded.label,
             "source": loaded.source,
             "fingerprint": loaded.fingerprint,
             "input": given.description,
@@ -155,7 +155,7 @@ def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
         typer.echo(as_json(**described, files=written))
     else:
         where = "the whole model" if plan.scope == "model" else place_in_words(site.layer, None)
-        place = f"{loaded.label}, {where}, scope {plan.scope}, {counted(n, 'token')}"
+        place = f"{loaded.label}, {where}, scope {plan.scope}, {counted(n, 'token')} ({given.description})"
         _show(found, most, f"{len(most)} of {counted(len(table), 'norm')}", place, plan.output)
         say_files("Figure", written)
     return 0

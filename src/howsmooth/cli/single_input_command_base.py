@@ -19,7 +19,10 @@ from howsmooth.errors import ArgumentError
 from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, shared
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from howsmooth.models import LoadedModel
+    from howsmooth.models.inputs.token_files import TokenStream
     from howsmooth.profiling.result_base_classes import Result
 
 __all__ = ["OneInputPlan", "Step", "find_and_show", "say_files"]
@@ -95,17 +98,9 @@ class OneInputPlan(InputPlan):
         if self.audio:
             return audio_inputs(loaded, self.audio[0])
         if self.tokens:
-            return load_token_ids(self.tokens[0]).tokens
+            return self._one_sequence("tokens", load_token_ids(self.tokens[0]))
         if self.embeddings:
-            given = load_embeddings(self.embeddings[0])
-            if len(given.lengths) > 1:
-                raise ArgumentError(
-                    "embeddings",
-                    expected="a file with one sequence (n, d)",
-                    got=str(len(given.lengths)),
-                    remedy="Write one of them into a file of its own, by numpy.save.",
-                )
-            return given.tokens
+            return self._one_sequence("embeddings", load_embeddings(self.embeddings[0]))
         if loaded.modality != "text":
             raise ArgumentError(
                 "text",
@@ -114,6 +109,17 @@ class OneInputPlan(InputPlan):
                 remedy=self.OTHERWISE,
             )
         return self._text()
+
+    @staticmethod
+    def _one_sequence(name: str, given: TokenStream) -> Tensor:
+        if len(given.lengths) > 1:
+            raise ArgumentError(
+                name,
+                expected="a file with one sequence",
+                got=f"{given.name} with {len(given.lengths)}",
+                remedy="Write one of them into a file of its own.",
+            )
+        return given.tokens
 
     def _text(self) -> str:
         return texts.load_text(self.text or DEFAULT_TEXT).content

@@ -50,14 +50,16 @@ class Shown(Options):
     PANEL: ClassVar[str] = OUTPUT
 
     json: bool = option(False, flag(), "Print only the result, as JSON.")
-    quiet: bool = option(False, flag(), "Show no progress.", short="-q")
+    quiet: bool = option(False, flag(), "Show no progress; the result is printed.", short="-q")
 
 
 @dataclasses.dataclass(frozen=True)
 class ShownOrQuiet(Shown):
     """The options that choose how a command that also writes files shows its progress and its result."""
 
-    quiet: bool = option(False, flag(), "Show no progress and no summary.", short="-q")
+    quiet: bool = option(
+        False, flag(), "Show no progress, and print no result: it is in the files.", short="-q"
+    )
 
 
 def folder_option(help: str) -> Any:

@@ -73,7 +73,8 @@ class DepthProfile(Result):
 
     def __repr__(self) -> str:
         lines = [
-            f"Depth profile of {self.model}, {self.n} tokens, embeddings to {self.output}.",
+            f"Depth profile of {self.model}, {self.length}, embeddings to {self.output}.",
+            f"Input: {self.input}.",
             f"{self.precision.capitalize()}.",
             f"{'stage':<12}{'own':>10}{'until':>11}{'beyond':>11}{'product':>11}  until / product",
         ]
@@ -94,7 +95,7 @@ class DepthProfile(Result):
         the stage, of the model up to its end, and of the model after it. The fourth shows the product of the
         constants of all stages up to this one.
         """
-        return draw_depth(self.table, f"{self.model}, {self.n} tokens, to the {self.output}")
+        return draw_depth(self.table, f"{self.model}, {self.length}, to the {self.output}")
 
     def _shown(self, most: int) -> dict[str, Any]:
         table = self.table[["stage", *_MAPS, "product", "ratio"]]

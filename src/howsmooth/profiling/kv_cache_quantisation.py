@@ -252,10 +252,14 @@ class Precision(Result):
 
     def _together_in_words(self) -> list[str]:
         """Return one phrase for each quantiser, with the KL divergences of the predictions if all keys and
-        values are quantised at once.
+        values of the table are quantised at once.
         """
+        layers = sorted({int(layer) for layer in self.table["layer"]})
+        run = len(layers) > 2 and layers[-1] - layers[0] == len(layers) - 1
+        listed = f"{layers[0]} to {layers[-1]}" if run else ", ".join(map(str, layers))
+        where = f"layer{'' if len(layers) == 1 else 's'} {listed}"
         return [
-            f"all keys and values at once by {quantiser}: divergence "
+            f"all keys and values of {where} at once by {quantiser}: divergence "
             + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
             for quantiser, rows in self.together.groupby("quantiser", sort=False)
         ]
@@ -283,7 +287,8 @@ class Precision(Result):
     def __repr__(self) -> str:
         rows = self.first_rows(_SHOWN)
         lines = [
-            f"Precision of {self.model}, {self.n} tokens: keys or values of one head quantised.",
+            f"Precision of {self.model}, {self.length}: keys or values of one head quantised.",
+            f"Input: {self.input}.",
             f"{self.precision.capitalize()}.",
             f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
             "attention's output: predicted, change (real), bound (proved)"
@@ -298,7 +303,7 @@ class Precision(Result):
         """Draw the predicted effect of quantising each head, and plot the simulated effects against the
         predicted effects.
         """
-        title = f"{self.model}, one input of {self.n} tokens"
+        title = f"{self.model}, one input of {self.length}"
         return draw_precision(self.table, title, divergences=self.has_kl)
 
     def _shown(self, most: int) -> dict[str, Any]:

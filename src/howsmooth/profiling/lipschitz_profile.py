@@ -124,7 +124,8 @@ class Profile(Result):
 
     def __repr__(self) -> str:
         lines = [
-            f"Profile of {self.model}, {self.n} tokens, {self.precision}.",
+            f"Profile of {self.model}, {self.length}, {self.precision}.",
+            f"Input: {self.input}.",
             f"Intervals of {self.confidence:.4g} confidence; "
             "the token where a change matters → where it shows.",
         ]
@@ -157,7 +158,7 @@ class Profile(Result):
         """Draw the constants of all heads as a heatmap, with a second panel for the constants of whole
         layers.
         """
-        title = f"{self.model}, one input of {self.n} tokens: local Lipschitz constants"
+        title = f"{self.model}, one input of {self.length}: local Lipschitz constants"
         return draw_heatmap(self.table, title)
 
     def _tables(self) -> dict[str, pd.DataFrame]:
@@ -201,7 +202,7 @@ class Profile(Result):
     def _in_latex(self) -> tuple[pd.DataFrame, str]:
         """Return the ranking and the sentence of its caption."""
         caption = (
-            f"Local Lipschitz constants of {self.model} at one input of {self.n} tokens, with intervals of "
+            f"Local Lipschitz constants of {self.model} at one input of {self.length}, with intervals of "
             f"{self.confidence:.4g} confidence"
         )
         table = self._sorted[["layer", "head", "scope", "value", "lower", "upper", "converged"]]

@@ -20,7 +20,8 @@ from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, hash_weights, stored_dtype
 from howsmooth.models.identification.layer_identification import VerifiedLayer
-from howsmooth.models.inputs.model_inputs import max_length
+from howsmooth.models.inputs.model_inputs import check_tensor, max_length
+from howsmooth.models.loading.tokenizers import token_text
 from howsmooth.study.plans import PROFILE_TOKENS
 
 __all__ = [
@@ -165,9 +166,11 @@ def given_inputs(
             )
         ids, what = torch.tensor(_encoded(tokenizer, inputs, special), dtype=torch.int64), "a text"
     elif isinstance(inputs, Mapping):
-        named = {str(name): value for name, value in inputs.items()}
+        named = {str(name): value for name, value in inputs.items() if value is not None}
         if span is not None:
             raise ArgumentError("span", expected="None beside a dict of inputs", got=repr(span))
+        for name, value in named.items():
+            check_tensor(name, value)
         found = named.get("input_ids")
         words = None if found is None or found.shape[0] != 1 else decoded(found[0])
         return GivenInputs(model, named, words, f"inputs {', '.join(named)}")
@@ -203,12 +206,15 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
         return list(tokenizer.encode(text, special=special))
     if callable(tokenizer):
         return [int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"]]
-    if callable(getattr(tokenizer, "encode", None)):
-        return [int(i) for i in tokenizer.encode(text)]
+    if callable(encode := getattr(tokenizer, "encode", None)) and not isinstance(tokenizer, str):
+        found = encode(text)
+        if isinstance(found, Sequence | Tensor):
+            return [int(i) for i in found]
     raise ArgumentError(
         "tokenizer",
         expected="a tokenizer of transformers, or an object with encode(text) and decode(ids)",
         got=type(tokenizer).__name__,
+        remedy="Give AutoTokenizer.from_pretrained(...) of transformers.",
     )
 
 
@@ -220,7 +226,7 @@ def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
         return lambda ids: [f"id {i}" for i in ids.tolist()]
     if hasattr(tokenizer, "decoded"):
         return lambda ids: list(tokenizer.decoded(ids.tolist()))
-    return lambda ids: [str(tokenizer.decode([i])) for i in ids.tolist()]
+    return lambda ids: [token_text(tokenizer, i) for i in ids.tolist()]
 
 
 def _ids(inputs: object) -> Tensor:
@@ -229,7 +235,10 @@ def _ids(inputs: object) -> Tensor:
     try:
         ids = torch.as_tensor(inputs)
     except (TypeError, ValueError, RuntimeError):
-        raise ArgumentError("inputs", expected=expected, got=type(inputs).__name__) from None
+        got, remedy = type(inputs).__name__, ""
+        if isinstance(inputs, Sequence) and any(isinstance(one, str) for one in inputs):
+            got, remedy = "a list of texts", "Give one text at a time."
+        raise ArgumentError("inputs", expected=expected, got=got, remedy=remedy) from None
     if ids.ndim == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.ndim != 1 or not ids.numel() or ids.dtype.is_floating_point or ids.dtype == torch.bool:

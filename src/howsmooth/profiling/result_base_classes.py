@@ -24,6 +24,7 @@ from howsmooth.study.file_writing import (
     write_parquet,
 )
 from howsmooth.study.html_assets import data_url, digest, png, style_sheet, templates_of
+from howsmooth.study.text_formatting import counted
 
 __all__ = ["Result", "WritableTable", "in_interval"]
 
@@ -116,7 +117,12 @@ class Result(WritableTable, ABC):
 
     def _in_latex(self) -> tuple[pd.DataFrame, str]:
         """Return the table that ``to_latex`` writes, and the sentence of its caption without a full stop."""
-        return self.table, f"{self.TITLE} of {self.model} at one input of {self.n} tokens"
+        return self.table, f"{self.TITLE} of {self.model} at one input of {self.length}"
+
+    @property
+    def length(self) -> str:
+        """The number of tokens in words, such as "3 tokens"."""
+        return counted(self.n, "token")
 
     @property
     def precision(self) -> str:

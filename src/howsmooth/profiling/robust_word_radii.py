@@ -92,7 +92,7 @@ class WordRadii(Result):
         )
 
     def __repr__(self) -> str:
-        lines = [f"Radii of {self.model}, {self.input}, {self.n} tokens.", self.statement]
+        lines = [f"Radii of {self.model}, {self.input}, {self.length}.", self.statement]
         rows = plain_rows(self.ranking.head(_SHOWN))
         lines += [
             f"  {self._place(row):<20} {limit_in_digits(row['radius'], 4, upper=False):<8}{_beside(row)}"

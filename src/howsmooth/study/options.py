@@ -33,6 +33,7 @@ __all__ = [
     "choice",
     "flag",
     "number",
+    "one_of",
     "option",
     "options_of",
     "path",
@@ -383,6 +384,20 @@ def several(one: Kind, *, once: bool = True) -> Kind:
         return tuple(values)
 
     return dataclasses.replace(one, read=read, several=True)
+
+
+def one_of(kind: Kind) -> Kind:
+    """Return the :class:`Kind` of an option that is refused, instead of cut to the last value, if it is
+    repeated on the command line.
+    """
+
+    def read(name: str, value: Any) -> Any:
+        values = value if isinstance(value, list | tuple) else [value]
+        if len(values) != 1:
+            raise ArgumentError(name, expected="one value", got=", ".join(map(shown, values)))
+        return kind.read(name, values[0])
+
+    return dataclasses.replace(kind, read=read, several=True)
 
 
 def some_of(*choices: str, elsewhere: Mapping[str, str]) -> Kind:

@@ -26,6 +26,7 @@ from howsmooth.study.options import (
     choice,
     flag,
     number,
+    one_of,
     option,
     options_of,
     path,
@@ -77,8 +78,8 @@ PROFILE_TOKENS, INFLUENCE_TOKENS, RADIUS_TOKENS = 512, 64, 32
 """How many tokens of a longer input are taken without a span: time and memory grow with the square."""
 
 SPAN = (
-    "Which tokens of a text or of token ids, counted from 0, such as 0:16. Default: all, or the first {} of "
-    "a longer input, or as many as the model takes."
+    "Which tokens of a text or of token ids, counted from 0, such as 0:16, which leaves 16 out. Default: "
+    "all, or the first {} of a longer input, or as many as the model takes."
 )
 """The help of the option ``--span``, with a gap for the number of tokens."""
 
@@ -166,7 +167,7 @@ _SHARED: dict[str, Any] = {
     "layers": option(
         "all",
         selection(),
-        "Layers: all, or a list such as 0,6 or 0:4 or -1 (the last layer).",
+        "Layers: all, or a list such as 0,6 or 0:4 (with the layer 4) or -1 (the last layer).",
         metavar="RANGES",
     ),
     "heads": option(
@@ -553,7 +554,10 @@ class InputPlan(Options):
 
     source: str = shared("source")
     text: str | None = shared(
-        "text", default=None, help=f"{_SHARED['text'].metadata['option'].help} Default: {DEFAULT_TEXT}."
+        "text",
+        default=None,
+        kind=one_of(words(place=True)),
+        help=f"{_SHARED['text'].metadata['option'].help} Default: {DEFAULT_TEXT}.",
     )
     images: tuple[str, ...] = shared("images")
     audio: tuple[str, ...] = shared("audio")

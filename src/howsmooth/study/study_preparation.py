@@ -145,7 +145,8 @@ def place_sequences(
         longer = "a longer text" if subject.text.kind == "text" else "more of it"
         fewer = "fewer samples, or fewer or shorter lengths"
         if plan.samples == len(subject.lengths) == 1:
-            fewer = f"--lengths {subject.feed.count - subject.feed.beyond}, or a smaller one"
+            longest = max(length for _, length in subject.feed.parts or ((0, subject.feed.count),))
+            fewer = f"--lengths {longest - subject.feed.beyond}, or a smaller one"
         raise TextError(
             f"{name} is too short{more}: for {subject.model.label}, {error}. Use {fewer}, or {longer}{other}."
         ) from error

@@ -17,6 +17,7 @@ from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     ViTConfig,
     ViTForImageClassification,
@@ -28,6 +29,7 @@ from howsmooth.bounds.radius.pretrained_classifier_reader import embedded, model
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from tests._selection import others_slow
 from tests._shared import shared_data
+from tests._tiny_models import tiny
 from tests.bounds.radius._networks import normal, post_norm
 
 IDS = torch.tensor([[1, 7, 3, 9, 4]])
@@ -330,6 +332,8 @@ def test_progress_counts_up_to_what_is_expected() -> None:
 def test_models_without_remainders_are_refused_by_name(classifier: BertForSequenceClassification) -> None:
     with pytest.raises(CertificateError, match=r"Linear\) is not a classifier of a known kind"):
         hs.bounds.robust_radius(nn.Linear(3, 2), torch.zeros(2, 3))
+    with pytest.raises(CertificateError, match=r"linear readout\)\. Load it as LlamaForSequenceClass"):
+        hs.bounds.robust_radius(LlamaForCausalLM(tiny("llama").config), {"input_ids": IDS})
     with pytest.raises(ArgumentError, match="up to 90"):
         hs.bounds.robust_radius(classifier, {"input_ids": 10 * IDS})
     mask = torch.tensor([[1, 1, 1, 1, 0]])

@@ -281,12 +281,15 @@ def _arrangement(model: nn.Module) -> _Arrangement:
         if isinstance(readout, nn.Linear) and all(isinstance(end, nn.Module) for end in ends):
             return found
     known = ", ".join(found.kind for found in _ARRANGEMENTS)
+    kind = type(model).__name__
+    base, causal, _ = kind.partition("ForCausalLM")
+    load = f"Load it as {base}ForSequenceClassification. " if causal else ""
     raise CertificateError(
         "",
-        kind=type(model).__name__,
+        kind=kind,
         reason=f"is not a classifier of a known kind ({known}, with a linear readout)",
-        remedy="Layers of torch.nn.TransformerEncoderLayer are read in any module; other arrangements can be "
-        "given as a howsmooth.bounds.radius.Network.",
+        remedy=f"{load}Layers of torch.nn.TransformerEncoderLayer are read in any module; other arrangements "
+        "can be given as a howsmooth.bounds.radius.Network.",
     )
 
 

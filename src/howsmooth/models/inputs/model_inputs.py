@@ -18,6 +18,7 @@ from howsmooth.models.float32_weights import HALF, computing_dtype, device_of, h
 __all__ = [
     "ModelInputs",
     "check_model",
+    "check_tensor",
     "embedding_of",
     "in_dtype",
     "max_length",
@@ -52,6 +53,13 @@ def check_model(model: nn.Module) -> None:
             got=found,
             remedy="Convert it with model.float().",
         )
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise ArgumentError unless the input ``name`` of a model is a tensor."""
+    if not isinstance(value, Tensor):
+        remedy = 'Call the tokenizer with return_tensors="pt".' if isinstance(value, list) else ""
+        raise ArgumentError(f"inputs[{name!r}]", expected="a tensor", got=type(value).__name__, remedy=remedy)
 
 
 def in_dtype(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -192,9 +200,9 @@ def _check_names(model: nn.Module, named: dict[str, Tensor]) -> None:
                 f"inputs that {type(model).__name__} knows ({', '.join(sorted(fixed))})",
                 repr(name),
             )
-        elif not isinstance(value, Tensor):
-            raise ArgumentError(f"inputs[{name!r}]", expected="a tensor", got=type(value).__name__)
-        elif value.numel() == 0:
+        else:
+            check_tensor(name, value)
+        if not expected and value.numel() == 0:
             expected, got = "at least one sequence of at least one token", f"shape {tuple(value.shape)}"
         if expected:
             raise ArgumentError("inputs", expected=expected, got=got, remedy=remedy)
