@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary, SelfAttention
-from howsmooth.bounds.certificates.eigenvalue_bounds import norm
+from howsmooth.bounds.certificates.eigenvalue_bounds import norm, shrink
+from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
 from howsmooth.bounds.certificates.number_with_error_bound import LARGEST
 from howsmooth.errors import NonFiniteError
 from howsmooth.roundoff import UNDERFLOW, U, gamma, up
@@ -100,6 +102,18 @@ class HeadsAt:
     def n(self) -> int:
         """Number of tokens."""
         return self.heads[0].P.shape[0]
+
+    @cached_property
+    def outer(self) -> Float[Tensor, "rows m"]:
+        """The output maps of all heads side by side, or a triangle with at least their norms (:func:`shrink`)
+        if it has fewer rows.
+        """
+        return shrink(torch.cat(self.W, dim=1))
+
+    @cached_property
+    def domination(self) -> Domination:
+        """What bounds the largest eigenvalues of ``outer`` B ``outer``ᵀ for many matrices B."""
+        return Domination.of(self.outer)
 
 
 def row_blocks(n: int, width: int) -> list[slice]:

@@ -56,20 +56,19 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
     Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ). Eigenvalues are estimated by power steps, which need
     products with P but no matrix for every row.
     """
-    forms = _QuadraticForms.of(at)
-    coarse = forms.in_float32()
+    forms, value_scale, key_scale = _QuadraticForms.of(at).in_float32()
     q = torch.ones(at.n, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     of_values = torch.randn(at.n, len(forms.W_gram), generator=generator)
     of_keys = torch.randn(at.n, len(forms.K_gram), generator=generator)
     for iteration in range(iterations):
         steps = _STEPS if iteration else _FIRST_STEPS
-        c, of_values = _follow(coarse.values_image(q), coarse.W_gram, of_values, steps)
-        phi, of_keys = _follow(coarse.keys_image(c), coarse.K_gram, of_keys, steps)
+        c, of_values = _follow(forms.values_image(q), forms.W_gram, of_values, steps)
+        phi, of_keys = _follow(forms.keys_image(c), forms.K_gram, of_keys, steps)
         q = tidy((q * phi).sqrt())
-    q = q.double()
-    c = _lanczos(forms.values_image(q), forms.W_gram, of_values.double())
-    phi = _lanczos(forms.keys_image(c), forms.K_gram, of_keys.double())
+    c = _lanczos(forms.values_image(q), forms.W_gram, of_values)
+    phi = _lanczos(forms.keys_image(c), forms.K_gram, of_keys)
+    q, c, phi = q.double(), c.double() * value_scale, phi.double() * (value_scale * key_scale)
     return Weights(q, c * _ABOVE, (phi / q).amax() * _ABOVE)
 
 
@@ -98,15 +97,19 @@ class _QuadraticForms:
         K = torch.cat([head.K for head in at.heads])
         return cls(moving, v, o, queries, torch.stack(turns) if turns else None, W.mT @ W, K @ K.mT)
 
-    def in_float32(self) -> _QuadraticForms:
-        """Return the forms in float32, scaled so that their entries are at most 1.
+    def in_float32(self) -> tuple[_QuadraticForms, float, float]:
+        """Return the forms in float32, scaled so that the entries of each factor are at most 1, and the two
+        numbers by which the scaling has divided the matrices of the values and those of the keys.
 
-        The search needs c_i and Φ_j up to common factors only, and half the time in this precision.
+        Only estimates come of them, which take half the time in this precision.
         """
-        v, o = _largest_one(torch.stack((self.v, self.o)))
-        turns = None if self.turns is None else _largest_one(self.turns)
-        others = (_largest_one(t) for t in (self.W_gram, self.K_gram))
-        return _QuadraticForms(self.moving.float(), v, o, _largest_one(self.queries), turns, *others)
+        (v, o), of_v = _largest_one(torch.stack((self.v, self.o)))
+        queries, of_queries = _largest_one(self.queries)
+        turns, of_turns = (None, 1.0) if self.turns is None else _largest_one(self.turns)
+        W_gram, of_W = _largest_one(self.W_gram)
+        K_gram, of_K = _largest_one(self.K_gram)
+        single = _QuadraticForms(self.moving.float(), v, o, queries, turns, W_gram, K_gram)
+        return single, of_v**2 * of_W, (of_queries * of_turns) ** 2 * of_K
 
     def values_image(self, q: Float[Tensor, " n"]) -> Callable[[Tensor], Tensor]:
         """Return the function that multiplies, in each head, the vector of query i by the matrix
@@ -186,7 +189,8 @@ def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: 
     """
     alphas, betas = [], []
     y = b @ gram
-    length = (b * y).sum(1, keepdim=True).clamp_min(0).sqrt().clamp_min(1e-300)
+    precision = torch.finfo(b.dtype)
+    length = (b * y).sum(1, keepdim=True).clamp_min(0).sqrt().clamp_min(precision.tiny)
     b, y, last = b / length, y / length, torch.zeros_like(b)
     beta = torch.zeros_like(length)
     size = torch.zeros_like(length)
@@ -198,7 +202,7 @@ def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: 
         y = z @ gram
         beta = (z * y).sum(1, keepdim=True).clamp_min(0).sqrt()
         # A beta this small is rounding: the vectors span an invariant space, and the steps of this row end.
-        beta = torch.where(beta > 1e-6 * size, beta, 0.0)
+        beta = torch.where(beta > max(1e-6, 100 * precision.eps) * size, beta, 0.0)
         inverse = torch.where(beta > 0, 1 / beta, 0.0)
         alphas.append(alpha)
         betas.append(beta)
@@ -209,9 +213,10 @@ def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: 
     return largest
 
 
-def _largest_one(t: Tensor) -> Tensor:
-    """Divide a tensor by its largest entry and round it to float32."""
-    return (t / t.abs().amax().clamp_min(torch.finfo(t.dtype).tiny)).float()
+def _largest_one(t: Tensor) -> tuple[Tensor, float]:
+    """Divide a tensor by the size of its largest entry and round it to float32; return this size too."""
+    size = float(t.abs().amax()) or 1.0
+    return (t / size).float(), size
 
 
 def _by_head(y: Float[Tensor, "n m"], heads: int) -> Float[Tensor, "heads n k"]:

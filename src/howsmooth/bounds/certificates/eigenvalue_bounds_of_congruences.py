@@ -19,7 +19,7 @@ from howsmooth.roundoff import U, gamma, up
 
 __all__ = ["Domination"]
 
-_BLOCK = 1 << 22  # number of entries of the matrices that are factorised in one call
+_BLOCK = 1 << 20  # number of entries of the matrices that are factorised in one call, which fit into a cache
 
 # OᵀO may be singular, so this fraction of its Frobenius norm is added to its diagonal before it is inverted.
 _REGULARISED = 1e-7
@@ -101,8 +101,10 @@ class Domination:
         """Return one proved upper bound on the largest eigenvalues of all matrices O B_i Oᵀ, for positive
         semidefinite B_i.
 
-        The arguments are those of :meth:`largest_eigenvalues`. Matrices whose eigenvalues are small are
-        proved together: a bound on the eigenvalues of O (B_i + B_j) Oᵀ is one for both.
+        ``subtract(a, members)`` subtracts the sum of the matrices B_i with these indices from one matrix; it
+        may leave out the upper triangle. The other arguments are those of :meth:`largest_eigenvalues`.
+        Matrices whose eigenvalues are small are proved together: a bound on the eigenvalues of
+        O (B_i + B_j) Oᵀ is one for both.
         """
         t = guesses.amax() + TINY
         added, rise = slack.amax(), 1e-3
@@ -111,11 +113,10 @@ class Domination:
         while waiting:
             failed = []
             for first in range(0, len(waiting), len(memory)):
-                part = sorted(waiting[first : first + len(memory)], key=len, reverse=True)
+                part = waiting[first : first + len(memory)]
                 shifted = memory[: len(part)].copy_(t * self.N)
-                for place in range(len(part[0])):
-                    members = [group[place] for group in part if len(group) > place]
-                    subtract(shifted[: len(members)], torch.tensor(members))
+                for a, group in zip(shifted, part, strict=True):
+                    subtract(a, torch.tensor(group))
                 refused = _not_positive_definite(shifted).tolist()
                 failed += [group for group, no in zip(part, refused, strict=True) if no]
                 added = max([added, *(slack[group].sum() for group in part)])

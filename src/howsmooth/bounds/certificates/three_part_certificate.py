@@ -166,8 +166,7 @@ def averages(at: HeadsAt, rule: Rule) -> Enclosed:
     The part is Σ_h P^h ⊗ W_h V_h with the attention weights P^h.
     """
     p = [nonnegative_norm(head.P, rule) for head in at.heads]
-    W = [shrink(torch.cat(at.W, dim=1))]
-    W = list(W[0].split([w.shape[1] for w in at.W], dim=1))
+    W = at.outer.split([w.shape[1] for w in at.W], dim=1)
     V_squares = [(head.V @ head.V.mT)[None] for head in at.heads]
     slack = [up(gamma(head.V.shape[1] + 2) * head.V.square().sum())[None] for head in at.heads]
     folded = sandwich(W, V_squares, slack).root()  # a single matrix, so its eigenvalue is cheap
@@ -192,11 +191,11 @@ def moving_keys_norm(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
     The bound is ν of Theorem N, see :func:`certificate_parts`.
     """
     q = weights.q
-    W = shrink(torch.cat(at.W, dim=1)).split([w.shape[1] for w in at.W], dim=1)
+    W = at.outer.split([w.shape[1] for w in at.W], dim=1)
     blocks = [value_sums(head, q) for head in at.heads]
     relative = up(torch.tensor(gamma(at.n + 8), dtype=torch.float64))
     traces = [relative * b.diagonal(dim1=-2, dim2=-1).sum(-1) for b in blocks]
-    c = sandwich(W, blocks, traces, rule, weights.c)
+    c = sandwich(W, blocks, traces, rule, weights.c, lambda: at.domination)
     K = shrink(torch.cat([head.K for head in at.heads]).mT).split(
         [head.K.shape[0] for head in at.heads], dim=1
     )

@@ -10,7 +10,7 @@ tokens", section "Rounding").
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -61,6 +61,7 @@ def sandwich(
     slack: Sequence[Float[Tensor, " batch"]],
     rule: Rule = "cholesky",
     guess: Float[Tensor, " batch"] | None = None,
+    domination: Callable[[], Domination] | None = None,
 ) -> Enclosed:
     """Bound the largest eigenvalues of the symmetric matrices Σ_h O_h B^h O_hᵀ, where h runs over the heads.
     The matrices O_h and batches of matrices B^h are given.
@@ -68,7 +69,7 @@ def sandwich(
     ``outer`` has one matrix O_h for each head, ``blocks`` one batch of symmetric matrices B^h for each head.
     The result has one bound for each matrix of the batch. ``slack`` bounds the norm of a matrix that bounds
     the errors of B^h entry by entry. ``guess`` is an estimate of the eigenvalues; without it they are
-    computed.
+    computed. ``domination`` returns the :class:`Domination` of all O_h side by side, where it is known.
     """
     rows, count = outer[0].shape[0], len(blocks[0])
     width = sum(o.shape[1] for o in outer)
@@ -84,7 +85,8 @@ def sandwich(
                 own = slice(end - b.shape[1], end)
                 a[:, own, own] -= b[members]
 
-        return Domination.of(torch.cat(tuple(outer), dim=1)).largest_eigenvalues(subtract, guess, up(error))
+        near = Domination.of(torch.cat(tuple(outer), dim=1)) if domination is None else domination()
+        return near.largest_eigenvalues(subtract, guess, up(error))
     factor = gamma(width + max(o.shape[1] for o in outer) + 6)
     for square, b, s in zip(squares, blocks, slack, strict=True):
         error += square * (s + factor * (torch.linalg.matrix_norm(b) + s))
@@ -104,13 +106,13 @@ def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
 
     The result bounds the norm max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
     """
-    W = shrink(torch.cat(at.W, dim=1))
+    W = at.outer
     Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
     Ws = W.split([o.shape[1] for o in at.W], dim=1)
     Qs = Q.split([head.Q.shape[0] for head in at.heads])
     rows, columns = W.shape[0], Q.shape[1]
     if rule == "cholesky" and min(rows, columns) > FULL_SPECTRUM and bool(W.any()):
-        return _diagonal_norms_by_domination(at, W, Qs)
+        return _diagonal_norms_by_domination(at, Qs)
     width = Q.shape[0] + max(o.shape[1] for o in Ws) + 6
     error = sum(
         w.norm() * q.norm() * torch.linalg.matrix_norm(head.F)
@@ -130,9 +132,7 @@ def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
     return Enclosed(torch.cat(uppers).amax(), torch.cat(plains).amax())
 
 
-def _diagonal_norms_by_domination(
-    at: HeadsAt, W: Float[Tensor, "rows m"], Qs: Sequence[Float[Tensor, "_k columns"]]
-) -> Enclosed:
+def _diagonal_norms_by_domination(at: HeadsAt, Qs: Sequence[Float[Tensor, "_k columns"]]) -> Enclosed:
     """Bound the largest norm of the diagonal blocks of the Jacobian by comparing all blocks with one matrix,
     which :class:`Domination` computes.
 
@@ -148,13 +148,13 @@ def _diagonal_norms_by_domination(
 
     def subtract(a: Tensor, members: Tensor) -> None:
         factors = F[members]
+        columns = factors.permute(1, 0, 3, 2).flatten(1, 2)  # for each head, (members and key_dim, value_dim)
         for h in range(H):
             # The factorisation reads the lower triangle, so head h meets the heads up to h.
             left = factors[:, h] @ gram[h, :, : h + 1].flatten(1)
-            left = left.unflatten(2, (h + 1, -1)).transpose(1, 2)
-            block = (left @ factors[:, : h + 1].mT).transpose(1, 2).flatten(2)
-            a[:, h * v : (h + 1) * v, : (h + 1) * v] -= block
+            left = left.unflatten(2, (h + 1, -1)).permute(2, 1, 0, 3).flatten(2)
+            block = (left @ columns[: h + 1]).transpose(0, 1).flatten(1)
+            a[h * v : (h + 1) * v, : (h + 1) * v] -= block
 
-    return (
-        Domination.of(W).largest_of_all(subtract, diagonal_guesses(at), up(W.square().sum() * error)).root()
-    )
+    slack = up(at.outer.square().sum() * error)
+    return at.domination.largest_of_all(subtract, diagonal_guesses(at), slack).root()
