@@ -45,6 +45,37 @@ def flow(
 
     This integrates x_i' = f(X)_i.
 
+    Parameters
+    ----------
+    field
+        A map of this library with d_out = d, such as attention, which is the velocity at all times;
+        :class:`Layers`, :class:`Sphere` or another field of this module; or a function of the time t and the
+        tokens x that returns velocities of the shape of x.
+    start
+        Tokens (n, d) or (batch, n, d) in float32 or float64, a :class:`~howsmooth.measures.DiscreteMeasure` or a
+        :class:`~howsmooth.measures.Gaussian`.
+    times
+        At least two increasing times, as a tensor or a sequence. ``start`` is the state at the first one. The
+        velocity of a map is per unit of time; each of ``Layers`` lasts one unit, from time 0, unless they
+        have another ``total_time``.
+    method
+        An integrator that chooses its steps ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun") or
+        one with a fixed step ("euler", "midpoint", "heun2", "heun3", "rk4", or "residual", the layers
+        X + h f(X) with step size h).
+    step
+        The step of a method with a fixed step, in units of time, at most the smallest difference of two
+        times. "residual" with ``Layers`` takes one step per layer. None for the other methods.
+    rtol, atol
+        The relative and absolute error of a step that a method which chooses its steps accepts. Default: 1e-7
+        and 1e-9 in float64, 1e-4 and 1e-6 in float32. None for a method with a fixed step.
+    estimate_error
+        Whether to estimate the error of the last state, by a second run with half the step or a tenth of the
+        tolerances.
+    max_steps
+        The largest number of steps between two times.
+    on_progress
+        A function that is called with the time and the state at each of the times after the first.
+
     Returns
     -------
     Trajectory
@@ -54,7 +85,9 @@ def flow(
     Raises
     ------
     ArgumentError
-        If an argument has a wrong type or value; the message names the argument.
+        If an argument has a wrong type or value, a shape does not fit the field, the times do not increase or
+        lie outside those of ``Layers``, or a step or tolerance is given to a method without it; the message
+        names the argument.
     NonFiniteError
         If the start, or the velocity at the start, contains NaN or infinity.
 
