@@ -52,8 +52,8 @@ def flow(
         :class:`Layers`, :class:`Sphere` or another field of this module; or a function of the time t and the
         tokens x that returns velocities of the shape of x.
     start
-        Tokens (n, d) or (batch, n, d) in float32 or float64, a :class:`~howsmooth.measures.DiscreteMeasure` or a
-        :class:`~howsmooth.measures.Gaussian`.
+        Tokens (n, d) or (batch, n, d) in float32 or float64, a :class:`~howsmooth.measures.DiscreteMeasure`
+        or a :class:`~howsmooth.measures.Gaussian`.
     times
         At least two increasing times, as a tensor or a sequence. ``start`` is the state at the first one. The
         velocity of a map is per unit of time; each of ``Layers`` lasts one unit, from time 0, unless they
