@@ -144,7 +144,8 @@ def _diagonal_norms_by_domination(at: HeadsAt, Qs: Sequence[Float[Tensor, "_k co
     gram = torch.einsum("hkd,gld->hkgl", Q, Q)
     F = torch.stack([head.F for head in at.heads], dim=1)
     size = (torch.linalg.matrix_norm(F).square() * Q.square().sum((1, 2))).sum(1)
-    error = up(gamma(Q.shape[2] + 2 * Q.shape[1] + 20) * size)
+    # A sum over members and entries of a head is one inner product of at most n key_dim terms.
+    error = up(gamma(Q.shape[2] + (at.n + 1) * Q.shape[1] + 20) * size)
 
     def subtract(a: Tensor, members: Tensor) -> None:
         factors = F[members]
