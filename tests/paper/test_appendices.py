@@ -196,8 +196,12 @@ def test_models_without_a_tokenizer_are_refused_with_what_to_do(
         raise ModelError("'bert' has no usable tokenizer.")
 
     monkeypatch.setattr(Words, "encode", nothing)
-    with pytest.raises(ArgumentError, match=r"bert, without one. Put one into its folder"):
-        measured(GAMMA_RADIUS, tmp_path, asked(BERT, lengths=(6,)))
+    for spec, words in (
+        (BERT, r"bert, without one. Put one into its folder, or add ,random-init;"),
+        (ModelSpec("bert", random_init=True), r"without one. Put one into its folder; howsmooth measure"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            measured(GAMMA_RADIUS, tmp_path, asked(spec, lengths=(6,)))
 
 
 # ---- quadratic growth

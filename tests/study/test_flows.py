@@ -265,6 +265,10 @@ def test_tokens_of_a_parameter_file_are_put_on_the_sphere_of_their_own_size(tmp_
     )
     assert placed.radius == pytest.approx(size)
     torch.testing.assert_close(placed.x, size * x / x.norm(dim=1, keepdim=True))
+    larger = load_system(dataclasses.replace(plan, sphere=True, radius=3.0))
+    torch.testing.assert_close(larger.x, 3 * x / x.norm(dim=1, keepdim=True))
+    with pytest.raises(ArgumentError, match="radius: expected none for given tokens without --sphere"):
+        load_system(dataclasses.replace(plan, radius=3.0))
     drawn = load_system(dataclasses.replace(plan, start="gaussian", tokens=9))
     assert drawn.x.shape == (9, 6)
 

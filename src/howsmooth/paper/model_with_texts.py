@@ -76,7 +76,8 @@ def loaded(context: FigureContext, spec: ModelSpec) -> Any:
             "model",
             expected="models with a tokenizer, since figures are measured on texts",
             got=f"{spec.label}, without one",
-            remedy="Put one into its folder, or add ,random-init; howsmooth measure takes other inputs.",
+            remedy=f"Put one into its folder{'' if spec.random_init else ', or add ,random-init'}; howsmooth "
+            "measure takes other inputs.",
         ) from error
     return model
 

@@ -311,8 +311,11 @@ def words(*, place: bool = False) -> Kind:
     return Kind(str, read, place=place)
 
 
-def choice(*choices: str) -> Kind:
-    """Return the :class:`Kind` of an option that accepts one of the strings ``choices``."""
+def choice(*choices: str, elsewhere: Mapping[str, str] = {}) -> Kind:
+    """Return the :class:`Kind` of an option that accepts one of the strings ``choices``.
+
+    ``elsewhere`` has words that belong to another command, each with the remedy to show in the error.
+    """
 
     def read(name: str, value: Any) -> str:
         if value not in choices:
@@ -320,7 +323,7 @@ def choice(*choices: str) -> Kind:
                 name,
                 expected=f"one of {', '.join(choices)}",
                 got=shown(value),
-                remedy=similar_name(str(value), choices),
+                remedy=elsewhere.get(str(value)) or similar_name(str(value), choices),
             )
         return str(value)
 

@@ -94,6 +94,11 @@ _PUBLISHED_ELSEWHERE = {
     "c-3": "It changes a bound; use howsmooth reproduce bounds --as-published.",
 }
 
+_CROSS_ELSEWHERE = (
+    "howsmooth measure takes this scope. In Python, hs.bounds.cross_attention_upper_bound bounds it, and "
+    'hs.adversarial.ascend searches it: see the guide "Scopes and masks".'
+)
+
 _DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
 _DEFAULT_LENGTHS = tuple(range(2, 101, 2))
 
@@ -142,7 +147,7 @@ _SHARED: dict[str, Any] = {
         (),
         several(words(place=True)),
         "Images instead of a text: a file, a folder, or builtin (generated). May be repeated. The length of "
-        "an image is the number of its patches.",
+        "an image is the number of its patches and of the tokens that the model adds, such as a class token.",
         metavar="builtin|PATH",
     ),
     "audio": option(
@@ -175,7 +180,7 @@ _SHARED: dict[str, Any] = {
     ),
     "scope": option(
         "attention",
-        choice(*ATTENTION_SCOPES),
+        choice(*ATTENTION_SCOPES, elsewhere={CROSS_SCOPE: _CROSS_ELSEWHERE}),
         "The part of attention. head: one head without output projection; heads: all heads without output "
         "projection; attention: all heads with output projection.",
         metavar="SCOPE",
@@ -184,7 +189,8 @@ _SHARED: dict[str, Any] = {
         "hidden",
         choice(*OUTPUTS),
         "With the scope model: the last hidden state of all tokens, the logits, or the margin, the largest "
-        "logit minus the second largest. The last two need a model with a head.",
+        "logit minus the second largest (of a language model at the last token). The last two need a model "
+        "with a head.",
         metavar="|".join(OUTPUTS),
     ),
     "random_init": option(False, flag(), "Build the architecture with untrained weights."),

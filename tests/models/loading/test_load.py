@@ -338,6 +338,12 @@ def test_folders(tmp_path: Path, kind: str, word: str) -> None:
     assert kind in str(error.value)
 
 
+def test_a_file_of_parameters_is_refused_with_the_commands_that_take_one(tmp_path: Path) -> None:
+    (tmp_path / "AV.npz").write_bytes(b"")
+    with pytest.raises(ModelError, match="are for howsmooth bound, attack and flow"):
+        load_model(tmp_path / "AV.npz")
+
+
 def test_relative_folder_that_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()

@@ -146,6 +146,11 @@ def find(name: str, *, random_init: bool) -> Place:
         what = "holds no model (no config.json)" if path.is_dir() else "is a file, not the folder of a model"
         inside = sorted(one.parent.name for one in path.glob("*/config.json"))
         hint = f" Models are in the folders {', '.join(inside)} inside." if inside else ""
+        if path.suffix in (".npy", ".npz", ".safetensors"):
+            hint = (
+                " The parameters of one attention, in a .npz or .safetensors file, are for howsmooth bound, "
+            )
+            hint += "attack and flow."
         raise ModelError(f"{name!r} {what}.{hint} {_remedy(name)}")
     if looks_like_path or ":" in name:
         raise ModelError(f"There is no folder {name!r}. {_remedy(name)}")

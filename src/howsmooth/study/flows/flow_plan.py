@@ -62,8 +62,11 @@ class FlowPlan(Options):
     dimension: int | None = option(
         None, whole(1, _MOST_NUMBERS), "Dimension of the tokens of a named system. Default: 2."
     )
-    radius: float = option(
-        1.0, number(positive=True), "Radius of the sphere, or standard deviation of Gaussian tokens."
+    radius: float | None = option(
+        None,
+        number(positive=True),
+        "Radius of the sphere, or standard deviation of Gaussian tokens. Default: 1, or with --sphere the "
+        "root mean square of the norms of given tokens.",
     )
     attention: str = option(
         "softmax",
@@ -76,8 +79,8 @@ class FlowPlan(Options):
     sphere: bool = option(
         False,
         flag(),
-        "Keep the tokens on a sphere, as norm layers do. Its radius is --radius for random tokens, and the "
-        "root mean square of the norms of given tokens, which are projected onto it.",
+        "Keep the tokens on a sphere of radius --radius, as norm layers do. Given tokens are projected onto "
+        "it.",
     )
     rescale: bool = option(
         False, flag(), "Follow exp(-tV) x instead of the tokens x, which may grow without limit."

@@ -118,12 +118,16 @@ def _placed(plan: FlowPlan, start: str, x: Tensor) -> tuple[Tensor, float]:
     """Return the initial tokens and a radius.
 
     If the plan asks for a sphere, the tokens are projected onto it, and the radius is its radius. Otherwise,
-    the radius is the radius in the plan.
+    the radius is that of the random tokens.
     """
-    if not plan.sphere:
-        return x, plan.radius
-    radius = plan.radius if start in _DRAWN else float(x.square().sum(dim=1).mean().sqrt())
-    return _onto_sphere(x, radius), radius
+    given = start not in _DRAWN
+    if given and plan.radius is not None and not plan.sphere:
+        raise ArgumentError(
+            "radius", expected="none for given tokens without --sphere", got=f"{plan.radius:g}"
+        )
+    usual = float(x.square().sum(dim=1).mean().sqrt()) if given and plan.sphere else 1.0
+    radius = plan.radius or usual
+    return _onto_sphere(x, radius) if plan.sphere else x, radius
 
 
 # ---- Named systems, after Geshkovski, Letrouit, Polyanskiy, Rigollet (2023, 2024)
@@ -341,7 +345,8 @@ def _draw_tokens(plan: FlowPlan, kind: str, n: int, d: int) -> Float64[Tensor, "
     """Draw n tokens: from N(0, radius² I) for ``gaussian``, uniformly with norm ``radius`` for ``sphere``."""
     seed = derive_seed(purpose="start", kind=kind, n=n, d=d, seed=plan.seed)
     x = torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return _onto_sphere(x, plan.radius) if kind == "sphere" else plan.radius * x
+    radius = plan.radius or 1.0
+    return _onto_sphere(x, radius) if kind == "sphere" else radius * x
 
 
 def _onto_sphere(x: Float64[Tensor, "n d"], radius: float) -> Float64[Tensor, "n d"]:
