@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import warnings
 from collections.abc import Callable
@@ -153,6 +154,23 @@ def test_gradient_is_that_of_finite_differences() -> None:
         return float(norms(other, x).detach().mean())
 
     assert slope == pytest.approx((at(1e-5) - at(-1e-5)) / 2e-5, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [SpectralPenalty, JasminPenalty])
+def test_a_model_is_copied_and_saved_while_a_penalty_is_attached(kind: type) -> None:
+    model, x = Model(attention()), tokens()
+    with kind(model) as penalty:
+        model(x)
+        before = penalty()
+        before.backward()
+        copied = copy.deepcopy(model)
+        copied(2 * x)  # an average of weights, for example, is no pass of the model
+        assert float(penalty()) == pytest.approx(float(before), rel=1e-3)
+        file = io.BytesIO()
+        torch.save(model, file)
+    file.seek(0)
+    for other in (copied, torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), model(x))
 
 
 def test_without_on_input_nothing_flows_to_what_is_before() -> None:
