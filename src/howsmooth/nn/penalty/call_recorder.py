@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from howsmooth.errors import ArgumentError, DerivativeError
-from howsmooth.nn.penalty.one_module_hook import OneModuleHook
 from howsmooth.nn.penalty.output_projections import OutputProjections, first_output
+from howsmooth.nn.penalty.uncopied_hook import UncopiedHook
 
 __all__ = ["Call", "Recorder", "attention_layers"]
 
@@ -175,14 +175,13 @@ class Recorder:
         """Register the hooks that record the calls of the layers."""
         if self._handles:
             return
-        model = self._model
         self._handles = [
-            model.register_forward_pre_hook(OneModuleHook(model, self._begin)),
+            self._model.register_forward_pre_hook(UncopiedHook(self._begin)),
             # The hook must also run if the forward pass raises an exception.
-            model.register_forward_hook(OneModuleHook(model, self._end), always_call=True),
+            self._model.register_forward_hook(UncopiedHook(self._end), always_call=True),
         ]
         for name, layer in self._layers.items():
-            hook = OneModuleHook(layer, self._hook(name))
+            hook = UncopiedHook(self._hook(name))
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
         if self._projections is not None:
             self._projections.attach()

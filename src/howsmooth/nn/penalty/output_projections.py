@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.penalty.one_module_hook import OneModuleHook
+from howsmooth.nn.penalty.uncopied_hook import UncopiedHook
 
 __all__ = ["OutputProjections", "first_output"]
 
@@ -48,10 +48,10 @@ class OutputProjections:
         for name, layer in missing.items():
             for module in layer.modules():
                 hook = self._returned(name) if module is layer else self._computed
-                self._handles.append(module.register_forward_hook(OneModuleHook(module, hook)))
+                self._handles.append(module.register_forward_hook(UncopiedHook(hook)))
         for module in self._model.modules():
             if _is_linear(module) and id(module) not in inside:
-                self._handles.append(module.register_forward_pre_hook(OneModuleHook(module, self._given)))
+                self._handles.append(module.register_forward_pre_hook(UncopiedHook(self._given)))
 
     def detach(self) -> None:
         """Remove the hooks, and forget the outputs of the last forward pass."""
