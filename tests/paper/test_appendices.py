@@ -178,7 +178,7 @@ def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:
     finding = shown(GAMMA_RADIUS, gammas, tmp_path)
     table = finding.tables[0][1]
     bert = table[table["model"] == "bert"]["γR²"]
-    assert f"γR² is from {bert.min():.3g} to {bert.max():.3g} over its 12 heads" in finding.seen[0]
+    assert f"γR² is from {bert.min():z.3g} to {bert.max():.3g} over its 12 heads" in finding.seen[0]
     enough = int((bert >= math.log(99) / 2).sum())
     assert f"In {enough} of 12 heads γR² is at least 2.30" in finding.seen[0]
     assert "gpt2" in finding.seen[1]

@@ -18,7 +18,7 @@ from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Bounding, Measurement, PublishedValue, Row, plain_rows
 from howsmooth.study.store import STORE_NAME
 from howsmooth.study.stored_tables import citations
-from howsmooth.study.text_formatting import decimal, kind_in_words, readable, scope_in_words
+from howsmooth.study.text_formatting import counted, decimal, kind_in_words, readable, scope_in_words
 
 __all__ = ["measured_as_json", "show_measured"]
 
@@ -108,8 +108,9 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
         yield f"{values} published values made; their exponents are in published-exponents.csv."
     if outcome.left_out:
         yield (
-            f"Bounds of {outcome.left_out} attentions were left out, because bounds may take at most a fifth "
-            "of the measuring time. --bounds all computes all bounds, --bounds none computes none."
+            f"Bounds of {counted(outcome.left_out, 'attention')} were left out, because bounds may take at "
+            "most a fifth of the measuring time. --bounds all computes all bounds, --bounds none computes "
+            "none."
         )
     if unsettled:
         yield "To narrow their intervals, measure with a larger --max-iterations into another --out."

@@ -226,7 +226,7 @@ def result_sentences(rows: pd.DataFrame) -> str:
     negative, enough = int(_negative(there).sum()), int((strength >= _HALF).sum())
     largest = there.iloc[int(strength.argmax())]
     words = (
-        f"{name}: γR² is from {strength.min():.3g} to {strength.max():.3g} over its {count} heads, "
+        f"{name}: γR² is from {strength.min():z.3g} to {strength.max():z.3g} over its {count} heads, "
         f"{strength.median():.3g} in the median, and largest in layer {largest['layer']}, head "
         f"{largest['head']}; R is {between(there['radius'], '{:.4g}')}, by layer. γ is −γ_min in {negative} "
         f"heads and γ_max/8 in {count - negative}. In {enough} of {count} heads γR² is at least "

@@ -247,7 +247,7 @@ def draw(
         for curve in panel.curves:
             curve.draw(axis)
         for place in panel.verticals:
-            axis.axvline(place, color="0.6", linewidth=0.7, linestyle=DOTTED, zorder=1)
+            axis.axvline(place, color="0.6", linewidth=0.7, zorder=1)
         below = [row[j] for row in panels if j < len(row)]
         _scale(axis, "x", panel.scales[0], below if sharex else [panel])
         _scale(axis, "y", panel.scales[1], panels[i] if sharey else [panel])

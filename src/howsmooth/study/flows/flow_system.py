@@ -206,7 +206,8 @@ def _named(plan: FlowPlan) -> System:
     else:
         x = _read_tokens(plan, Path(start))
     title = f"{SYSTEMS[plan.source][0]}; {plan.attention} attention"
-    title += f"{', causal' if plan.causal else ''}{'' if plan.beta == 1 else f', β = {plan.beta:g}'}"
+    # Without spaces, at which the title of an animation could be broken.
+    title += f"{', causal' if plan.causal else ''}{'' if plan.beta == 1 else f', β={plan.beta:g}'}"
     maps = (build_system(plan, x.shape[1]),)
     return System(plan.source, title, "", maps, start, *_placed(plan, start, x), plan.source)
 
