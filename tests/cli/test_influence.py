@@ -58,8 +58,10 @@ def test_progress_is_told_within_a_layer(capsys: Capture, monkeypatch: pytest.Mo
 def test_the_margin_of_a_whole_model_is_no_token(capsys: Capture) -> None:
     given = ["influence", "builtin-decoder", "--span", "0:5", "--scope", "model", "--output", "margin"]
     assert main(given) == 0
-    out = capsys.readouterr().out
+    captured = capsys.readouterr()
+    out = captured.out
     assert out.count(" margin ") == 5, out
+    assert "Measuring 1 output of 5 tokens, 1 derivative of the whole model at most" in captured.err
     assert "output_token" not in pd.read_csv("howsmooth-influence/influence.csv").columns
 
 

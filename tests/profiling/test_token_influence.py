@@ -355,7 +355,7 @@ def test_the_figure_has_a_cell_for_each_pair_and_the_words(found: Influence) -> 
 def test_outputs_that_are_no_tokens_get_no_words() -> None:
     found = hs.influence(lambda x: x.sum(dim=0, keepdim=True), tokens(0, 3, 4))
     axis = found.plot(words=["a", "b", "c"]).axes[0]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["0"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == [""]
     assert [label.get_text() for label in axis.get_xticklabels()] == ["a", "b", "c"]
 
 
@@ -397,3 +397,21 @@ def test_refuses_and_names_the_argument(change: dict[str, object], said: str) ->
 def test_refuses_tokens_that_are_not_finite() -> None:
     with pytest.raises(NonFiniteError, match="x: expected finite"):
         hs.influence(random_attention(0), torch.full((4, 6), float("nan"), dtype=torch.float64))
+
+
+def test_wide_outputs_are_differentiated_by_columns() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(60, 3, generator=generator, dtype=torch.float64)
+    x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        return (x.cumsum(0) @ weight.mT).tanh()
+
+    told: list[float] = []
+    found = hs.influence(wide, x, outputs=[-1, 1], on_output=lambda done, _: told.append(done))
+    dense = torch.func.jacrev(wide)(x)  # (n, d_out, n, d)
+    norms = torch.linalg.matrix_norm(dense.movedim(2, 1), 2)[[3, 1]]
+    assert bool(((found.lower <= norms) & (norms <= found.upper)).all())
+    assert bool((found.value[1, 2:] == 0).all())
+    assert told == sorted(told)
+    assert (told[0], told[-1]) == (0.25, 2)

@@ -4,6 +4,7 @@ is changed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,11 +119,15 @@ def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
         )
         site = plan.site_of(loaded, given.inputs)
         outputs, n = plan.outputs_of(site), site.x.shape[1]
-        display.phase(f"Measuring {counted(len(outputs), 'output')} of {counted(n, 'token')}")
+        told = f"Measuring {counted(len(outputs), 'output')} of {counted(n, 'token')}"
+        if plan.scope == "model":
+            entries = min(site.map(site.x)[0].shape[-1], 2 * site.x[0].numel())
+            told += f", {counted(len(outputs) * entries, 'derivative')} of the whole model at most"
+        display.phase(told)
         settings = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations", "seed")}
 
-        def on_output(done: int, total: int) -> None:
-            display.advance(float(done), float(total), f"output {done} of {total}")
+        def on_output(done: float, total: int) -> None:
+            display.advance(done, float(total), f"output {math.ceil(done)} of {total}")
 
         found = measured(site, outputs=outputs, on_output=on_output, **settings)
         display.phase("Writing")

@@ -79,7 +79,7 @@ def block_norms(
     outputs: Int[Tensor, " outputs"],
     dtype: torch.dtype,
     solver: Solver,
-    on_output: Callable[[int, int], None] | None = None,
+    on_output: Callable[[float, int], None] | None = None,
 ) -> BlockNorms:
     """Measure the spectral norms of the blocks ∂y_i/∂x_j of a Jacobian, for some output tokens i and all
     input tokens j.
@@ -96,8 +96,9 @@ def block_norms(
     solver
         The solver, with a seed for each input token times the number of outputs.
     on_output
-        Called with the number of output tokens that are done, and the number of all; blocks in closed form
-        are done in the order of their tiles, so the first number is then an average.
+        Called with the number of output tokens that are done, with a fraction for the current one, and the
+        number of all; blocks in closed form are done in the order of their tiles, so the first number is
+        then an average.
 
     """
     told = on_output or (lambda done, total: None)
@@ -129,7 +130,11 @@ def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
 
 
 def _of_tiles(
-    blocks: TokenBlocks, outputs: Tensor, dtype: torch.dtype, solver: Solver, told: Callable[[int, int], None]
+    blocks: TokenBlocks,
+    outputs: Tensor,
+    dtype: torch.dtype,
+    solver: Solver,
+    told: Callable[[float, int], None],
 ) -> BlockNorms:
     weights = blocks.weights()[outputs]
     norms = BlockNorms.zeros(*weights.shape)
@@ -192,17 +197,23 @@ def _leading(
 
 
 def _of_rows(
-    jacobian: LinearOperator, outputs: Tensor, solver: Solver, told: Callable[[int, int], None]
+    jacobian: LinearOperator, outputs: Tensor, solver: Solver, told: Callable[[float, int], None]
 ) -> BlockNorms:
-    n = jacobian.in_shape[0]
+    n, d = jacobian.in_shape
     norms = BlockNorms.zeros(len(outputs), n)
+    # A product with J takes up to twice as long as one with its transpose.
+    by_columns = 2 * n * d < jacobian.out_shape[-1]
     for row, i in enumerate(outputs.tolist()):
-        matrices = _rows(jacobian, i).transpose(0, 1).double()
-        moves = torch.nonzero(matrices.flatten(1).any(dim=1))[:, 0]
+
+        def of_row(share: float, row: int = row) -> None:
+            told(row + round(share, 2), len(outputs))
+
         parts = []
-        for part in _cut(moves):
-            members = (row * n + part).tolist()
-            parts.append((part, _leading(DenseBlocks(matrices[part]), members, solver)))
+        for tokens, matrices in (_columns if by_columns else _rows)(jacobian, i, of_row):
+            for part in _cut(torch.nonzero(matrices.flatten(1).any(dim=1))[:, 0]):
+                moved = tokens[part.cpu()]
+                members = (row * n + moved).tolist()
+                parts.append((moved, _leading(DenseBlocks(matrices[part].double()), members, solver)))
         # The error of a row's products is relative to its largest block.
         largest = max((float(found.sigma.max()) for _, found in parts), default=0.0)
         for part, found in parts:
@@ -212,8 +223,10 @@ def _of_rows(
     return norms
 
 
-def _rows(jacobian: LinearOperator, i: int) -> Float[Tensor, "d_out n d"]:
-    """Return the rows of a Jacobian that belong to the output token ``i``, as a tensor (d_out, n, d)."""
+def _rows(
+    jacobian: LinearOperator, i: int, told: Callable[[float], None]
+) -> Iterator[tuple[Int[Tensor, " n"], Float[Tensor, "n d_out d"]]]:
+    """Yield all input tokens, with the blocks ∂y_i/∂x_j of the output token ``i`` as matrices."""
     width = jacobian.out_shape[-1]
 
     def row(c: Tensor) -> Tensor:
@@ -221,10 +234,46 @@ def _rows(jacobian: LinearOperator, i: int) -> Float[Tensor, "d_out n d"]:
         u = u.index_put((i * width + c,), u.new_ones(()))
         return jacobian.adjoint_product(u.view(1, *jacobian.out_shape))[0]
 
-    numbers = torch.arange(width, device=jacobian.device)
-    if isinstance(jacobian, AutodiffJacobian):
-        try:
-            return torch.func.vmap(row, chunk_size=_TOGETHER)(numbers)
-        except DerivativeError:  # an operation without a batching rule
-            pass
-    return torch.stack([row(c) for c in numbers])
+    rows = _products(jacobian, row, torch.arange(width), told)
+    yield torch.arange(jacobian.in_shape[0]), rows.transpose(0, 1)
+
+
+def _columns(
+    jacobian: LinearOperator, i: int, told: Callable[[float], None]
+) -> Iterator[tuple[Int[Tensor, " one"], Float[Tensor, "one d_out d"]]]:
+    """Yield one input token at a time, with the block ∂y_i/∂x_j of the output token ``i`` as a matrix."""
+    n, d = jacobian.in_shape
+
+    def column(c: Tensor) -> Tensor:
+        e = torch.zeros(jacobian.in_size, dtype=jacobian.dtype, device=jacobian.device)
+        e = e.index_put((c,), e.new_ones(()))
+        return jacobian.product(e.view(1, n, d)).view(-1, jacobian.out_shape[-1])[i]
+
+    for j in range(n):
+
+        def of_token(share: float, j: int = j) -> None:
+            told((j + share) / n)
+
+        columns = _products(jacobian, column, torch.arange(j * d, (j + 1) * d), of_token)
+        yield torch.tensor([j]), columns.mT[None]
+
+
+def _products(
+    jacobian: LinearOperator,
+    product: Callable[[Tensor], Tensor],
+    numbers: Int[Tensor, " products"],
+    told: Callable[[float], None],
+) -> Float[Tensor, "products *shape"]:
+    """Compute products with a Jacobian or its transpose for the coordinates ``numbers``, some together."""
+    found: list[Tensor] = []
+    together = isinstance(jacobian, AutodiffJacobian)
+    for part in numbers.to(jacobian.device).split(_TOGETHER):
+        if together:
+            try:
+                found.extend(torch.func.vmap(product)(part))
+            except DerivativeError:  # an operation without a batching rule
+                together = False
+        if not together:
+            found.extend(product(c) for c in part)
+        told(len(found) / len(numbers))
+    return torch.stack(found)

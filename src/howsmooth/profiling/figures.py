@@ -67,7 +67,7 @@ def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
     for axis, bar, rows in zip(axes[::2], axes[1::2], panels, strict=True):
         _draw_panel(axis, bar, rows, layers)
     axes[0].set_ylabel("layer")
-    figure.suptitle(literal(fill(title, int(_CHARACTERS * width))))
+    figure.suptitle("\n".join(literal(fill(line, int(_CHARACTERS * width))) for line in title.split("\n")))
     return figure
 
 
@@ -230,7 +230,9 @@ def draw_influence(
     )
     names = [str(j) for j in range(n)] if words is None else [literal(word) for word in words]
     axis.set_xticks(range(0, n, across), names[::across], rotation=0 if words is None else 90)
-    labels = [names[i] if token_outputs else str(i) for i in outputs]
+    # A single output that is no token, such as a margin, has no number of its own.
+    alone = [""] if len(outputs) == 1 else [str(i) for i in outputs]
+    labels = [names[i] for i in outputs] if token_outputs else alone
     axis.set_yticks(range(0, rows, down), labels[::down])
     axis.set(xlabel="input token, which is moved", ylabel="output token" if token_outputs else "output")
     add_colourbar(figure, axis, norm, "‖∂y/∂x‖₂")

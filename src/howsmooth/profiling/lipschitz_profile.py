@@ -158,7 +158,7 @@ class Profile(Result):
         """Draw the constants of all heads as a heatmap, with a second panel for the constants of whole
         layers.
         """
-        title = f"{self.model}, one input of {self.length}: local Lipschitz constants"
+        title = f"{self.model}, one input of {self.length}:\nlocal Lipschitz constants"
         return draw_heatmap(self.table, title)
 
     def _tables(self) -> dict[str, pd.DataFrame]:

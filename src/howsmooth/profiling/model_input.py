@@ -49,8 +49,8 @@ _LONGEST_PATH = 1024
 
 @contextmanager
 def shown_progress(
-    on_step: Callable[[int, int], None] | None, total: int, unit: str = "layer"
-) -> Iterator[Callable[[int, int], None]]:
+    on_step: Callable[..., None] | None, total: int, unit: str = "layer"
+) -> Iterator[Callable[..., None]]:
     """Yield a function that reports progress. It is ``on_step`` if this is given, and otherwise a function
     that moves a progress bar.
 

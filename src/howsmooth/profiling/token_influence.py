@@ -144,7 +144,7 @@ def influence(
     confidence: float = Plan.confidence,
     max_iterations: int = Plan.max_iterations,
     seed: int = Plan.seed,
-    on_output: Callable[[int, int], None] | None = None,
+    on_output: Callable[[float, int], None] | None = None,
 ) -> Influence:
     """Measure how far each output y_i of a map moves if an input token x_j moves: the norm ‖∂y_i/∂x_j‖₂ of a
     block of the Jacobian, for every i and j.
@@ -153,8 +153,9 @@ def influence(
     For self-attention, with residual connections, norm layers and layer scales around it, the blocks have a
     closed form and are never stored as matrices; the memory is n² numbers for each head. For any other map
     the blocks are stored as matrices for one output token at a time. These are d_out n d numbers, computed by
-    one product with the transposed Jacobian for each of the d_out coordinates. The argument ``outputs`` can
-    then limit the work.
+    one product with the transposed Jacobian for each of the d_out coordinates or, if 2 n d < d_out as for
+    the logits of a short text, by n d products with the Jacobian and for one input token at a time. The
+    argument ``outputs`` can then limit the work.
 
     Parameters
     ----------
@@ -174,8 +175,8 @@ def influence(
     seed
         Seed of the random starts, of which each entry has its own.
     on_output
-        Called with the number of output tokens that are done, and the number of all. By default a progress
-        bar is shown on a terminal and in a notebook.
+        Called with the number of output tokens that are done, with a fraction for the current one, and the
+        number of all. By default a progress bar is shown on a terminal and in a notebook.
 
     Returns
     -------
