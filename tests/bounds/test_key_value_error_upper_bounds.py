@@ -162,6 +162,18 @@ def test_the_bound_holds_in_exact_arithmetic_where_rounding_decides() -> None:
             assert weight <= bound <= weight * (1 + 1e-3)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_of_which_float64_knows_nothing_give_a_bound(causal: bool) -> None:
+    # Scores of 1e20 have rounding errors of 1e4, so that any visible token may have all the weight.
+    query, key, value = (1e6 * torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(0))).double()
+    f = hs.SelfAttention(query, key, value, causal=causal)
+    x = 1e4 * tokens(3, 5, 4)
+    values = f.projections(x)[2][0]
+    widest = float(torch.cdist(values, values).max())
+    assert hs.bounds.kv_error_upper_bound(f, x, keys=1e-3).value >= widest * (1 if not causal else 0)
+    assert hs.bounds.kv_error_upper_bound(f, x, values=1e-3).value >= 1e-3 * 5**0.5
+
+
 def test_the_bound_holds_however_few_steps_search_it(monkeypatch: pytest.MonkeyPatch) -> None:
     f, x = random_attention(3, heads=1, value_dim=1, d_out=None), tokens(8, N, 6)
     found = hs.bounds.kv_error_upper_bound(f, x, keys=1.5).tokens

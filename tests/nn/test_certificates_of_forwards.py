@@ -247,6 +247,12 @@ def test_operations_without_a_rule_are_named(
         certify(own(forward), 4, 1.0, inputs=torch.randn(2, 4, D, dtype=torch.float64))
 
 
+def test_a_compiled_model_is_certified_before_it_is_compiled() -> None:
+    compiled = torch.compile(own(lambda f, x: f(x)), backend="eager")
+    with pytest.raises(CertificateError, match=r"from which torch\.compile made it"):
+        certify(compiled, 4, 1.0, inputs=torch.randn(2, 4, D, dtype=torch.float64))
+
+
 def test_patches_by_a_convolution() -> None:
     images = torch.randn(2, 1, 4, 4, dtype=torch.float64)
     conv = seeded(lambda: nn.Conv2d(1, 5, 2, stride=2))

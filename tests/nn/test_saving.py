@@ -201,6 +201,15 @@ class Doubled(hs.nn.LipschitzModule):
         return {"factor": self.factor}
 
 
+def test_parts_that_a_file_cannot_describe_are_named(tmp_path: Path) -> None:
+    layer = nn.TransformerEncoderLayer(DIM, 1, 8, dropout=0.0, batch_first=True)
+    with pytest.raises(ArgumentError, match="the class that builds it"):
+        hs.nn.save(nn.TransformerEncoder(layer, 1), tmp_path / "m.safetensors")
+    layer.norm1 = hs.nn.LipschitzLayerNorm(DIM, floor=2.0)
+    with pytest.raises(ArgumentError, match="LipschitzLayerNorm in place of its LayerNorm"):
+        hs.nn.save(nn.Sequential(layer), tmp_path / "m.safetensors")
+
+
 def test_classes_of_ones_own_are_named_by_the_caller(tmp_path: Path) -> None:
     model = Doubled(0.1, inner=nn.Linear(DIM, 2))
     with pytest.raises(ArgumentError, match=r"model is a .*Doubled, unknown to files"):

@@ -276,7 +276,9 @@ class _Head:
         # Errors of the scores of at most e change a weight by a factor of at most e^{2e}.
         slack = torch.expm1(2 * gamma(self.q.shape[1] + 20) * size) + gamma(2 * n + 40)
         lowered = (1 - 2 * slack).clamp_min(0.0)
-        upper = (every[:, :n] * (1 + slack[:, None]) + UNDERFLOW).clamp_max(1.0).masked_fill(~visible, 0.0)
+        # Where scores are so large that nothing is known of the weights, each is at most 1.
+        upper = torch.where(slack[:, None] < 1, every[:, :n] * (1 + slack[:, None]) + UNDERFLOW, 1.0)
+        upper = upper.clamp_max(1.0).masked_fill(~visible, 0.0)
         return _Weights(upper, every[:, n] * lowered, lowered, visible, raw)
 
     def _score_changes(

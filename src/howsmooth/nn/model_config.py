@@ -165,10 +165,11 @@ def _describe(
     cls = _type_of(module)
     name = known.name(cls)
     if name is None:
+        own = "that builds it" if cls.__module__.startswith("torch.") else cls.__name__
         raise DescriptionError(
             f"{where} is a {cls.__module__}.{cls.__qualname__}, unknown to files: they hold layers "
             "of howsmooth.nn, torch.nn.Sequential, simple modules of torch.nn, and your own classes with a "
-            f"method settings(), which are given as classes=[{cls.__name__}]"
+            f"method settings(), which are given as classes=[...]: give the class {own}"
         )
     node: dict[str, Any] = {"class": name}
     if cls is nn.Sequential:
@@ -304,6 +305,13 @@ def _torch_settings(module: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
 def _encoder_settings(layer: Any, where: str) -> dict[str, Any]:
     if layer.activation not in _ACTIVATIONS:
         raise DescriptionError(f"{where} has an activation other than relu and gelu")
+    parts = (layer.self_attn, layer.norm1, layer.norm2)
+    for part, kind in zip(parts, (nn.MultiheadAttention, nn.LayerNorm, nn.LayerNorm), strict=True):
+        if _type_of(part) is not kind:
+            raise DescriptionError(
+                f"{where} has a {type(part).__name__} in place of its {kind.__name__}: replace it in a class "
+                "of your own with a method settings(), which is given as classes=[...]"
+            )
     return {
         "d_model": layer.self_attn.embed_dim,
         "nhead": layer.self_attn.num_heads,
