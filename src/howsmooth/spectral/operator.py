@@ -282,8 +282,9 @@ def checked_rounding(operator: LinearOperator) -> np.ndarray:
             "f",
             expected=f"a Jacobian of which {operator.dtype} products keep a digit",
             got=f"a relative rounding of {slack.max():.1e}",
-            remedy="Attention scores are too large for it, or terms cancel; measure in float64 or at smaller "
-            "tokens.",
+            remedy="Attention scores are too large for it, or terms cancel; measure "
+            + ("" if "64" in str(operator.dtype) else "in float64 or ")
+            + "at smaller tokens.",
         )
     return slack
 
