@@ -411,6 +411,13 @@ def test_errors() -> None:
             penalty(torch.arange(len(x))[:, None].expand(x.shape[:2]) > 0)
     with pytest.raises(ArgumentError, match="steps"):
         SpectralPenalty(layer, [""], steps=0)
+    with pytest.raises(ArgumentError, match="transform"):
+        SpectralPenalty(layer, [""], transform=3)  # type: ignore[arg-type]
+    x = tokens()
+    with SpectralPenalty(layer, [""], transform=lambda s: None) as penalty:  # type: ignore[arg-type, return-value]
+        layer(x, x, x)
+        with pytest.raises(ArgumentError, match="a function that returns a tensor"):
+            penalty()
     with pytest.raises(ArgumentError, match="seed"):
         Directions(-1)
 

@@ -139,7 +139,11 @@ class Ellipsoid(Domain):
 
     def __init__(self, norm: object) -> None:
         if not isinstance(norm, LayerNorm | RMSNorm):
-            raise ArgumentError("norm", expected="a LayerNorm or an RMSNorm", got=type(norm).__name__)
+            raise ArgumentError(
+                "norm",
+                expected="an hs.LayerNorm or hs.RMSNorm, such as the norm of a captured site",
+                got=f"{type(norm).__module__}.{type(norm).__qualname__}",
+            )
         self.norm = norm
         gain = norm.weight.double().cpu()
         self._gain = math.sqrt(norm.d) * gain

@@ -124,4 +124,6 @@ def amount(log: float, digits: int = 5) -> str:
     if abs(log) < 600:
         return f"{math.exp(log):.{digits}g}"
     power = math.floor(log / math.log(10))
+    if abs(power) > 1e6:
+        return f"10^({log / math.log(10):.{digits}g})"
     return f"{math.exp(log - power * math.log(10)):.{digits}g}e{power:+d}"

@@ -132,6 +132,8 @@ class SpectralPenalty:
         for name, given in (("over_members", over_members), ("over_layers", over_layers)):
             if given not in _REDUCTIONS:
                 raise ArgumentError(name, expected="'mean', 'max' or 'sum'", got=repr(given))
+        if transform is not None and not callable(transform):
+            raise ArgumentError("transform", expected="a function of tensors, or None", got=repr(transform))
         self.layers = attention_layers(model, layers)
         self._model = model
         self._recorder = Recorder(model, self.layers, projected=layers is None)
@@ -308,7 +310,12 @@ class SpectralPenalty:
             g = pair.pull_back(u)
             sigma = g.detach().flatten(1).norm(dim=1).requires_grad_()
             check_finite(sigma)
-            term = self._over_members(sigma if self._transform is None else self._transform(sigma))
+            changed = sigma if self._transform is None else self._transform(sigma)
+            if not isinstance(changed, Tensor):
+                raise ArgumentError(
+                    "transform", expected="a function that returns a tensor", got=type(changed).__name__
+                )
+            term = self._over_members(changed)
             # The share of a member is the derivative of the reduced term by its singular value.
             (shares,) = torch.autograd.grad(term, sigma)
             v = unit(g.detach())
