@@ -18,7 +18,7 @@ from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
 from howsmooth.bounds.bound import Bound
 from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._selection import others_slow
 
@@ -282,6 +282,25 @@ def test_a_value_that_did_not_converge_is_never_accepted(monkeypatch):
     history = ascent.history
     assert not history[history.step.between(1, 5)].accepted.any()
     assert torch.allclose(ascent.x, start)
+
+
+def test_steep_starts_that_do_not_converge_count_with_their_lower_limit():
+    # Scores of 1e10 leave few digits: the interval of the steepest start is wider than rtol.
+    parameters = 10 * torch.randn(3, 1, 3, 3, generator=torch.Generator().manual_seed(3)).double()
+    f = hs.SelfAttention(*parameters)
+    found = ascend(f, 4, 1e4, steps=2, atom_restarts=0)
+    built = adversarial.two_heavy_tokens(f, 4, 1e4)
+    assert found.value >= float(hs.local_lipschitz(f, built.x).lower) > 1e9
+    assert "not converged" in repr(found)
+
+
+def test_starts_of_which_float64_knows_no_digit_are_left_out():
+    f = head_of(3)
+    ordinary, huge = tokens(5, 4, D), 1e12 * tokens(6, 4, D)
+    with pytest.raises(NonFiniteError):
+        hs.local_lipschitz(f, huge)
+    found = ascend(f, 4, 1e14, starts=[huge, ordinary], random_starts=0, steps=0)
+    assert found.start == "given 1"
 
 
 def test_starts_of_ones_own():

@@ -25,7 +25,7 @@ from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.theorem_preconditions import remedy_for_other_map, require_formula
 from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.bounds.bound import check_length, check_radius
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import in_double
 from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
@@ -66,8 +66,8 @@ class Ascent:
     x
         Tokens (n, d), in the dtype and on the device of the map.
     estimate
-        The local Lipschitz constant at ``x``, with an interval of relative width 1e-4; the token-wise
-        constant between its limits, if that was searched for.
+        The local Lipschitz constant at ``x``, with an interval of relative width 1e-4, or wider where it has
+        not converged; the token-wise constant between its limits, if that was searched for.
     start
         Name of the start from which ``x`` was reached.
     history
@@ -97,8 +97,10 @@ class Ascent:
 
     def __repr__(self) -> str:
         n, d = self.x.shape
+        known = isinstance(self.estimate, TokenWise) or bool(self.estimate.converged)
+        value = f"{self.value:.6g}" if known else f"{self.value:.6g}, not converged,"
         return (
-            f"Ascent({self.value:.6g} at {n} tokens of dimension {d}, {self.domain.describe()}; from "
+            f"Ascent({value} at {n} tokens of dimension {d}, {self.domain.describe()}; from "
             f"{self.start}, {len(self.history)} evaluations)"
         )
 
@@ -160,8 +162,8 @@ def ascend(
         Seed of all random numbers. The same seed gives the same history on the same machine with the same
         number of threads.
     rtol
-        Relative width of the interval at which an evaluation counts as converged. A value that has not
-        converged is never accepted as an improvement.
+        Relative width of the interval at which an evaluation counts as converged. A start that has not
+        converged counts with its lower limit, and a step that has not is never accepted as an improvement.
     atom_restarts, atom_steps
         Number of random restarts and of steps in the search among few atoms; with 0 restarts the search is
         left out.
@@ -257,7 +259,10 @@ def ascend(
 
 
 class _Measured(NamedTuple):
-    """The local Lipschitz constants at a batch of inputs, with the singular vectors that attain them."""
+    """The local Lipschitz constants at a batch of inputs, with the singular vectors that attain them.
+
+    The constants are lower limits where they have not converged, and zero where float64 loses all digits.
+    """
 
     value: Float[Tensor, " batch"]
     converged: Bool[Tensor, " batch"]
@@ -269,8 +274,16 @@ _Measure = Callable[[TokenMap, Tensor, float, Sequence[int]], _Measured]
 
 
 def _frobenius(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Measured:
-    found = local_lipschitz(f, x, rtol=rtol, seed=seeds)
-    return _Measured(found.value, found.converged, found.input_direction, found.output_direction)
+    try:
+        found = local_lipschitz(f, x, rtol=rtol, seed=seeds)
+    except NonFiniteError:
+        if len(x) == 1:
+            none = torch.zeros(1, dtype=torch.float64)
+            return _Measured(none, none > 0, torch.zeros_like(x), torch.zeros_like(f(x)))
+        each = [_frobenius(f, one[None], rtol, [seed]) for one, seed in zip(x, seeds, strict=True)]
+        return _Measured(*(torch.cat(part) for part in zip(*each, strict=True)))
+    value = torch.where(found.converged, found.value, found.lower)
+    return _Measured(value, found.converged, found.input_direction, found.output_direction)
 
 
 def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Measured:
@@ -341,10 +354,8 @@ class _GradientAscent:
         domain = self.domain
         # Step 0 evaluates all starts; the best of them go on.
         first = self._evaluate(self.u, list(range(len(self.names))), 0)
-        value = torch.where(first.converged, first.value, -math.inf)
+        value = first.value
         self._record(range(len(self.names)), 0, first, [0.0] * len(value), first.converged.tolist())
-        if not bool(torch.isfinite(value).any()):  # nothing converged: start from every input nevertheless
-            value = first.value * 0.0
         alive = torch.argsort(value, descending=True, stable=True)[:_CLIMBERS].tolist()
         gradient = self._gradient(self.u[alive], first, alive)
         kept = {i: (self.u[i], float(value[i])) for i in alive}

@@ -106,6 +106,8 @@ def _show(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
             paragraph("  * at tokens outside of the ball, to which the other columns do not apply")
         if all(row["paper"] is None for row in rows):
             paragraph("  no construction of the paper: it needs plain scores and no mask")
+        if not all(row["converged"] for row in rows):
+            paragraph("  ? the measurement has not converged; attacks.csv has its interval")
         if growth:
             paragraph(f"  growth, with the scatter of the lengths: {'; '.join(growth)}")
     words = f"\n{counted(outcome.made[Attack.table], 'attack')} made in {outcome.seconds:.1f} s"
