@@ -489,6 +489,22 @@ def test_padded_tokens_are_neither_moved_nor_looked_at() -> None:
         assert float(constant) == pytest.approx(float(value), rel=1e-6)
 
 
+def test_masks_and_states_of_something_else_are_refused() -> None:
+    layer, x = attention(), tokens()
+    with SpectralPenalty(layer, [""]) as penalty:
+        layer(x, x, x)
+        with pytest.raises(ArgumentError, match="one penalty for each, by layers="):
+            penalty(torch.ones(len(x), x.shape[1] + 1))
+        with pytest.raises(ArgumentError, match="ones and zeros"):
+            penalty(torch.full(x.shape[:2], -torch.inf))
+        penalty()
+        state = penalty.state_dict()
+    model = Model(attention())
+    with pytest.raises(ArgumentError, match=r"state: expected .* a layer ''"):
+        SpectralPenalty(model).load_state_dict(state)
+    SpectralPenalty(layer, [""]).load_state_dict(state)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "max", "sum"])
 def test_values_become_one_as_asked(reduction: str) -> None:
     class Two(nn.Module):

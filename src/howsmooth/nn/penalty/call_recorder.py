@@ -217,7 +217,7 @@ class Recorder:
                 expected="a forward pass of the model with gradients since the penalty was attached",
                 got="no such pass" if attached else "a penalty that is not attached",
                 remedy="Leave the penalty out of an evaluation, which has no gradients: where model.training "
-                "is false."
+                "is false. Attach it before the first pass of a model under torch.compile."
                 if attached
                 else "Write `with penalty:` around forward pass and call, or call penalty.attach() first.",
             )

@@ -269,7 +269,19 @@ class SpectralPenalty:
         return {name: directions.state_dict() for name, directions in self._directions.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the estimated singular vectors from the result of :meth:`state_dict`."""
+        """Restore the estimated singular vectors from the result of :meth:`state_dict`.
+
+        Raises
+        ------
+        ArgumentError
+            If it names a layer that the penalty does not have.
+
+        """
+        unknown = [name for name in state if name.partition("[")[0] not in self.layers]
+        if unknown:
+            raise ArgumentError(
+                "state", expected="the state of a penalty with these layers", got=f"a layer {unknown[0]!r}"
+            )
         self._directions = {}
         for name, kept in state.items():
             self._directions[name] = Directions(self._seed)
@@ -386,7 +398,16 @@ def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
         return None
     if not isinstance(tokens, Tensor) or tokens.shape != x.shape[:2]:
         got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ArgumentError("tokens", expected=f"a mask of shape {tuple(x.shape[:2])}", got=got)
+        raise ArgumentError(
+            "tokens",
+            expected=f"a mask of shape {tuple(x.shape[:2])}",
+            got=got,
+            remedy="Where layers see sequences of other lengths, make one penalty for each, by layers=.",
+        )
+    if not bool(((tokens == 0) | (tokens == 1)).all()):
+        raise ArgumentError(
+            "tokens", expected="booleans, or ones and zeros", got="other numbers"
+        )
     empty = int((~tokens.bool().any(dim=1)).sum())
     if empty:
         raise ArgumentError(
