@@ -405,9 +405,7 @@ def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
             remedy="Where layers see sequences of other lengths, make one penalty for each, by layers=.",
         )
     if not bool(((tokens == 0) | (tokens == 1)).all()):
-        raise ArgumentError(
-            "tokens", expected="booleans, or ones and zeros", got="other numbers"
-        )
+        raise ArgumentError("tokens", expected="booleans, or ones and zeros", got="other numbers")
     empty = int((~tokens.bool().any(dim=1)).sum())
     if empty:
         raise ArgumentError(
