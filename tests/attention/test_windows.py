@@ -263,11 +263,11 @@ def test_a_bound_of_a_long_window_is_that_of_its_width(monkeypatch: pytest.Monke
 def test_certificates_of_parameters_know_the_window() -> None:
     f, masked = pair(13, 3, causal=True, heads=1)
     x = tokens(4, N, D)
+    # Without the search, whose float32 turns the last digits of float64 into other weights.
+    expected = certificates.certificate_parts(masked, x, iterations=0).value
     for one in (f, bounds.parameters_of(f)):
-        found = certificates.certificate_parts(one, x)
-        assert float(found.value) == pytest.approx(
-            float(certificates.certificate_parts(masked, x).value), rel=1e-9
-        )
+        found = certificates.certificate_parts(one, x, iterations=0)
+        assert float(found.value) == pytest.approx(float(expected), rel=1e-9)
 
 
 # ---- searches and files
