@@ -177,6 +177,9 @@ def test_the_constant_that_is_found_does_not_fall_with_the_length_of_a_causal_se
     short, long = (adversarial.ascend(f, n, 60.0, **effort) for n in (8, 16))
     assert long.value >= short.value * (1 - 1e-3)
     assert "first 8 tokens" in set(long.history["start"])
+    # Attention that may have a search among atoms, which is left out in the shorter sequences too.
+    plain = adversarial.ascend(head_of(3, causal=True), 16, 1.0, **effort, atom_restarts=0)
+    assert len(plain.history) < 1000
 
 
 def test_a_token_near_zero_is_a_start_where_queries_have_a_norm():

@@ -226,7 +226,15 @@ def ascend(
     elif starts is None and n > _SHORT and _extends_to_more_tokens(f) and not isinstance(where, Around):
         # No token sees a later one, so the constant of more tokens is at least that of the first ones.
         half = ascend(
-            f, n // 2, domain=where, objective=objective, random_starts=random_starts, steps=steps, seed=seed
+            f,
+            n // 2,
+            domain=where,
+            objective=objective,
+            random_starts=random_starts,
+            steps=steps,
+            seed=seed,
+            rtol=rtol,
+            atom_restarts=0,
         )
         rows.append(half.history.assign(start=f"first {n // 2} tokens", accepted=False))
         longer = torch.cat([half.x, half.x[-1:].expand(n - n // 2, -1)]).double().cpu()
