@@ -485,17 +485,19 @@ def test_heads_written_as_in_the_paper() -> None:
     assert float(certificate_parts(head, x).value) >= float(true_norm(unmasked, x[None])[0])
 
 
-def test_long_heavy_tail_of_heads_is_proved_from_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The path of large matrices: eigenvalues guessed, then proved
+@pytest.mark.parametrize("seed", [38, 43, 44, 46])
+def test_long_heavy_tail_of_heads_is_proved_from_guesses(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The path of large matrices: eigenvalues guessed, then proved. The matrices of the heads have rank 6 of
+    # 12, which the search must see: 20 of its steps span more than their range.
     from howsmooth.bounds.certificates import weighted_gram_matrices
 
-    f = random_attention(38, heads=3, temperature=4.0)
-    x = tokens(38, 9, D)
+    f = random_attention(seed, heads=3, temperature=4.0)
+    x = tokens(seed, 9, D)
     usual = float(certificate_heads(f, x).value)
     monkeypatch.setattr(weighted_gram_matrices, "FULL_SPECTRUM", 1)
     guessed = float(certificate_heads(f, x).value)
     assert float(true_norm(f, x[None])[0]) <= guessed
-    assert guessed == pytest.approx(usual, rel=0.02)
+    assert guessed == pytest.approx(usual, rel=2e-3)
 
 
 # ---- verified norms

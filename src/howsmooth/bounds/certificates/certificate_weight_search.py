@@ -16,11 +16,16 @@ from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt
 
 __all__ = ["Weights", "diagonal_guesses", "joint_weights", "tidy"]
 
-_FIRST_STEPS = 6
-_STEPS = 2
+_STEPS = 10
 _LAST_STEPS = 20
-_DIAGONAL_STEPS = 8
+_DIAGONAL_STEPS = 5
 _SMALLEST = 1e-12
+
+# The search multiplies q_j by this power of Phi_j/q_j. With the power 1 it may swing between two states.
+_POWER = 0.8
+
+# The search ends when a step makes nu^2 smaller by less than this fraction.
+_PROGRESS = 0.005
 
 # Estimates are raised by this factor, because a failed proof costs one factorisation more.
 _ABOVE = 1 + 5e-4
@@ -52,22 +57,32 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
     """Search for positive weights q_j of the tokens j that make the upper bound of :func:`certificate_heads`
     on ‖D_X f‖ small.
 
-    The iteration q ← √(q Φ(q)) makes the theorem's term ν small, where ν² = max_j Φ_j(q)/q_j and
-    Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ). Eigenvalues are estimated by power steps, which need
-    products with P but no matrix for every row.
+    The iteration q_j ← q_j (Φ_j(q)/q_j)^0.8 makes the theorem's term ν small, where ν² = max_j Φ_j(q)/q_j and
+    Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ). It ends when ν² hardly falls, and the best weights are
+    taken. Eigenvalues are estimated by Lanczos steps, which need products with P but no matrix for every row.
     """
     forms, value_scale, key_scale = _QuadraticForms.of(at).in_float32()
-    q = torch.ones(at.n, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     of_values = torch.randn(at.n, len(forms.W_gram), generator=generator)
     of_keys = torch.randn(at.n, len(forms.K_gram), generator=generator)
-    for iteration in range(iterations):
-        steps = _STEPS if iteration else _FIRST_STEPS
-        c, of_values = _follow(forms.values_image(q), forms.W_gram, of_values, steps)
-        phi, of_keys = _follow(forms.keys_image(c), forms.K_gram, of_keys, steps)
-        q = tidy((q * phi).sqrt())
-    c = _lanczos(forms.values_image(q), forms.W_gram, of_values)
-    phi = _lanczos(forms.keys_image(c), forms.K_gram, of_keys)
+
+    def eigenvalues(q: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        c = _lanczos(forms.values_image(q), forms.W_gram, of_values, steps)
+        return c, _lanczos(forms.keys_image(c), forms.K_gram, of_keys, steps)
+
+    q = best = torch.ones(at.n, dtype=torch.float32)
+    smallest = float("inf")
+    for _ in range(iterations + 1):
+        _, phi = eigenvalues(q, _STEPS)
+        nu_square = float((phi / q).amax())
+        if nu_square < smallest:
+            best = q
+        if nu_square > smallest * (1 - _PROGRESS):
+            break
+        smallest = nu_square
+        q = tidy(q * (phi / q).pow(_POWER))
+    q = best
+    c, phi = eigenvalues(q, _LAST_STEPS)
     q, c, phi = q.double(), c.double() * value_scale, phi.double() * (value_scale * key_scale)
     return Weights(q, c * _ABOVE, (phi / q).amax() * _ABOVE)
 
@@ -161,31 +176,13 @@ def diagonal_guesses(at: HeadsAt) -> Float[Tensor, " n"]:
     return _lanczos(image, Q @ Q.mT, b.expand(at.n, -1), _DIAGONAL_STEPS) * _ABOVE
 
 
-def _follow(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Estimate the largest eigenvalues of the matrices O B_i Oᵀ, for one matrix O and many matrices B_i, by
-    steps of the power method.
-
-    ``image`` multiplies row i by B_i, and ``gram`` is OᵀO. The steps start at the rows of ``b``. A row b
-    stands for the vector O b, so that a step needs one product with ``gram`` and none with O. The results are
-    Rayleigh quotients and the last rows.
-    """
-    value = torch.zeros(len(b), dtype=b.dtype)
-    for _ in range(steps):
-        y = b @ gram
-        length = (b * y).sum(1, keepdim=True).clamp_min(0).sqrt()
-        y = y / length.clamp_min(torch.finfo(b.dtype).tiny)
-        moved = image(y)
-        value = (y * moved).sum(1).clamp_min(0)
-        size = moved.abs().amax(1, keepdim=True)
-        b = torch.where(size > 0, moved / size, b)
-    return value, b
-
-
-def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int = _LAST_STEPS) -> Tensor:
+def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int) -> Tensor:
     """Estimate the largest eigenvalues of the matrices O B_i Oᵀ, for one matrix O and many matrices B_i, by
     Lanczos steps.
 
-    The arguments are those of :func:`_follow`. The estimates are below the eigenvalues, up to rounding.
+    ``image`` multiplies row i by B_i, and ``gram`` is OᵀO. The steps start at the rows of ``b``. A row b
+    stands for the vector O b, so that a step needs one product with ``gram`` and none with O. The estimates
+    are below the eigenvalues, up to rounding.
     """
     alphas, betas = [], []
     y = b @ gram
@@ -194,6 +191,7 @@ def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: 
     b, y, last = b / length, y / length, torch.zeros_like(b)
     beta = torch.zeros_like(length)
     size = torch.zeros_like(length)
+    noise = (16 * precision.eps * torch.linalg.matrix_norm(gram)).sqrt()
     for _ in range(steps):
         z = image(y)
         alpha = (y * z).sum(1, keepdim=True)
@@ -202,7 +200,9 @@ def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: 
         y = z @ gram
         beta = (z * y).sum(1, keepdim=True).clamp_min(0).sqrt()
         # A beta this small is rounding: the vectors span an invariant space, and the steps of this row end.
-        beta = torch.where(beta > max(1e-6, 100 * precision.eps) * size, beta, 0.0)
+        # Parts of z that gram maps to nearly zero count in the rounding of y alone.
+        rounding = noise * torch.linalg.vector_norm(z, dim=1, keepdim=True)
+        beta = torch.where(beta > torch.maximum(1e-3 * size, rounding), beta, 0.0)
         inverse = torch.where(beta > 0, 1 / beta, 0.0)
         alphas.append(alpha)
         betas.append(beta)

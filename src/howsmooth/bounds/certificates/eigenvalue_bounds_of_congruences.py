@@ -62,7 +62,8 @@ class Domination:
         enlarged = N.clone()
         enlarged.diagonal().add_(added)
         slack = gamma(2 * m + 6) * scaled.square().sum() * torch.linalg.matrix_norm(enlarged)
-        excess = largest_eigenvalue((scaled @ enlarged @ scaled.mT)[None], up(slack)[None]).upper[0]
+        product = (scaled @ enlarged @ scaled.mT)[None]
+        excess = largest_eigenvalue(product, up(slack)[None], guess=product.new_ones(1)).upper[0]
         # Scaling by powers of two is exact.
         return cls(scale[:, None] * N * scale, excess)
 

@@ -51,7 +51,7 @@ def certificate_parts(attention: object, X: Tensor | None = None, *, iterations:
     X
         Tokens (..., n, d), float32 or float64, taken as exact numbers; None for the tokens of the site.
     iterations
-        Number of steps of the search for q; with 0, q = 1.
+        Largest number of steps of the search for q, which ends earlier when it hardly gains; with 0, q = 1.
 
     Returns
     -------
@@ -113,7 +113,7 @@ def certificate_heads(attention: object, X: Tensor | None = None, *, iterations:
     )
 
 
-def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterations: int = 3) -> Certificate:
+def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterations: int = 2) -> Certificate:
     """Bound ‖D_X f‖ of one head at given tokens like :func:`certificate_parts`, but faster, with Frobenius
     norms in place of eigenvalues.
 

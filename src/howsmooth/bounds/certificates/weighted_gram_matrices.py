@@ -18,13 +18,15 @@ from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.certificate_weight_search import diagonal_guesses
-from howsmooth.bounds.certificates.eigenvalue_bounds import Rule, largest_eigenvalue, shrink
+from howsmooth.bounds.certificates.eigenvalue_bounds import (
+    FULL_SPECTRUM,
+    Rule,
+    largest_eigenvalue,
+    shrink,
+)
 from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.roundoff import gamma, up
-
-FULL_SPECTRUM = 128
-"""Size of matrices above which eigenvalues are estimated by power iteration before they are proved."""
 
 __all__ = ["diagonal_norms", "key_sums", "sandwich", "value_sums"]
 
