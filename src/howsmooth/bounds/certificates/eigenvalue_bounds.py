@@ -79,11 +79,13 @@ def _estimates(g: Float[Tensor, "batch r r"]) -> Float[Tensor, " batch"]:
     start = np.random.default_rng(0).standard_normal(g.shape[-1])
     found = []
     for matrix in g:
-        settings = {"which": "LA", "v0": start, "maxiter": _RESTARTS, "return_eigenvectors": False}
         try:
-            found.append(float(eigsh(matrix.numpy(), 1, **settings)[0]))
+            top = eigsh(
+                matrix.numpy(), 1, which="LA", v0=start, maxiter=_RESTARTS, return_eigenvectors=False
+            )[0]
         except ArpackError:  # not converged, or a matrix of zeros
-            found.append(float(torch.linalg.eigvalsh(matrix)[-1]))
+            top = torch.linalg.eigvalsh(matrix)[-1]
+        found.append(float(top))
     return torch.tensor(found, dtype=g.dtype)
 
 
