@@ -75,7 +75,8 @@ def largest_eigenvalue(
 def _estimates(g: Float[Tensor, "batch r r"]) -> Float[Tensor, " batch"]:
     """Estimate the largest eigenvalues of symmetric matrices, of large ones with ARPACK's Lanczos method."""
     if g.shape[-1] <= FULL_SPECTRUM:
-        return torch.linalg.eigvalsh(g)[..., -1]
+        spectra: Tensor = torch.linalg.eigvalsh(g)
+        return spectra[..., -1]
     start = np.random.default_rng(0).standard_normal(g.shape[-1])
     found = []
     for matrix in g:
