@@ -121,6 +121,8 @@ def test_refusals():
         Ellipsoid(Ball(1.0))
     with pytest.raises(ArgumentError, match="X0"):
         Around(torch.zeros(3), 1.0)
+    with pytest.raises(ArgumentError, match=r"got ndarray\. Use torch\.as_tensor"):
+        Around(torch.zeros(2, 3).numpy(), 1.0)
     with pytest.raises(NonFiniteError):
         Around(torch.full((2, 2), math.nan), 1.0)
     with pytest.raises(ArgumentError, match="shape"):

@@ -447,6 +447,10 @@ def _old_spectral_norm() -> nn.Module:
     return nn.Sequential(nn.utils.spectral_norm(nn.Linear(D, D))).eval()
 
 
+def _exported() -> nn.Module:
+    return torch.export.export(nn.Sequential(nn.Linear(D, D)).eval(), (torch.zeros(1, N, D),)).module()
+
+
 REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("unknown", lambda: nn.Sequential(nn.ReLU(), _Unknown()), "1", "without a rule"),
     ("unknown alone", _Unknown, "", "the model (_Unknown)"),
@@ -462,6 +466,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("meta", lambda: nn.Sequential(nn.Linear(D, D, device="meta")), "0", "meta device"),
     ("lazy", lambda: nn.Sequential(nn.LazyLinear(D)), "0", "Run the model on an input"),
     ("hook", _hooked, "1", "has hooks"),
+    ("exported", _exported, "", "Certify the model that was exported"),
     ("old spectral norm", _old_spectral_norm, "0", "has hooks"),
     ("forward of its own", _patched, "1", "forward that was replaced"),
     ("in place", lambda: hs.nn.Residual(nn.ReLU(inplace=True)), "inner", "overwrites"),

@@ -240,7 +240,8 @@ class Around(Domain):
     def __init__(self, X0: Tensor, radius: float, *, per_token: bool = False) -> None:
         if not isinstance(X0, Tensor) or X0.ndim != 2 or X0.numel() == 0 or not X0.is_floating_point():
             got = f"shape {tuple(X0.shape)}" if isinstance(X0, Tensor) else type(X0).__name__
-            raise ArgumentError("X0", expected="floating-point tokens (n, d)", got=got)
+            remedy = "" if isinstance(X0, Tensor) else "Use torch.as_tensor."
+            raise ArgumentError("X0", expected="floating-point tokens (n, d)", got=got, remedy=remedy)
         if not bool(torch.isfinite(X0).all()):
             raise NonFiniteError("X0", expected="finite numbers", got="NaN or infinity")
         self.X0 = X0.detach().double().cpu()

@@ -917,6 +917,12 @@ def test_the_scores_of_a_layer_whose_constant_is_refused_are_kept() -> None:
     assert row.radius_max == pytest.approx(before.radius_max)
 
 
+def test_a_tuple_of_probes_is_refused() -> None:
+    # It could be the arguments of one call, or two probes.
+    with pytest.raises(ArgumentError, match=r"probes: .* got a tuple\. Give the inputs of one call as a dict"):
+        LipschitzMonitor(gpt2(), (PROBES, PROBES))  # type: ignore[arg-type]
+
+
 def test_a_module_without_a_forward_is_refused() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:

@@ -6,7 +6,7 @@ It multiplies the constants of the model's modules, or raises an error that name
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -109,7 +109,9 @@ def _check(module: nn.Module, path: str) -> None:
                 f"{path}.{name}" if path else name, expected="finite numbers", got="NaN or infinity"
             )
     if foreign_hooks(module):
-        raise refusal(module, path, "has hooks, which may change what goes in or comes out", "Remove them.")
+        exported = isinstance(module, fx.GraphModule)
+        remedy = "Certify the model that was exported." if exported else "Remove them."
+        raise refusal(module, path, "has hooks, which may change what goes in or comes out", remedy)
     if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
         raise refusal(module, path, "drops numbers at random in training mode", "Call model.eval().")
     if module.training and isinstance(module, nn.utils.parametrizations._SpectralNorm):

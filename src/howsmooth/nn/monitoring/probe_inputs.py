@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from howsmooth.models.padded_sequences import padding_of
 __all__ = ["ProbeInputs", "Probes"]
 
 #: The types of probe inputs: token ids (batch, n), the model's inputs by name, or a list of these.
-ProbeInputs = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Tensor]]
+ProbeInputs = Tensor | Mapping[str, Tensor] | list[Tensor | Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,14 @@ class Probes:
             If the model does not accept the inputs.
 
         """
-        several: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+        if isinstance(given, tuple):
+            raise ArgumentError(
+                "probes",
+                expected="token ids, inputs of the model by name, or a list of these",
+                got="a tuple",
+                remedy="Give the inputs of one call as a dict, and several inputs as a list.",
+            )
+        several: list[Any] = given if isinstance(given, list) else [given]
         if not several:
             raise ArgumentError("probes", expected="inputs of the model, at least one sequence", got="none")
         kept: list[Tensor | dict[str, Tensor]] = []
