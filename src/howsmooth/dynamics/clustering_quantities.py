@@ -77,6 +77,14 @@ def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
 def number_of_clusters(state: State, tolerance: float) -> int:
     """Return the number of clusters of tokens, where tokens at distance at most ``tolerance`` are in the same
     cluster.
+
+    Parameters
+    ----------
+    state
+        Tokens (n, d) or a measure.
+    tolerance
+        A distance >= 0.
+
     """
     return int(cluster_labels(state, tolerance).max()) + 1
 
@@ -129,6 +137,12 @@ def effective_rank(state: State) -> float:
     The effective rank lies between 1 (all tokens on one line through the origin) and the rank. It is 0 if all
     tokens are zero. Tokens are not centred, and each atom of a measure is multiplied by the square root of
     its weight. Source: Roy and Vetterli, *The effective rank*, 2007.
+
+    Parameters
+    ----------
+    state
+        Tokens (n, d) or a measure.
+
     """
     sigma = _singular_values(state)
     total = sigma.sum()
@@ -141,6 +155,13 @@ def effective_rank(state: State) -> float:
 def numerical_rank(state: State, tolerance: float = 1e-6) -> int:
     """Return the number of singular values of the tokens (n, d) that are larger than ``tolerance`` times the
     largest one.
+
+    Parameters
+    ----------
+    state
+        Tokens (n, d) or a measure.
+    tolerance
+        A number in [0, 1).
 
     Raises
     ------

@@ -166,6 +166,11 @@ def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
     """Return the sum V = Σ_h O_h V_h over the heads h of an attention layer, with output matrices O_h and
     value matrices V_h.
 
+    Parameters
+    ----------
+    attention
+        The attention layer, whose outputs have the dimension d of its tokens.
+
     Raises
     ------
     ArgumentError

@@ -155,6 +155,13 @@ def affine_action(
     and c = Σ_h O_h(α + Σ b_h) + biases, where O_h is the product of the output and value matrices of head h.
     For L2 attention the shifted Gaussian has the mean (I + 2sΣK_hᵀK_h)⁻¹(α + 2sΣK_hᵀ(Q_h x + b_q,h − b_k,h)).
 
+    Parameters
+    ----------
+    f
+        The attention map, without a mask, norm layers and rotary positions.
+    gaussian
+        The Gaussian N(α, Σ) in R^d, in the dtype and on the device of the map.
+
     Raises
     ------
     ArgumentError

@@ -19,6 +19,12 @@ __all__ = ["to_dense", "to_scipy"]
 def to_dense(operator: LinearOperator) -> Float[Tensor, "batch out_size in_size"]:
     """Return the matrices (batch, out_size, in_size) of a linear operator, computed by one product for each
     input coordinate.
+
+    Parameters
+    ----------
+    operator
+        The linear operator, a batch of maps of R^in_size to R^out_size.
+
     """
     matrix = torch.empty(
         operator.batch, operator.out_size, operator.in_size, dtype=operator.dtype, device=operator.device
@@ -35,6 +41,13 @@ def to_dense(operator: LinearOperator) -> Float[Tensor, "batch out_size in_size"
 def to_scipy(operator: LinearOperator, member: int = 0) -> sparse_linalg.LinearOperator:
     """Return one map of a batched linear operator as a ``scipy.sparse.linalg.LinearOperator`` of shape
     (out_size, in_size).
+
+    Parameters
+    ----------
+    operator
+        The linear operator, a batch of maps.
+    member
+        The index of the map in the batch.
 
     Raises
     ------

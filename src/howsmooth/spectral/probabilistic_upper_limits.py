@@ -26,6 +26,14 @@ def start_quantile(dimension: int, confidence: float) -> float:
     A Gaussian start in R^N, N = ``dimension``, has a squared cosine of at least x_δ with any fixed direction,
     with probability ``confidence`` = 1 − δ. The result x_δ is the δ-quantile of Beta(1/2, (N−1)/2), or 1 in
     dimension 1.
+
+    Parameters
+    ----------
+    dimension
+        The dimension N >= 1 of the start vector.
+    confidence
+        The probability 1 − δ, in (0, 1).
+
     """
     if dimension == 1:
         return 1.0
@@ -38,6 +46,16 @@ def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
 
     After k steps with leading Ritz value σ̂, the limit of ‖J‖ is σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which
     ‖J‖ exceeds with probability at most δ. It sharpens Kuczyński and Woźniakowski (1992).
+
+    Parameters
+    ----------
+    sigma
+        The leading Ritz value σ̂ >= 0.
+    steps
+        The number k >= 1 of Lanczos steps.
+    quantile
+        The number x_δ of :func:`start_quantile`.
+
     """
     return sigma * float(np.cosh(np.arccosh(1.0 / np.sqrt(quantile)) / (2 * steps - 1)))
 

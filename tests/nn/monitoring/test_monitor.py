@@ -919,7 +919,9 @@ def test_the_scores_of_a_layer_whose_constant_is_refused_are_kept() -> None:
 
 def test_a_tuple_of_probes_is_refused() -> None:
     # It could be the arguments of one call, or two probes.
-    with pytest.raises(ArgumentError, match=r"probes: .* got a tuple\. Give the inputs of one call as a dict"):
+    with pytest.raises(
+        ArgumentError, match=r"probes: .* got a tuple\. Give the inputs of one call as a dict"
+    ):
         LipschitzMonitor(gpt2(), (PROBES, PROBES))  # type: ignore[arg-type]
 
 

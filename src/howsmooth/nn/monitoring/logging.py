@@ -50,6 +50,11 @@ def log_to_mlflow(run_id: str | None = None) -> Callable[[MonitorRecord], None]:
 
     Numbers have the names ``<quantity>/<layer>`` and the record's training step.
 
+    Parameters
+    ----------
+    run_id
+        The id of the run; None for the active run.
+
     Raises
     ------
     ArgumentError
@@ -72,6 +77,12 @@ def log_to_wandb(run: Any = None) -> Callable[[MonitorRecord], None]:
     By default it is the run of ``wandb.init``. Names begin with ``howsmooth/``, and the step is logged as
     ``howsmooth/step``, so that the step counter of the run does not matter. The callback raises ArgumentError
     at the first record if there is no run.
+
+    Parameters
+    ----------
+    run
+        What ``wandb.init`` returned; None for the current run.
+
     """
     wandb = imported("wandb")
     prepared: list[Any] = []
