@@ -409,6 +409,29 @@ def test_encoder_layers_are_refused_by_the_path_of_the_part() -> None:
 # ---- what is refused
 
 
+def test_global_hooks_are_refused() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda module, x, y: 2 * y)
+    try:
+        with pytest.raises(CertificateError, match="has hooks"):
+            certify(nn.Sequential(nn.Linear(D, D)).eval(), N, 1.0)
+    finally:
+        handle.remove()
+
+
+def test_subclasses_with_a_constant_of_their_own_are_trusted() -> None:
+    class Doubled(hs.nn.OrthogonalLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+        def lipschitz_bound(self, length: int, radius: float) -> Bound:
+            return Bound.upper("doubled", Quantity.GLOBAL, "by definition", formula=2.0)
+
+        def output_radius(self, length: int, radius: float) -> float:
+            return 3 * radius
+
+    assert certify(nn.Sequential(Doubled(D, D)).eval(), N, 1.0).constant >= 2.0
+
+
 class _Unknown(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -451,6 +474,23 @@ def _exported() -> nn.Module:
     return torch.export.export(nn.Sequential(nn.Linear(D, D)).eval(), (torch.zeros(1, N, D),)).module()
 
 
+class _Turned(hs.nn.OrthogonalLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 5 * super().forward(x)
+
+
+class _Called(nn.Linear):
+    def __call__(self, x: Tensor) -> Tensor:
+        return 5 * super().__call__(x)
+
+
+def _replaced_inside() -> nn.Module:
+    block = hs.nn.SelfAttentionBlock(hs.nn.SoftmaxAttention(D, 2, length=N))
+    attend = block.attention.forward
+    block.attention.forward = lambda *given, **named: (5 * attend(*given, **named)[0], None)  # type: ignore[method-assign]
+    return block.eval()
+
+
 REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("unknown", lambda: nn.Sequential(nn.ReLU(), _Unknown()), "1", "without a rule"),
     ("unknown alone", _Unknown, "", "the model (_Unknown)"),
@@ -469,6 +509,9 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("exported", _exported, "", "Certify the model that was exported"),
     ("old spectral norm", _old_spectral_norm, "0", "has hooks"),
     ("forward of its own", _patched, "1", "forward that was replaced"),
+    ("forward of a subclass", lambda: nn.Sequential(_Turned(D, D)), "0", "the constant of OrthogonalLinear"),
+    ("call of a subclass", lambda: nn.Sequential(_Called(D, D)), "0", "__call__"),
+    ("forward inside", _replaced_inside, "attention", "forward that was replaced"),
     ("in place", lambda: hs.nn.Residual(nn.ReLU(inplace=True)), "inner", "overwrites"),
     ("eps", lambda: nn.Sequential(nn.LayerNorm(D, eps=0.0)), "0", "eps = 0"),
     ("two axes", lambda: nn.LayerNorm((N, D)), "", "2 axes"),

@@ -146,3 +146,17 @@ def test_what_is_refused() -> None:
     model: object = Tensor([1.0])
     with pytest.raises(ArgumentError, match=r"torch\.nn\.Module"):
         hs.nn.deploy(model)  # type: ignore[arg-type]
+
+
+def test_what_the_copy_would_leave_out_is_refused() -> None:
+    class Turned(hs.nn.OrthogonalLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 5 * super().forward(x)
+
+    hooked = hs.nn.OrthogonalLinear(4, 4)
+    hooked.register_forward_hook(lambda module, x, y: 2 * y)
+    for layer in (Turned(4, 4), hooked):
+        with pytest.raises(
+            ArgumentError, match=r"model: .* got 0 \(\w+\), which has .*Deploy the model without it"
+        ):
+            hs.nn.deploy(nn.Sequential(layer))

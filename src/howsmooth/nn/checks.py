@@ -40,7 +40,7 @@ def check_ball(radius: object) -> float:
         value = float(radius)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         value = math.nan
-    if isinstance(radius, bool) or not value >= 0:
+    if isinstance(radius, bool | str) or not value >= 0:
         raise ArgumentError(
             "radius",
             expected="a number >= 0, the largest norm of a token, or math.inf for all tokens",

@@ -11,6 +11,8 @@ from torch.nn.utils import parametrize
 
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.certificates.model_bound import foreign_code
+from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.embedding_and_pooling import ClipTokens
 from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
 from howsmooth.nn.parts.norms import LipschitzLayerNorm, LipschitzRMSNorm
@@ -54,8 +56,9 @@ def deploy(model: nn.Module) -> nn.Module:
     Raises
     ------
     ArgumentError
-        If ``model`` is no module, its weights are in half precision, in which folding would change them, or
-        an attention layer that clips is not in a :class:`~howsmooth.nn.SelfAttentionBlock`.
+        If ``model`` is no module, its weights are in half precision, in which folding would change them, an
+        attention layer that clips is not in a :class:`~howsmooth.nn.SelfAttentionBlock`, or a layer has hooks
+        or a forward of its own.
     NonFiniteError
         If a weight of an attention layer with a constant is NaN or infinite.
 
@@ -69,6 +72,14 @@ def deploy(model: nn.Module) -> nn.Module:
                 expected="weights in float32 or float64",
                 got=f"{name} in {weight.dtype}",
                 remedy="Convert it with .float() first, and the copy with .to(dtype) afterwards.",
+            )
+    for path, module in model.named_modules():
+        if isinstance(module, LipschitzModule) and (reason := foreign_code(module)) is not None:
+            raise ArgumentError(
+                "model",
+                expected="layers of hs.nn as they were built",
+                got=f"{path or 'the model'} ({type(module).__name__}), which {reason}",
+                remedy="Deploy the model without it: the copy would leave it out.",
             )
     found = copy.deepcopy(model).eval()
     attention = [one for one in found.modules() if isinstance(one, LipschitzAttention)]

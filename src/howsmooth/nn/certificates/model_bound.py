@@ -13,10 +13,11 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates import transformer_encoder_conversion  # noqa: F401 - it adds the rewriting of encoder layers
 from howsmooth.nn.certificates.certificate import ModelCertificate
 from howsmooth.nn.certificates.graph_propagation import walk_graph
-from howsmooth.nn.certificates.module_propagation import refusal, walk
+from howsmooth.nn.certificates.module_propagation import kind_of, refusal, walk
 from howsmooth.nn.checks import check_ball, check_length, check_tokens
+from howsmooth.nn.lipschitz_module import LipschitzModule
 
-__all__ = ["certify", "foreign_hooks"]
+__all__ = ["certify", "foreign_code", "foreign_hooks"]
 
 _EXACT = "The constant is that of the model in exact arithmetic, for its weights as they are."
 
@@ -70,8 +71,12 @@ def certify(
         raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
     length = check_length(length)
     reach = check_ball(radius)
+    # Not walked are the parts of a layer whose constant is known for the layer as a whole.
+    inside = {m for layer in model.modules() if isinstance(layer, LipschitzModule) for m in layer.modules()}
     for path, module in model.named_modules():
         _check(module, path)
+        if module in inside and (reason := foreign_code(module)) is not None:
+            raise refusal(module, path, reason, "Define lipschitz_bound and output_radius in its class.")
     if isinstance(inputs, Tensor) and not inputs.is_floating_point():
         raise ArgumentError(
             "inputs",
@@ -108,6 +113,8 @@ def _check(module: nn.Module, path: str) -> None:
             raise NonFiniteError(
                 f"{path}.{name}" if path else name, expected="finite numbers", got="NaN or infinity"
             )
+    if not isinstance(module, fx.GraphModule) and kind_of(module).__call__ is not nn.Module.__call__:
+        raise refusal(module, path, "has a __call__ of its own", "Define forward instead.")
     if foreign_hooks(module):
         exported = isinstance(module, fx.GraphModule)
         remedy = "Certify the model that was exported." if exported else "Remove them."
@@ -119,7 +126,30 @@ def _check(module: nn.Module, path: str) -> None:
         raise refusal(module, path, reason, "Call model.eval().")
 
 
+def foreign_code(module: nn.Module) -> str | None:
+    """Return a phrase that says why the forward pass of a layer is not the one of its constant, or None."""
+    if foreign_hooks(module):
+        return "has hooks, which may change what goes in or comes out"
+    if "forward" in vars(module):
+        return "has a forward that was replaced after it was built"
+    if not isinstance(module, LipschitzModule):
+        return None
+    family = kind_of(module).__mro__
+    forward = next(kind for kind in family if "forward" in vars(kind))
+    bound = next(kind for kind in family if {"lipschitz_bound", "rows"} & vars(kind).keys())
+    ours = next(kind for kind in family if kind.__module__.startswith("howsmooth."))
+    if not issubclass(ours, forward) and issubclass(ours, bound):
+        return f"has a forward of its own and the constant of {ours.__name__}"
+    return None
+
+
 def foreign_hooks(module: nn.Module) -> bool:
     """Return whether a module has forward hooks that were not registered by this library."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    every = nn.modules.module
+    hooks = [
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *every._global_forward_hooks.values(),
+        *every._global_forward_pre_hooks.values(),
+    ]
     return any(not getattr(hook, "__module__", "").startswith("howsmooth.") for hook in hooks)
