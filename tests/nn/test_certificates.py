@@ -512,7 +512,9 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("forward of a subclass", lambda: nn.Sequential(_Turned(D, D)), "0", "the constant of OrthogonalLinear"),
     ("call of a subclass", lambda: nn.Sequential(_Called(D, D)), "0", "__call__"),
     ("forward inside", _replaced_inside, "attention", "forward that was replaced"),
-    ("in place", lambda: hs.nn.Residual(nn.ReLU(inplace=True)), "inner", "overwrites"),
+    ("in place", lambda: hs.nn.Residual(nn.ReLU(inplace=True)), "inner", "with inplace=False"),
+    ("compiled", lambda: torch.compile(nn.Linear(D, D)), "", "Certify the model that was compiled"),  # type: ignore[arg-type, return-value]
+    ("data parallel", lambda: nn.Sequential(nn.DataParallel(nn.Linear(D, D))), "0", "Certify its .module"),
     ("eps", lambda: nn.Sequential(nn.LayerNorm(D, eps=0.0)), "0", "eps = 0"),
     ("two axes", lambda: nn.LayerNorm((N, D)), "", "2 axes"),
     ("softmax of tokens", lambda: nn.Softmax(dim=1), "", "axis 1"),

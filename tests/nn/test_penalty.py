@@ -500,8 +500,10 @@ def test_masks_and_states_of_something_else_are_refused() -> None:
         penalty()
         state = penalty.state_dict()
     model = Model(attention())
-    with pytest.raises(ArgumentError, match=r"state: expected .* a layer ''"):
+    with pytest.raises(ArgumentError, match=r"state: expected .* the layers \w+, got a layer ''"):
         SpectralPenalty(model).load_state_dict(state)
+    with pytest.raises(ArgumentError, match=r"state: expected what state_dict\(\) returned, got NoneType"):
+        SpectralPenalty(model).load_state_dict(None)  # type: ignore[arg-type]
     SpectralPenalty(layer, [""]).load_state_dict(state)
 
 

@@ -158,7 +158,7 @@ def save(
             "model",
             expected="a model that a file can describe",
             got=f"a model that it cannot: {error}",
-            remedy="For other models, save the state_dict with safetensors. In place of a copy that "
+            remedy="For other models, save the state_dict with torch.save. In place of a copy that "
             "hs.nn.deploy made, save the original, and deploy what hs.nn.load returns.",
         ) from error
     metadata = {

@@ -142,6 +142,10 @@ def test_layers_of_pytorch_are_read_in_any_module(pool: str, options: dict[str, 
 def test_a_module_that_pools_otherwise_is_refused() -> None:
     with pytest.raises(CertificateError, match="not reproduced by its stages"):
         NetworkAtInput(Encoder("sum"), torch.randn(3, 8))
+    hooked = copy.deepcopy(OTHERS["gpt2"][0])
+    hooked.transformer.h[0].mlp.register_forward_hook(lambda module, x, y: 2 * y)
+    with pytest.raises(CertificateError, match="Remove its forward hooks"):
+        NetworkAtInput(hooked, OTHERS["gpt2"][1])
 
 
 def test_what_a_model_pools_elsewhere_or_normalises_otherwise_is_refused() -> None:
@@ -295,6 +299,8 @@ def test_bad_arguments_are_refused() -> None:
         radius(network, x, seconds=0)
     with pytest.raises(ArgumentError, match="target: expected one of the other classes"):
         radius(network, x, target=int(network.logits(x).argmax()))
+    with pytest.raises(ArgumentError, match="target: .* A functional of the logits is a torch tensor"):
+        radius(network, x, target=[1.0, -1.0])
     with pytest.raises(ArgumentError, match="Token ids go into a dict"):
         radius(network, torch.tensor([1, 2]))
     with pytest.raises(NonFiniteError):

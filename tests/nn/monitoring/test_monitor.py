@@ -925,6 +925,11 @@ def test_a_tuple_of_probes_is_refused() -> None:
         LipschitzMonitor(gpt2(), (PROBES, PROBES))  # type: ignore[arg-type]
 
 
+def test_attaching_to_something_else_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"optimizer: expected a torch\.optim\.Optimizer, got int"):
+        LipschitzMonitor(gpt2(), PROBES).attach(3)  # type: ignore[arg-type]
+
+
 def test_a_module_without_a_forward_is_refused() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:

@@ -547,4 +547,6 @@ def _difference(model: nn.Module, network: Network, x: Tensor, inputs: Mapping[s
 
 def _other(model: nn.Module, error: float) -> CertificateError:
     why = f"is not reproduced by its stages (relative difference {error:.1e} of the logits)"
-    return CertificateError("", kind=type(model).__name__, reason=why)
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    remedy = "Remove its forward hooks." if hooked else ""
+    return CertificateError("", kind=type(model).__name__, reason=why, remedy=remedy)

@@ -518,6 +518,9 @@ def _rivals(target: int | None, label: int, classes: int) -> list[int]:
         return others
     if isinstance(target, bool) or target not in others:
         raise ArgumentError(
-            "target", expected=f"one of the other classes {others}, or None", got=repr(target)
+            "target",
+            expected=f"one of the other classes {others}, or None",
+            got=repr(target),
+            remedy="" if isinstance(target, int) else "A functional of the logits is a torch tensor.",
         )
     return [target]

@@ -113,6 +113,8 @@ def _check(module: nn.Module, path: str) -> None:
             raise NonFiniteError(
                 f"{path}.{name}" if path else name, expected="finite numbers", got="NaN or infinity"
             )
+    if hasattr(module, "_orig_mod"):
+        raise refusal(module, path, "is compiled", "Certify the model that was compiled.")
     if not isinstance(module, fx.GraphModule) and kind_of(module).__call__ is not nn.Module.__call__:
         raise refusal(module, path, "has a __call__ of its own", "Define forward instead.")
     if foreign_hooks(module):

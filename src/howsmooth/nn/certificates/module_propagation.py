@@ -236,6 +236,8 @@ _HINTS = {
     nn.MultiheadAttention: "Use hs.nn.SoftmaxAttention.from_torch inside hs.nn.SelfAttentionBlock.",
     nn.Conv2d: "For a first convolution without overlap, give inputs=, an example input, or use "
     "hs.nn.Patches before a linear map.",
+    nn.DataParallel: "Certify its .module.",
+    nn.parallel.DistributedDataParallel: "Certify its .module.",
 }
 
 

@@ -136,7 +136,7 @@ def _numbers(parameter: Tensor | None, d: int, default: float) -> Tensor:
 def _numbers_alone(slope: Callable[[Any], float], growth: Callable[[Any], float] | None = None) -> Rule:
     def rule(module: Any, length: int, radius: float) -> Reach | str:
         if getattr(module, "inplace", False):
-            return "overwrites its input (inplace=True), which other modules may still need"
+            return "overwrites its input, which other modules may still need (build it with inplace=False)"
         steepest = slope(module)
         if math.isnan(steepest):
             return "has settings for which no constant is known"

@@ -221,7 +221,15 @@ class LipschitzMonitor:
         """Register the monitor with an optimizer, so that each optimizer step calls :meth:`step`.
 
         A call of ``remove()`` on the returned handle ends this.
+
+        Raises
+        ------
+        ArgumentError
+            If ``optimizer`` is no optimizer of PyTorch.
+
         """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ArgumentError("optimizer", expected="a torch.optim.Optimizer", got=type(optimizer).__name__)
 
         def stepped(*_: object) -> None:
             self.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -274,13 +274,18 @@ class SpectralPenalty:
         Raises
         ------
         ArgumentError
-            If it names a layer that the penalty does not have.
+            If it is no such result, or names a layer that the penalty does not have.
 
         """
+        if not isinstance(state, Mapping):
+            raise ArgumentError("state", expected="what state_dict() returned", got=type(state).__name__)
         unknown = [name for name in state if name.partition("[")[0] not in self.layers]
         if unknown:
             raise ArgumentError(
-                "state", expected="the state of a penalty with these layers", got=f"a layer {unknown[0]!r}"
+                "state",
+                expected=f"the state of a penalty with the layers {', '.join(self.layers)}",
+                got=f"a layer {unknown[0]!r}",
+                remedy="Wrapped models, as by DistributedDataParallel, name them otherwise.",
             )
         self._directions = {}
         for name, kept in state.items():
