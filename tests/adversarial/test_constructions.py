@@ -70,7 +70,7 @@ def test_without_a_real_eigenvalue_the_remedy_is_named():
     built = adversarial.heavy_token(rotation, 5, 1.0)
     assert float(built.x[0] @ built.x[1]) == pytest.approx(0.0, abs=1e-6)
     names = [c.name for c in adversarial.constructions(rotation, 5, 1.0)]
-    assert names == ["heavy_token", "two_heavy_tokens"]
+    assert names == ["heavy_token", "balanced", "two_heavy_tokens"]
 
 
 def test_a_singular_matrix_has_the_eigenvalue_zero():
@@ -128,6 +128,24 @@ def test_the_papers_choice_comes_first():
     assert len(clusters) == 2  # the paper's is that for γ_max: it is not listed twice
     assert torch.allclose(clusters[0].x[1], clusters[0].x[0] / 2)
     assert torch.allclose(clusters[1].x[1], -clusters[1].x[0])
+
+
+@pytest.mark.parametrize("n", [3, 4, 9])
+@pytest.mark.parametrize("d", [1, 2])
+def test_balanced_tokens_are_built_where_no_tie_grows(d, n):
+    # A = V = e_1 e_1': a tie moves e_1 alone, by the attention weights of tokens that are orthogonal to it.
+    e = torch.zeros(d, d, dtype=torch.float64)
+    e[0, 0] = 1
+    built = {c.name: c for c in adversarial.constructions(Head(e, e), n, 100.0)}
+    f = hs.SelfAttention(e[None], e[None], e[None], scale=1.0)
+    assert float(true_norm(f, built["balanced"].x[None])[0]) >= hs.bounds.quadratic_growth(f, n, 100.0).value
+    others = [float(true_norm(f, c.x[None])[0]) for name, c in built.items() if name != "balanced"]
+    assert max(others) < 10
+
+
+def test_balanced_tokens_stay_in_the_ball():
+    x = adversarial.balanced(diagonal(-1.0, 1.0), 4, 0.3).x
+    assert adversarial.Ball(0.3).contains(x)
 
 
 def test_short_sequences():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from distributed import Client, LocalCluster
-from howsmooth.errors import WorkerError
+from howsmooth.errors import ArgumentError, WorkerError
 from howsmooth.study import runner
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.executors import opened_executor, workers_of
@@ -91,6 +91,15 @@ def test_a_cluster_is_waited_for_until_it_has_so_many_workers(
         for worker in workers:
             worker.kill()
             worker.wait()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "nonsense://x", "tcp://host:"])
+def test_what_is_no_address_is_refused_at_once(address: str) -> None:
+    with (
+        pytest.raises(ArgumentError, match=r"scheduler: expected the address that dask scheduler prints"),
+        opened_executor(Execution(executor="dask", scheduler=address)),
+    ):
+        pass
 
 
 def test_a_cluster_of_this_machine_that_does_not_start_is_named_as_such(
@@ -193,9 +202,8 @@ def test_no_scheduler_and_no_workers_are_refused(scheduler: str, monkeypatch: py
         opened_executor(Execution(executor="dask", scheduler=scheduler)),
     ):
         pass
-    for address in ("tcp://127.0.0.1:9", "nonsense://x"):
-        with (
-            pytest.raises(WorkerError, match="no Dask scheduler answers"),
-            opened_executor(Execution(executor="dask", scheduler=address)),
-        ):
-            pass
+    with (
+        pytest.raises(WorkerError, match="no Dask scheduler answers"),
+        opened_executor(Execution(executor="dask", scheduler="tcp://127.0.0.1:9")),
+    ):
+        pass

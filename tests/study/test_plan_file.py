@@ -22,6 +22,7 @@ from howsmooth.study.execution_options import Execution
 from howsmooth.study.plan_file import KEYS, read_plan
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
+from howsmooth.study.records import Run
 from howsmooth.study.store import Store
 from tests._documented import check_documented
 from tests._study import FakeModel, digest, installed, make_tools, rows_of
@@ -210,7 +211,15 @@ def test_options_of_the_command_line_complete_those_of_the_file(tmp_path: Path) 
         read_plan(path, threads=0)
 
 
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_bytes(b"\xef\xbb\xbf" + SMALL.encode())
+    assert read_plan(tmp_path / "plan.toml").plan.samples
+
+
 def test_what_is_no_plan_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"models": ["small"]}')
+    with pytest.raises(ArgumentError, match=r"Write it in TOML: lines such as lengths ="):
+        read_plan(tmp_path / "plan.json")
     with pytest.raises(ArgumentError, match="No such file"):
         read_plan(tmp_path / "none.toml")
     with pytest.raises(ArgumentError, match="Is a directory"):
@@ -323,6 +332,7 @@ def test_a_failure_stops_nothing_else_and_the_exit_code_says_so(howsmooth: Howsm
     assert "missing" in out
     assert "A question mark: the model was not loaded yet or could not be" in out
     assert "once: model: 'missing' is not known." in out
+    assert re.search(r"missing +prose +attention +\? +0 +\? +\?", out)
     said = json.loads(howsmooth(plan, "--resume", "--json")[1])
     check_documented("measure, study", said)
     (failure,) = said["failures"]
@@ -454,6 +464,20 @@ lengths = "3:5:2"
     code, _, err = howsmooth(plan, "--resume", tools=make_tools(models=models)[0])
     assert code == 3
     assert "expected at most 5 tokens, the positions of other, got 6" in err
+
+
+def test_measurements_may_be_done_while_bounds_are_left(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    plan = str(written(tmp_path, SMALL))
+    howsmooth(plan)
+    before = json.loads(howsmooth(plan, "--status", "--json")[1])
+    assert before["remaining"] == 0
+    with Store.open(tmp_path / "plan-out") as store:  # as while the run is going on
+        store.add([replace(run, finished=None) for run, _ in store.rows(Run)])
+    said = json.loads(howsmooth(plan, "--status", "--json")[1])
+    assert said["remaining"] is None
+    assert "All measurements are done. Bounds, tables, figures or the report are left." in " ".join(
+        howsmooth(plan, "--status")[1].split()
+    )
 
 
 def test_status_of_a_folder_counts_what_is_there(howsmooth: Howsmooth, tmp_path: Path) -> None:

@@ -499,6 +499,11 @@ def test_a_folder_without_a_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="--out"):
         hs.read(tmp_path)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "profile.csv").touch()
+    with pytest.raises(StoreError, match=r"Read .*profile\.csv with pandas"):
+        hs.read(tmp_path)
+    with pytest.raises(StoreError, match=r"expected the output folder .* got .*profile\.csv\."):
+        hs.read(tmp_path / "profile.csv")
     (tmp_path / "figure-1").mkdir()
     (tmp_path / "figure-1" / STORE_NAME).touch()
     with pytest.raises(StoreError, match=r"Give a folder in it, such as .*figure-1\."):

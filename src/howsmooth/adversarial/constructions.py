@@ -223,18 +223,24 @@ def balanced(attention: object, length: int, radius: float, *, head: int = 0) ->
     """
     R, (chosen, give) = check_radius(radius), _of_head(attention, head)
     check_length(length, least=2)
-    directions = spread_directions(chosen)
-    if not len(directions):
+    found = _balanced(chosen, give, length, R)
+    if found is None:
         raise ArgumentError(
             "attention", expected=f"a direction orthogonal to the query bias of head {head}", got="none"
         )
+    return found
+
+
+def _balanced(chosen: Head, give: _Builder, length: int, R: float) -> Construction | None:
+    directions = spread_directions(chosen)
+    if not len(directions):
+        return None
     moved = (directions @ chosen.V.mT).norm(dim=1) * (directions @ chosen.left @ chosen.right).norm(dim=1)
     u = directions[int(moved.argmax())]
-    signs = 1.0 - 2.0 * (torch.arange(length - 1) % 2)
-    points = HeavyTokens(R * signs[:, None] * u, torch.zeros_like(u))
+    signs = 1 - 2 * (torch.arange(length - 1) % 2)
     return give(
         "balanced",
-        points,
+        HeavyTokens(signs[:, None] * (R * u), torch.zeros_like(u)),
         length,
         'howsmooth documentation, "Worst inputs, and lower bounds"',
         "Ru and −Ru in turns, and a last token of zero",
@@ -264,7 +270,7 @@ def constructions(
     parameters = parameters_of(attention)
     found: list[Construction] = []
     for h in range(len(parameters.heads)) if heads is None else heads:
-        chosen, _ = _of_head(attention, h)
+        chosen, give = _of_head(attention, h)
         if n >= 2:
             for choice in ("paper", "max", "min"):
                 points = two_cluster_points(chosen, R, choice)
@@ -274,9 +280,8 @@ def constructions(
                 if not any(c.head == h and bool((c.x == built.x).all()) for c in found):
                     found.append(built)
             found.append(heavy_token(attention, n, R, head=h))
-        if n == 2 and len(spread_directions(chosen)):
-            # Of longer sequences the tie of two heavy tokens has at least this constant, for many more rows.
-            found.append(balanced(attention, n, R, head=h))
+            if (spread := _balanced(chosen, give, n, R)) is not None:
+                found.append(spread)
         if n >= 3 and _has_tie(chosen):
             found.append(two_heavy_tokens(attention, n, R, head=h))
     return found

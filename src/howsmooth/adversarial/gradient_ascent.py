@@ -258,7 +258,15 @@ def ascend(
     if token_wise:
         estimate, converged = _whole_token_wise(f, x, seed), True
     else:
-        estimate = local_lipschitz(f, x, rtol=1e-4, max_iterations=1000, seed=seed)
+        try:
+            estimate = local_lipschitz(f, x, rtol=1e-4, max_iterations=1000, seed=seed)
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                "domain",
+                expected=f"tokens at which {f.dtype} products keep a digit of the Jacobian",
+                got=f"none {where.describe()}",
+                remedy="Take a smaller radius.",
+            ) from error
         converged = bool(estimate.converged)
     rows.append(pd.DataFrame(climb.rows, columns=_COLUMNS))
     final = pd.DataFrame([[name, steps + 1, float(estimate.value), 0.0, False, converged]], columns=_COLUMNS)

@@ -145,12 +145,16 @@ def _show_status(found: Status, folder: Path, *, of_plan: bool) -> None:
     for part in found.parts:
         planned, left = (part.planned, part.planned - part.done) if part.planned is not None else ("?", "?")
         names = [readable(part.model), readable(part.text), part.scope]
-        rows.append([*names, *map(str, (planned, part.done, part.failed, left))])
+        failed = "?" if part.failed is None else part.failed
+        rows.append([*names, *map(str, (planned, part.done, failed, left))])
     names = ["model", "text", "scope"]
     show_table([*names, "planned", "done", "failed", "left"], rows, wrapped=names)
     say(f"\n{_now(found)}")
     if not of_plan:
-        say("How many are planned is in the plan file: howsmooth study PLAN.toml --status")
+        say(
+            "How many are planned is in the plan file: howsmooth study PLAN.toml --status, or for howsmooth "
+            "measure in its --dry-run."
+        )
     elif any(part.planned is None for part in found.parts):
         say(
             "A question mark: the model was not loaded yet or could not be, so its layers are unknown; or "
@@ -181,7 +185,10 @@ def _now(found: Status) -> str:
         words += f"; about {duration(found.remaining)} left"
     elif found.rate is not None:
         words += f"; {found.rate:.3g} measurements a second"
-    return f"{words}." if left else f"{words}. All measurements are done."
+    if left:
+        return f"{words}."
+    more = "" if found.finished else " Bounds, tables, figures or the report are left."
+    return f"{words}. All measurements are done.{more}"
 
 
 def _merge(paths: list[Path], out: Path | None, shown: MeasurementShown) -> int:

@@ -60,8 +60,8 @@ def flow(
         have another ``total_time``.
     method
         An integrator that chooses its steps ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun") or
-        one with a fixed step ("euler", "midpoint", "heun2", "heun3", "rk4", or "residual", the layers
-        X + h f(X) with step size h).
+        one with a fixed step ("euler", "midpoint", "heun2", "heun3", "rk4" by the 3/8 rule, or "residual",
+        the layers X + h f(X) with step size h).
     step
         The step of a method with a fixed step, in units of time, at most the smallest difference of two
         times. "residual" with ``Layers`` takes one step per layer. None for the other methods.

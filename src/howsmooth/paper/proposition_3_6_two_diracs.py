@@ -59,7 +59,7 @@ RTOL = 1e-8
 _DIMENSION = 4
 # γ, and the position of the heavy Dirac divided by the position of the light one. Both have g = R².
 _FAMILIES = {OPPOSITE: (-1.0, -1.0), HALF: (8.0, 0.5)}
-# At R = 26.5, where g = 702, the constant is near the largest float64. From R = 18.9 on, e^{2g} overflows.
+# At R = 26.5, where g = 702, the constant is near the largest float64. From R = 18.84 on, e^{2g} overflows.
 _RADII = (*(0.25 * step for step in range(2, 32)), *(0.5 * step for step in range(16, 54)))
 # Beyond this radius the ratios hardly change.
 _NEAR = 10.0
@@ -254,7 +254,7 @@ TWO_DIRAC = Figure(
         "A light Dirac at Ru, a heavy one at −Ru (A = −I) or at Ru/2 (A = 8I), V = I, in four dimensions, so "
         "that g = γR² is R². The light mass is the paper's e^(−2g), or 1/(1 + 3e^(2g)), the best as R grows. "
         "The local constant in W₂ of mean-field attention is measured at these measures, with weights as "
-        "logarithms: beyond R = 18.9, the vertical line, e^(2g) is no float64 number. Left, for A = −I, "
+        "logarithms: beyond R = 18.8, the vertical line, e^(2g) is no float64 number. Left, for A = −I, "
         "against R, with bounds. Right, for both families, up to R = 10, divided by (g/2) e^g, the rate of "
         "Proposition 3.6; bounds for A = −I. No model and no text is involved."
     ),

@@ -11,6 +11,8 @@ from howsmooth.errors import ArgumentError, WorkerError
 from howsmooth.study.text_formatting import RUN_AGAIN
 
 try:
+    from distributed.comm.addressing import get_address_host_port
+
     from distributed import Client
 except ImportError as error:
     raise ArgumentError(
@@ -39,11 +41,15 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
 
     Raises
     ------
+    ArgumentError
+        If ``scheduler`` is no address with a port.
     WorkerError
         If no scheduler answers within half a minute, or it has fewer workers; or if it went away before
         the context ended with a WorkerError.
 
     """
+    if scheduler is not None and not scheduler.startswith("inproc:"):  # one in this process has no port
+        _check_address(scheduler)
     own = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 40}
     try:
         client = Client(
@@ -80,3 +86,15 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
                 f"the Dask scheduler at {scheduler} went away. Finished measurements are saved. To continue, "
                 f"start a scheduler and workers, and {RUN_AGAIN}."
             ) from error
+
+
+def _check_address(scheduler: str) -> None:
+    """Raise ArgumentError if a scheduler's address has no port, or a form that Dask does not know."""
+    try:
+        get_address_host_port(scheduler)
+    except ValueError as error:
+        raise ArgumentError(
+            "scheduler",
+            expected="the address that dask scheduler prints, such as tcp://127.0.0.1:8786",
+            got=f"{scheduler} ({error})",
+        ) from error

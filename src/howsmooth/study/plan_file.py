@@ -104,7 +104,7 @@ def _beside(path: Path, value: Any) -> Any:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows add a byte order mark
     except OSError as error:
         got = f"{path} ({error.strerror or type(error).__name__})"
     except UnicodeDecodeError:
@@ -114,4 +114,5 @@ def _parsed(path: Path) -> dict[str, Any]:
     except ValueError as error:
         # The path is invalid, the TOML has a syntax error, or a number has thousands of digits.
         got = f"{path} ({error})"
-    raise ArgumentError("plan", expected="a plan file in TOML", got=got)
+    remedy = 'Write it in TOML: lines such as lengths = "2:100:2".' if path.suffix == ".json" else ""
+    raise ArgumentError("plan", expected="a plan file in TOML", got=got, remedy=remedy)

@@ -72,7 +72,7 @@ class Ranges:
                 raise ArgumentError(
                     argument,
                     expected=f"{_GRAMMAR}, such as 2:100:2 or 0,6",
-                    got=repr(text),
+                    got=repr(text) if match is None else f"a number of more than {_MOST_DIGITS} digits",
                 )
             start = int(match["start"])
             stop = start if match["stop"] is None else int(match["stop"])

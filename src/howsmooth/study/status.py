@@ -40,8 +40,9 @@ class Part:
     The scope is the part of each layer that is measured. The scope ``as published`` stands for the values of
     the paper's published code. ``planned`` is ``None`` until a run has loaded the model, because its number
     of layers is not known before, and without a plan. ``failed`` counts measurements that are missing and
-    failed when last tried. Published values are counted by layer and sequence, since all values of one layer
-    and sequence are written together.
+    failed when last tried; it is ``None`` if failures are known of a part whose measurements are not.
+    Published values are counted by layer and sequence, since all values of one layer and sequence are written
+    together.
     """
 
     model: str
@@ -49,7 +50,7 @@ class Part:
     scope: str
     planned: int | None
     done: int
-    failed: int
+    failed: int | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Status:
     remaining
         Expected seconds until the study is finished, at the speed of the last run, with longer times for
         longer sequences. They include what ``--dry-run`` includes, by the same rules: measurements, bounds,
-        tables, figures and report; but not bounds with ``bounds="all"``. ``None`` if unknown.
+        tables, figures and report; but not bounds with ``bounds="all"``. ``None`` if unknown, as while
+        bounds, tables and figures of a study are computed whose measurements are done.
     reasons
         The reasons of the failures that are left, each with its number, the most frequent first.
 
@@ -125,7 +127,8 @@ def status(folder: str | os.PathLike[str], plan: Plan | None = None, texts: Iter
             if spec.label not in models or not plan.lengths_of(spec):
                 # The layers are unknown, or the lengths, which a model of images or audio has by default.
                 made = sum(key[0] == of_keys for key in done)
-                parts.append(Part(spec.label, text, scope, None, made, 0))
+                fails = any(row.model == spec.label and row.text in (None, text) for row in failures)
+                parts.append(Part(spec.label, text, scope, None, made, None if fails else 0))
                 continue
             asked = _asked(plan, spec, of_keys, models[spec.label])
             failed = sum(_has_failed(failures, kind, (spec.label, text, *key)) for key in asked - done)
@@ -136,7 +139,8 @@ def status(folder: str | os.PathLike[str], plan: Plan | None = None, texts: Iter
         rate, remaining = _rate_and_seconds(store, left)
         if remaining is not None and left:
             remaining += sum(after_measuring(plan, remaining, figures))
-        if any(part.planned is None for part in parts):
+        ended = not runs or runs[-1].finished is not None
+        if any(part.planned is None for part in parts) or not (left or ended):
             remaining = None
         return replace(known, parts=tuple(parts), rate=rate, remaining=remaining)
 

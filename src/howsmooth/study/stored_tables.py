@@ -54,11 +54,18 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     place = Path(folder)
     if place.name == STORE_NAME and place.is_file():
         place = place.parent
-    if not Store.exists(place):
+    if place.is_file() or not Store.exists(place):
         within = next((one.parent for one in sorted(place.glob(f"*/{STORE_NAME}"))), None)
+        table = next(iter(sorted(place.glob("*.csv"))), None)
+        if within is not None:
+            remedy = f"Give a folder in it, such as {within}."
+        elif table is not None:
+            remedy = f"Read {table} with pandas: only measure, study, attack and flow write a store."
+        else:
+            remedy = "Give the folder that --out named."
         raise StoreError(
-            f"folder: expected the output folder of a howsmooth command, with a store, got {place}. Give "
-            + ("the folder that --out named." if within is None else f"a folder in it, such as {within}.")
+            f"folder: expected the output folder of howsmooth measure, study, attack or flow, got {place}. "
+            f"{remedy}"
         )
     with Store.open(place, write=False) as store:
         tables = store.tables()

@@ -299,7 +299,7 @@ def test_bad_arguments_are_refused() -> None:
         radius(network, x, seconds=0)
     with pytest.raises(ArgumentError, match="target: expected one of the other classes"):
         radius(network, x, target=int(network.logits(x).argmax()))
-    with pytest.raises(ArgumentError, match="target: .* A functional of the logits is a torch tensor"):
+    with pytest.raises(ArgumentError, match=r"target: .* A functional of the logits is a torch tensor"):
         radius(network, x, target=[1.0, -1.0])
     with pytest.raises(ArgumentError, match="Token ids go into a dict"):
         radius(network, torch.tensor([1, 2]))
