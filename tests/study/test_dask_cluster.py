@@ -163,6 +163,34 @@ def test_a_worker_is_killed_in_the_middle_nothing_is_lost_and_nothing_twice(
 
 
 @pytest.mark.slow
+def test_without_a_worker_left_the_run_says_so_and_goes_on_with_a_new_one(
+    scheduler: str, tmp_path: Path, whole: set[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("howsmooth.study.runner._SILENCE", 0.5)
+    workers = [start_worker(scheduler, tmp_path)]
+
+    class Watching(Heard):
+        def phase(self, words: str) -> None:
+            super().phase(words)
+            if words == "No worker is left; waiting for one that starts" and len(workers) == 1:
+                workers.append(start_worker(scheduler, tmp_path))
+
+    heard = Watching(lambda words: workers[0].kill())
+    try:
+        with (
+            opened_executor(Execution(executor="dask", scheduler=scheduler)) as executor,
+            stand_ins_sent(),
+        ):
+            run(PLAN, tmp_path / "out", make_tools()[0], executor=executor, listener=heard)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert len(workers) == 2
+    assert rows_of(tmp_path / "out") == whole
+
+
+@pytest.mark.slow
 def test_a_scheduler_that_is_killed_is_named_in_a_sentence_without_a_traceback_of_dask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

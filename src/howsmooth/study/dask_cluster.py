@@ -35,7 +35,8 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
     and it keeps running when the context ends. Without an address, a cluster of ``workers`` processes with
     one thread each is started on this machine, and stopped at the end.
 
-    The attribute ``workers`` of the executor is the number of worker processes at the time of connection. If
+    The attribute ``workers`` of the executor is the number of worker processes at the time of connection, and
+    its method ``present()`` returns their number now. If
     a worker is lost, Dask gives its tasks to other workers. A task fails after four workers in a row were
     lost while they ran it.
 
@@ -75,6 +76,7 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
             ) from error
         executor = client.get_executor(pure=False)
         executor.workers = len(client.nthreads())
+        executor.present = lambda: _present(client)
         try:
             yield executor
         except WorkerError as error:
@@ -86,6 +88,14 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
                 f"the Dask scheduler at {scheduler} went away. Finished measurements are saved. To continue, "
                 f"start a scheduler and workers, and {RUN_AGAIN}."
             ) from error
+
+
+def _present(client: Client) -> int:
+    """Return how many workers a cluster has now; 1 if its scheduler does not answer, which ends the tasks."""
+    try:
+        return len(client.nthreads())
+    except (OSError, RuntimeError):
+        return 1
 
 
 def _check_address(scheduler: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from howsmooth.memory import memory_budget
 from howsmooth.study.execution_options import Execution
 
-__all__ = ["available_cores", "memory_each", "opened_executor", "threads_each", "workers_of"]
+__all__ = ["available_cores", "memory_each", "opened_executor", "threads_each", "workers_left", "workers_of"]
 
 
 @contextmanager
@@ -92,6 +92,12 @@ def workers_of(executor: Executor | None) -> int:
     if isinstance(executor, ProcessPoolExecutor):
         return int(getattr(executor, "_max_workers"))  # noqa: B009 - not in the type stubs
     return max(1, int(getattr(executor, "workers", 1)))
+
+
+def workers_left(executor: Executor) -> int:
+    """Return how many workers an executor has now. A pool of processes fails when it loses one."""
+    present = getattr(executor, "present", None)
+    return workers_of(executor) if present is None else present()
 
 
 def threads_each(executor: Executor | None, asked: int | None) -> int | None:

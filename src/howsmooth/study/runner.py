@@ -29,7 +29,7 @@ import torch
 
 from howsmooth.errors import HowsmoothError, WorkerError
 from howsmooth.study.environment import environment
-from howsmooth.study.executors import workers_of
+from howsmooth.study.executors import workers_left, workers_of
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.resource_forecast import TaskTimes
@@ -39,6 +39,9 @@ from howsmooth.study.tasks.task import Failed, Found, Task, Work
 from howsmooth.study.text_formatting import RUN_AGAIN
 
 __all__ = ["Means", "Runner"]
+
+# After so many seconds without a result the workers are counted.
+_SILENCE = 30.0
 
 Step = tuple[Task, Found | None]
 """A task with one of its results; ``None`` instead of a result means that the task has ended."""
@@ -205,7 +208,9 @@ class Runner:
                     running[self._submitted(executor, task)] = task
                 if not running:
                     return
-                done = wait(running, return_when=FIRST_COMPLETED).done
+                while not (done := wait(running, timeout=_SILENCE, return_when=FIRST_COMPLETED).done):
+                    if workers_left(executor) == 0:
+                        self._means.listener.phase("No worker is left; waiting for one that starts")
                 # Process results in the order of the tasks, so that a failure does not discard results
                 # of earlier tasks.
                 for future in [future for future in running if future in done]:
