@@ -409,6 +409,16 @@ def test_encoder_layers_are_refused_by_the_path_of_the_part() -> None:
 # ---- what is refused
 
 
+def test_a_forward_replaced_in_a_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = nn.Linear.forward
+    for kind, layer in ((nn.Linear, nn.Linear(D, D)), (hs.nn.OrthogonalLinear, hs.nn.OrthogonalLinear(D, D))):
+        monkeypatch.setattr(kind, "forward", lambda self, x: 13 * x)
+        with pytest.raises(CertificateError, match=r"a class whose forward was replaced \(by code of tests"):
+            certify(nn.Sequential(layer).eval(), N, 1.0)
+        monkeypatch.undo()
+    assert nn.Linear.forward is linear
+
+
 def test_global_hooks_are_refused() -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda module, x, y: 2 * y)
     try:
@@ -513,7 +523,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("call of a subclass", lambda: nn.Sequential(_Called(D, D)), "0", "__call__"),
     ("forward inside", _replaced_inside, "attention", "forward that was replaced"),
     ("in place", lambda: hs.nn.Residual(nn.ReLU(inplace=True)), "inner", "with inplace=False"),
-    ("compiled", lambda: torch.compile(nn.Linear(D, D)), "", "Certify the model that was compiled"),  # type: ignore[arg-type, return-value]
+    ("compiled", lambda: torch.compile(nn.Linear(D, D)), "", "from which torch.compile made it"),  # type: ignore[arg-type, return-value]
     ("data parallel", lambda: nn.Sequential(nn.DataParallel(nn.Linear(D, D))), "0", "Certify its .module"),
     ("eps", lambda: nn.Sequential(nn.LayerNorm(D, eps=0.0)), "0", "eps = 0"),
     ("two axes", lambda: nn.LayerNorm((N, D)), "", "2 axes"),

@@ -148,6 +148,21 @@ def test_what_is_refused() -> None:
         hs.nn.deploy(model)  # type: ignore[arg-type]
 
 
+def test_layers_that_share_weights_are_refused() -> None:
+    # The divisor of each would be folded into the one matrix of both.
+    blocks = [
+        hs.nn.SelfAttentionBlock(hs.nn.SoftmaxAttention(4, 2, length=3, radius=1.0, constant=c))
+        for c in (1.0, 8.0)
+    ]
+    hs.nn.deploy(nn.Sequential(*blocks, blocks[0]))  # the same layer twice has one divisor
+    linear = nn.Linear(4, 4)
+    linear.weight = blocks[1].attention.out_proj.weight
+    blocks[0].attention.out_proj = blocks[1].attention.out_proj
+    for model in (nn.Sequential(*blocks), nn.Sequential(linear, blocks[1])):
+        with pytest.raises(ArgumentError, match=r"shares weights with .* Use the same layer in both places"):
+            hs.nn.deploy(model)
+
+
 def test_what_the_copy_would_leave_out_is_refused() -> None:
     class Turned(hs.nn.OrthogonalLinear):
         def forward(self, x: Tensor) -> Tensor:

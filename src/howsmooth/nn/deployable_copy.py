@@ -57,8 +57,8 @@ def deploy(model: nn.Module) -> nn.Module:
     ------
     ArgumentError
         If ``model`` is no module, its weights are in half precision, in which folding would change them, an
-        attention layer that clips is not in a :class:`~howsmooth.nn.SelfAttentionBlock`, or a layer has hooks
-        or a forward of its own.
+        attention layer that clips is not in a :class:`~howsmooth.nn.SelfAttentionBlock`, it shares weights
+        with another module, or a layer has hooks or a forward of its own.
     NonFiniteError
         If a weight of an attention layer with a constant is NaN or infinite.
 
@@ -83,8 +83,30 @@ def deploy(model: nn.Module) -> nn.Module:
             )
     found = copy.deepcopy(model).eval()
     attention = [one for one in found.modules() if isinstance(one, LipschitzAttention)]
+    _check_shared_weights(found, attention)
     radii = {one: one.radius for one in attention if one.beyond == "clip" and one.radius is not None}
     return _plain(found, "", {}, radii)
+
+
+def _check_shared_weights(model: nn.Module, attention: list[LipschitzAttention]) -> None:
+    """Raise ArgumentError if an attention layer whose divisor is folded into its weights shares weights with
+    another module, which the folding would change, too.
+    """
+    folded = [layer for layer in attention if layer.constant is not None]
+    inside = {module for layer in folded for module in layer.modules()}
+    owners: list[tuple[nn.Module, bool]] = [(layer, True) for layer in folded]
+    owners += [(module, False) for module in model.modules() if module not in inside]
+    seen: dict[nn.Parameter, nn.Module] = {}
+    for owner, recurse in owners:
+        for weight in owner.parameters(recurse=recurse):
+            other = seen.setdefault(weight, owner)
+            if other is not owner and other in inside:
+                raise ArgumentError(
+                    "model",
+                    expected="attention layers with weights of their own",
+                    got=f"{type(other).__name__} that shares weights with {type(owner).__name__}",
+                    remedy="Use the same layer in both places, or copy the weights.",
+                )
 
 
 def _plain(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:

@@ -236,7 +236,7 @@ def _device(device: str | torch.device) -> torch.device:
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ArgumentError(
-            "device", expected="a device of this machine, such as 'cpu' or 'cuda'", got=str(device)
+            "device", expected="a device that PyTorch can use here, such as 'cpu'", got=str(device)
         ) from error
     if target.type == "meta":
         raise ArgumentError("device", expected="a device that holds numbers, such as 'cpu'", got=str(device))

@@ -139,9 +139,7 @@ def _recorded(model: nn.Module) -> fx.Graph:
                 ". For one input of a classifier of transformers, howsmooth.bounds.robust_radius(model, "
                 "inputs) proves a radius"
             )
-        compiled = "Certify the module from which torch.compile made it."
-        remedy = compiled if type(model).__name__ == "OptimizedModule" else ""
-        raise refusal(model, "", why, remedy) from error
+        raise refusal(model, "", why) from error
 
 
 class _Follower(fx.Interpreter):

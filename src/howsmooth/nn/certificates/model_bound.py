@@ -114,9 +114,15 @@ def _check(module: nn.Module, path: str) -> None:
                 f"{path}.{name}" if path else name, expected="finite numbers", got="NaN or infinity"
             )
     if hasattr(module, "_orig_mod"):
-        raise refusal(module, path, "is compiled", "Certify the model that was compiled.")
-    if not isinstance(module, fx.GraphModule) and kind_of(module).__call__ is not nn.Module.__call__:
-        raise refusal(module, path, "has a __call__ of its own", "Define forward instead.")
+        raise refusal(module, path, "is compiled", "Certify the module from which torch.compile made it.")
+    if not isinstance(module, fx.GraphModule):
+        kind = kind_of(module)
+        if kind.__call__ is not nn.Module.__call__ or kind._call_impl is not nn.Module._call_impl:
+            raise refusal(module, path, "has a __call__ of its own", "Define forward instead.")
+        home = next(one for one in kind.__mro__ if "forward" in vars(one)).__module__
+        code = getattr(kind.forward, "__module__", home)
+        if home.startswith(("torch.", "howsmooth.")) and not code.startswith(("torch.", "howsmooth.")):
+            raise refusal(module, path, f"has a class whose forward was replaced (by code of {code})")
     if foreign_hooks(module):
         exported = isinstance(module, fx.GraphModule)
         remedy = "Certify the model that was exported." if exported else "Remove them."
