@@ -143,8 +143,8 @@ def test_a_module_that_pools_otherwise_is_refused() -> None:
     with pytest.raises(CertificateError, match="not reproduced by its stages"):
         NetworkAtInput(Encoder("sum"), torch.randn(3, 8))
     hooked = copy.deepcopy(OTHERS["gpt2"][0])
-    hooked.transformer.h[0].mlp.register_forward_hook(lambda module, x, y: 2 * y)
-    with pytest.raises(CertificateError, match="Remove its forward hooks"):
+    hooked.transformer.h[0].mlp.register_forward_hook(lambda module, x, y: y)
+    with pytest.raises(CertificateError, match=r"h\.0\.mlp .*has forward hooks.*Remove them"):
         NetworkAtInput(hooked, OTHERS["gpt2"][1])
 
 
@@ -299,6 +299,10 @@ def test_bad_arguments_are_refused() -> None:
         radius(network, x, seconds=0)
     with pytest.raises(ArgumentError, match="target: expected one of the other classes"):
         radius(network, x, target=int(network.logits(x).argmax()))
+    one = NetworkAtInput(OTHERS["gpt2"][0], OTHERS["gpt2"][1])
+    one.logits = one.logits[:1]
+    with pytest.raises(ArgumentError, match="because the model has one logit"):
+        one.radius()
     with pytest.raises(ArgumentError, match=r"target: .* A functional of the logits is a torch tensor"):
         radius(network, x, target=[1.0, -1.0])
     with pytest.raises(ArgumentError, match="Token ids go into a dict"):

@@ -151,9 +151,11 @@ def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | 
     ArgumentError
         If the tokens have another width than the model's, or the model does not take them.
     CertificateError
-        If a module has no stage, or the stages do not reproduce the model's logits; the module is named.
+        If a module has no stage, or forward hooks, or the stages do not reproduce the model's logits; the
+        module is named.
 
     """
+    _check_hooks(model)
     names = {module: name for name, module in model.named_modules()}
     if encoder := encoder_layers(model):
         return _read_encoder(model, encoder, names, x)
@@ -547,6 +549,15 @@ def _difference(model: nn.Module, network: Network, x: Tensor, inputs: Mapping[s
 
 def _other(model: nn.Module, error: float) -> CertificateError:
     why = f"is not reproduced by its stages (relative difference {error:.1e} of the logits)"
-    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    remedy = "Remove its forward hooks." if hooked else ""
-    return CertificateError("", kind=type(model).__name__, reason=why, remedy=remedy)
+    return CertificateError("", kind=type(model).__name__, reason=why)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Raise CertificateError if a module has forward hooks that were not registered by this library. A hook
+    may do nothing at the points at which the logits are compared, and something elsewhere.
+    """
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not getattr(hook, "__module__", "").startswith("howsmooth.") for hook in hooks):
+            reason = "has forward hooks, which may change what it computes"
+            raise CertificateError(name, kind=type(module).__name__, reason=reason, remedy="Remove them.")

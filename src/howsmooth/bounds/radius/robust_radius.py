@@ -372,6 +372,10 @@ def _directions(
     if threshold:
         got = f"{threshold!r} with the target {target!r}"
         raise ArgumentError("threshold", expected="0 unless the target is a functional", got=got)
+    if classes == 1:
+        raise ArgumentError(
+            "target", expected="a functional, because the model has one logit", got=repr(target)
+        )
     label = int(logits.argmax())
     unit = torch.eye(classes, dtype=logits.dtype)
     rivals = sorted(_rivals(target, label, classes), key=lambda c: -float(logits[c]))

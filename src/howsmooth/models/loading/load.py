@@ -443,7 +443,7 @@ def _tokenizer(
     if modality != "text":
         obstacle = f"{place.name!r} takes no text ({modality})."
         if modality in _GIVEN:
-            obstacle += f" howsmooth measure takes {_GIVEN[modality]}."
+            obstacle += f" Give {_GIVEN[modality]}, to the commands that have the option."
         return Tokenizer(None, obstacle), "none"
     if place.location is not None:
         own = own_tokenizer(place.location, local_files_only=place.local_files_only)
