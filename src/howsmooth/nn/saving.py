@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from howsmooth.bounds.radius.pretrained_classifier_reader import foreign_hooks
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.nn.certificates.model_bound import foreign_hooks
 from howsmooth.nn.model_config import (
     DescriptionError,
     KnownClasses,

@@ -180,8 +180,8 @@ def fitted(fit: Exponent, colour: str, label: str = "", dashes: Dashes = SOLID) 
 def with_slope(
     rows: pd.DataFrame, x: str, y: str, slope: float, label: str, colour: str, dashes: Dashes = DASHED
 ) -> Iterator[Curve]:
-    """Yield the line c · x^slope with a given slope, where c is fitted to the columns ``x`` and ``y`` of a
-    table.
+    """Yield a line of a given slope for logarithmic axes: c · x^slope, with c fitted to the columns ``x`` and
+    ``y`` of a table.
 
     Yield nothing if the table has fewer than two different positive x.
     """

@@ -208,9 +208,11 @@ class Runner:
                     running[self._submitted(executor, task)] = task
                 if not running:
                     return
-                while not (done := wait(running, timeout=_SILENCE, return_when=FIRST_COMPLETED).done):
+                patience: float | None = _SILENCE
+                while not (done := wait(running, timeout=patience, return_when=FIRST_COMPLETED).done):
                     if workers_left(executor) == 0:
                         self._means.listener.phase("No worker is left; waiting for one that starts")
+                        patience = None  # this is said once
                 # Process results in the order of the tasks, so that a failure does not discard results
                 # of earlier tasks.
                 for future in [future for future in running if future in done]:

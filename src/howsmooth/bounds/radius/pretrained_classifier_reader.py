@@ -29,7 +29,15 @@ from howsmooth.bounds.radius.transformer_network import Network, Stage
 from howsmooth.errors import ArgumentError, CertificateError, reason
 from howsmooth.force_float64 import WithoutDowncast
 
-__all__ = ["OF_ITS_OWN", "check_width", "embedded", "encoder_layers", "model_logits", "read_classifier"]
+__all__ = [
+    "OF_ITS_OWN",
+    "check_width",
+    "embedded",
+    "encoder_layers",
+    "foreign_hooks",
+    "model_logits",
+    "read_classifier",
+]
 
 OF_ITS_OWN = (
     "Where something comes before the encoder layers, such as an embedding or patches with positions, put "
@@ -557,7 +565,18 @@ def _check_hooks(model: nn.Module) -> None:
     may do nothing at the points at which the logits are compared, and something elsewhere.
     """
     for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not getattr(hook, "__module__", "").startswith("howsmooth.") for hook in hooks):
+        if foreign_hooks(module):
             reason = "has forward hooks, which may change what it computes"
             raise CertificateError(name, kind=type(module).__name__, reason=reason, remedy="Remove them.")
+
+
+def foreign_hooks(module: nn.Module) -> bool:
+    """Return whether a module has forward hooks that were not registered by this library."""
+    every = nn.modules.module
+    hooks = [
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *every._global_forward_hooks.values(),
+        *every._global_forward_pre_hooks.values(),
+    ]
+    return any(not getattr(hook, "__module__", "").startswith("howsmooth.") for hook in hooks)

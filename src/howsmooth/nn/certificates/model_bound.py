@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+from howsmooth.bounds.radius.pretrained_classifier_reader import foreign_hooks
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates import transformer_encoder_conversion  # noqa: F401 - it adds the rewriting of encoder layers
 from howsmooth.nn.certificates.certificate import ModelCertificate
@@ -17,7 +18,7 @@ from howsmooth.nn.certificates.module_propagation import kind_of, refusal, walk
 from howsmooth.nn.checks import check_ball, check_length, check_tokens
 from howsmooth.nn.lipschitz_module import LipschitzModule
 
-__all__ = ["certify", "foreign_code", "foreign_hooks"]
+__all__ = ["certify", "foreign_code"]
 
 _EXACT = "The constant is that of the model in exact arithmetic, for its weights as they are."
 
@@ -76,7 +77,12 @@ def certify(
     for path, module in model.named_modules():
         _check(module, path)
         if module in inside and (reason := foreign_code(module)) is not None:
-            raise refusal(module, path, reason, "Define lipschitz_bound and output_radius in its class.")
+            raise refusal(
+                module,
+                path,
+                reason,
+                "Undo this, or give its class a lipschitz_bound.",
+            )
     if isinstance(inputs, Tensor) and not inputs.is_floating_point():
         raise ArgumentError(
             "inputs",
@@ -149,15 +155,3 @@ def foreign_code(module: nn.Module) -> str | None:
     if not issubclass(ours, forward) and issubclass(ours, bound):
         return f"has a forward of its own and the constant of {ours.__name__}"
     return None
-
-
-def foreign_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks that were not registered by this library."""
-    every = nn.modules.module
-    hooks = [
-        *module._forward_hooks.values(),
-        *module._forward_pre_hooks.values(),
-        *every._global_forward_hooks.values(),
-        *every._global_forward_pre_hooks.values(),
-    ]
-    return any(not getattr(hook, "__module__", "").startswith("howsmooth.") for hook in hooks)

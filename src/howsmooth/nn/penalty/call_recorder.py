@@ -1,4 +1,4 @@
-"""Recording of the calls of chosen layers during the forward pass of a model."""
+"""Hooks that record the inputs of chosen layers while a model runs forward, so that a penalty can use them."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Recorder:
 
     @property
     def attached(self) -> bool:
-        """True if the hooks that record calls are registered."""
+        """Whether the hooks that record calls are registered with the layers."""
         return bool(self._handles)
 
     def attach(self) -> None:
