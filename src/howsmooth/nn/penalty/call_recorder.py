@@ -1,4 +1,4 @@
-"""Hooks that record the inputs of chosen layers while a model runs forward, so that a penalty can use them."""
+"""Hooks that record the inputs of chosen layers while a model runs forward, for penalties."""
 
 from __future__ import annotations
 
