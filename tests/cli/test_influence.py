@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from transformers import T5Config
 
 import howsmooth as hs
 from howsmooth.cli import main
@@ -89,3 +90,17 @@ def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
 def test_refuses_and_names_the_option(options: list[str], said: str, capsys: Capture) -> None:
     assert main(["influence", "builtin-decoder", "--span", "0:4", *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_layer_of_cross_attention_names_the_encoder(capsys: Capture) -> None:
+    sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    T5Config(**sizes).save_pretrained("t5")
+    Path("ids.txt").write_text("5 7 9 11")
+    given = ["influence", "t5", "--random-init", "--tokens", "ids.txt"]
+    assert main(given) == 2
+    said = "layers: expected a layer of self-attention, got -1, which is cross-attention. Choose another"
+    assert said in (err := capsys.readouterr().err)
+    assert "--part encoder." in err
+    assert main([*given, "--scope", "model"]) == 2
+    assert "the part encoder (--part encoder)" in capsys.readouterr().err
+    assert main([*given, "--part", "encoder"]) == 0

@@ -85,13 +85,22 @@ class InfluencePlan(OneInputPlan):
     def site_of(self, loaded: Any, inputs: Any) -> Any:
         """Return the chosen layer, or the whole model, as a captured map with its input tokens."""
         from howsmooth.models import capture
+        from howsmooth.models.identification.self_attention_module import CrossAttention
 
         if self.scope == "model":
             return capture(loaded, inputs, scope="model", output=self.output)[0]
         layers = self.layers_of(loaded)
         if (layers is not None and len(layers) > 1) or not self.layers.items:
             raise ArgumentError("layers", expected="one layer, such as -1", got=self.layers.text)
-        return capture(loaded, inputs, layers=layers, scope=self.scope)[0]
+        try:
+            return capture(loaded, inputs, layers=layers, scope=self.scope)[0]
+        except CrossAttention:
+            raise ArgumentError(
+                "layers",
+                expected="a layer of self-attention",
+                got=f"{self.layers.text}, which is cross-attention",
+                remedy="Choose another (howsmooth inspect lists them), or the encoder with --part encoder.",
+            ) from None
 
     def outputs_of(self, site: Any) -> tuple[int, ...]:
         """Return the indices of the output tokens to show. A map to a single vector has one output."""
