@@ -243,7 +243,7 @@ def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
             "memory",
             expected=f"at least {least} bytes ({gib}) for {x.shape[-2]} tokens in {dtype}",
             got=f"{budget} bytes",
-            remedy="Measure a shorter sequence or one head alone, or free memory.",
+            remedy="Give a larger memory, or measure a shorter sequence or one head alone.",
         )
     return budget - bytes_without_basis(double, x)
 
