@@ -138,8 +138,10 @@ def test_an_image_is_made_for_a_vision_model(capsys: pytest.CaptureFixture[str])
     found = json.loads(out)
     assert (code, found["tokens"], found["refusals"]) == (0, 17, [])
     assert found["sites"][0]["scopes"] == ["head", "heads", "attention", "residual", "block"]
+    _, out, _ = inspected(capsys, "vit-like", "--random-init", "-q")
+    assert "The masks are those of an input of 17 tokens.\n" in out  # no advice to give more
     code, _, err = inspected(capsys, "vit-like", "--random-init", "--tokens", "5", "-q")
-    assert (code, "tokens: expected None: the model takes image" in err) == (2, True)
+    assert (code, "tokens: expected no number: the image that the model takes" in err) == (2, True)
 
 
 def test_a_large_configuration_is_built_with_fewer_layers_and_says_so(

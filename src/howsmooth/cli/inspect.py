@@ -106,10 +106,10 @@ def _show(model: LoadedModel, found: Inspection) -> None:
         say("")
     _show_layers(found, [key for key in (facts or [{}])[0] if key not in shared])
     if found.tokens is not None:
-        say(
-            f"\nThe masks are those of an input of {found.tokens} tokens; a longer sliding window is visible "
-            "only with more --tokens."
-        )
+        # An image or audio has a fixed number of tokens.
+        chosen = model.modality in ("text", "embeddings")
+        more = "; a longer sliding window is visible only with more --tokens" if chosen else ""
+        say(f"\nThe masks are those of an input of {found.tokens} tokens{more}.")
     for reason in dict.fromkeys(site.path_reason for site in captured):
         of = [site for site in captured if site.path_reason == reason]
         say(f"{_sentence_of(of, found)}: {of[0].path}, {readable(str(reason), longest=600)}")

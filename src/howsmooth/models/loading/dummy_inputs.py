@@ -42,9 +42,8 @@ def sample_inputs(
     """
     modality = modality_of(model)
     if modality not in ("text", "embeddings") and tokens is not None:
-        raise ArgumentError(
-            "tokens", expected=f"None: the model takes {modality} of a size of its own", got=repr(tokens)
-        )
+        expected = f"no number: the {modality} that the model takes has a fixed size"
+        raise ArgumentError("tokens", expected=expected, got=repr(tokens))
     d = token_width(model)
     if modality == "text":
         return _ids(model, _length(model, tokens))
