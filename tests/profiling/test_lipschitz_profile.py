@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate import disk_offload
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.models import BPE
+from tqdm import tqdm
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models import load_model
+from howsmooth.profiling.model_input import shown_progress
 from tests._tiny_models import tiny
 
 IDS = torch.arange(3, 15)
@@ -136,6 +139,38 @@ def test_layers_are_chosen_as_in_capture() -> None:
     assert len(hs.profile(model, IDS, layers="all", scopes="attention").table) == 3
 
 
+@pytest.mark.parametrize(("layers", "total"), [(None, 4), ("all", 4), (slice(0, 2), 2), (1, 1), ([0, -1], 2)])
+def test_progress_of_a_loaded_model_has_a_total(
+    layers: int | str | slice | list[int] | None, total: int
+) -> None:
+    told: list[tuple[int, int]] = []
+    of = partial(hs.profile, "builtin-encoder", TEXT, layers=layers, scopes="attention")
+    of(on_layer=lambda *at: told.append(at))
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+
+
+def test_a_bar_in_a_notebook_takes_a_new_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NotebookBar(tqdm):  # its widget learns of a total when it is made, and by reset
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options | {"disable": False})
+            self.drawn = self.total
+
+        def reset(self, total: float | None = None) -> None:
+            super().reset(total)
+            self.drawn = total
+
+    bars: list[NotebookBar] = []
+    monkeypatch.setattr(
+        "howsmooth.profiling.model_input.tqdm",
+        lambda **options: bars.append(NotebookBar(**options)) or bars[-1],
+    )
+    with shown_progress(None, 1) as told:
+        for done, total in ((0, 1), (2, 5), (3, 6)):
+            told(done, total)
+            assert (bars[0].n, bars[0].drawn) == (done, total)
+
+
 def test_a_model_whose_weights_are_on_a_disk(tmp_path: Path) -> None:
     model = tiny("llama").to(torch.bfloat16)
     whole = hs.profile(model, IDS, layers=[0])
@@ -203,7 +238,8 @@ class _Attention(torch.nn.Module):
         ({"inputs": "some text", "tokenizer": "a/folder"}, "got str. Give AutoTokenizer.from_pretrained"),
         ({"inputs": "some text", "tokenizer": RawTokenizer(BPE())}, "got Tokenizer. Give AutoTokenizer"),
         ({"span": "3:3"}, "span"),
-        ({"span": "0:13"}, "number of tokens"),
+        ({"span": "0:13"}, "number of tokens, got '0:13'. Give 0:12, for example"),
+        ({"inputs": IDS.repeat(99), "span": "5:999"}, "got '5:999', 994 tokens. Give 5:37"),
         ({"span": "a:b"}, "span"),
         ({"span": slice(0, 8, 2)}, "span"),
         ({"scopes": ["block"]}, "scopes"),

@@ -64,7 +64,8 @@ def shown_progress(
     with tqdm(total=total or None, unit=unit, leave=False, disable=hidden) as bar:
 
         def move(done: int, of: int) -> None:
-            bar.total = of or None
+            if of != (bar.total or 0):
+                bar.reset(of)  # the bar of a notebook keeps a total that is only assigned
             bar.update(done - bar.n)
 
         yield move
@@ -125,9 +126,11 @@ def layers_of(
     The function ``on_layer`` is called with the number of finished layers and the number of all layers, which
     is zero while it is unknown. If ``on_layer`` is None, a progress bar is shown.
     """
-    total = len(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else 0
-    if isinstance(given.model, LoadedModel) and layers is None:
-        total = given.model.layers or 0
+    if layers is None or isinstance(layers, str | slice):
+        every = (given.model.layers or 0) if isinstance(given.model, LoadedModel) else 0
+        total = len(range(every)[layers if isinstance(layers, slice) else slice(None)])
+    else:
+        total = len(layers) if isinstance(layers, Sequence) else 1
     done = 0
     with shown_progress(on_layer, total) as told:
         for index, layer in self_attention_layers(given.module, given.inputs, layers):
@@ -180,8 +183,15 @@ def given_inputs(
                 raise ArgumentError("span", expected="None beside inputs without token ids", got=repr(span))
             return GivenInputs(model, inputs, None, f"a tensor {tuple(inputs.shape)}")
         ids, what = _ids(inputs), "token ids"
-    most = min(longest, max_length(module) or longest)
-    first, end = _bounds(span, len(ids), most)
+    limit = max_length(module) or len(ids)
+    first, end = _bounds(span, len(ids), min(longest, limit))
+    if end - first > limit:
+        raise ArgumentError(
+            "span",
+            expected=f"at most {limit} tokens, the model's positions",
+            got=f"{span!r}, {end - first} tokens",
+            remedy=f"Give {first}:{first + limit}, for example.",
+        )
     cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
     digest = hashlib.sha256(ids[first:end].numpy().tobytes()).hexdigest()[:12]
     return GivenInputs(model, ids[None, first:end], decoded(ids[first:end]), f"{what}, {cut}SHA-256 {digest}")
@@ -252,6 +262,7 @@ def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
     last token.
     """
     expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
+    remedy = f"Give 0:{min(length, most)}, for example."
     if span is None:
         return 0, min(length, most)
     if isinstance(span, str):
@@ -265,8 +276,8 @@ def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
     else:
         numbers = list(span) if isinstance(span, tuple | list) else []
     if len(numbers) != 2 or not all(one is None or isinstance(one, int) for one in numbers):
-        raise ArgumentError("span", expected=expected, got=repr(span))
+        raise ArgumentError("span", expected=expected, got=repr(span), remedy=remedy)
     first, end = (0 if numbers[0] is None else numbers[0]), (length if numbers[1] is None else numbers[1])
     if not 0 <= first < end <= length:
-        raise ArgumentError("span", expected=expected, got=repr(span))
+        raise ArgumentError("span", expected=expected, got=repr(span), remedy=remedy)
     return first, end
