@@ -95,6 +95,7 @@ def test_what_a_profile_shows(tmp_path: Path) -> None:
     first, second = (label.get_window_extent() for label in figure.axes[0].get_xticklabels()[:2])
     # The labels are turned: "embeddings" ends at its tick, well before "0" begins.
     assert first.x1 + 10 < second.x0
+    assert not figure.legends[0].get_window_extent().overlaps(figure.axes[0].get_tightbbox())
     path = tmp_path / "depth.csv"
     found.to_csv(path)
     assert path.read_text(encoding="utf-8") == found.to_csv()

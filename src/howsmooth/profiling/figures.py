@@ -103,7 +103,7 @@ def draw_depth(table: pd.DataFrame, title: str) -> Figure:
 
     The table has the columns of :attr:`howsmooth.profiling.DepthProfile.table`.
     """
-    figure = new_figure(max(4.6, 2.4 + 0.3 * len(table)), 3.4)
+    figure = new_figure(max(4.6, 2.4 + 0.3 * len(table)), 3.8)
     axis = figure.subplots()
     for column, (label, line) in _CURVES.items():
         values = table[column]
@@ -118,7 +118,7 @@ def draw_depth(table: pd.DataFrame, title: str) -> Figure:
     ticks = range(0, len(table), step)
     axis.set_xticks(ticks, names[::step], rotation=45, ha="right", rotation_mode="anchor")
     axis.set(xlabel="block", ylabel="local Lipschitz constant")
-    axis.legend()
+    figure.legend(loc="outside lower center", ncols=2)
     axis.set_title(literal(title), pad=8)
     return figure
 
