@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import howsmooth as hs
-from howsmooth.bounds.radius import NetworkAtInput
+from howsmooth.bounds.radius import NetworkAtInput, third_order_remainders
 from howsmooth.bounds.radius.pretrained_classifier_reader import embedded, model_logits, read_classifier
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from tests._selection import others_slow
@@ -269,6 +269,21 @@ def test_a_search_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     far = at.radius(1, seconds=full.seconds + 5, **options)  # too little for the third order
     assert (far.order, far.radius) == (2, full.radius)
     assert at.radius(1, order=3, seconds=5, **options).radius == 0
+
+
+def test_the_third_order_ends_within_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = post_norm(0)
+    now, gram = 0.0, third_order_remainders.gram
+
+    def slow(factors: Tensor) -> Tensor:
+        nonlocal now
+        now += 1  # a second for the values of the first attention, and for each of its four queries
+        return gram(factors)
+
+    monkeypatch.setattr(third_order_remainders, "gram", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    assert hs.bounds.robust_radius(network, x, order=3, seconds=1.5, attack=False).timed_out
+    assert now == 2
 
 
 def test_more_freedom_gives_a_smaller_radius() -> None:

@@ -247,7 +247,7 @@ class ThirdOrder(SecondOrder):
             state, tangents = exact(first.states[place]), exact(first.tangents[place])
             curved, own = exact(forms), exact(first.own_adjoint(place))
             u, G, Q = (part[:, stage.branch] for part in (state, tangents, curved))
-            at = Expansion(u, G, Q, pairs, own, place == 0)
+            at = Expansion(u, G, Q, pairs, own, place == 0, self.check)
             remainder = cubic_remainder_of(stage.map, at)
             found.append(remainder)
             self.check()

@@ -88,14 +88,14 @@ def robust_radius(
         2, then 3 if k is at most 256, and the larger radius counts.
     seconds
         The search ends after so many seconds with the largest radius that is proved by then, possibly 0. The
-        derivatives at its beginning and the stage at work at its end are finished, which may take
-        longer. The attack comes after. The result says whether the time ended. None: no limit.
+        derivatives at its beginning and the step at work at its end (a part of a stage) are finished, which
+        may take longer. The attack comes after. The result says whether the time ended. None: no limit.
     attack
         Whether to also search the nearest change of the answer by projected gradients.
     seed
         Seed of the starts of this search.
     on_step
-        Called during the search for the radius with the number of stages that are bounded, and about how many
+        Called during the search for the radius with the number of steps that are done, and about how many
         there are to be.
 
     Returns
@@ -204,8 +204,10 @@ class NetworkAtInput:
             entries = slice(place * x.shape[1], (place + 1) * x.shape[1])
             injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
         label, directions = _directions(self.logits, target, threshold)
-        # Each class is prepared and tried once, and some six radii are tried for the first one.
-        steps = len(orders) * len(network.stages) * (2 * len(directions) + 6)
+        # Each class is prepared and tried once, and some six radii are tried for the first one. The third
+        # order has about two more steps for each token.
+        of_third = 2 * len(x) * len(directions) if 3 in orders else 0
+        steps = len(network.stages) * (len(orders) * (2 * len(directions) + 6) + of_third)
         clock = _Clock(began + (math.inf if seconds is None else seconds), steps, on_step)
         weakest = self._weakest(orders[0], directions, injection, guess, clock)
         if len(orders) == 2 and weakest.radius > 0:

@@ -11,7 +11,7 @@ Proofs: documentation page "A proved radius for a whole network".
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +79,8 @@ class Expansion:
     layer's output.
 
     ``u`` (n, d), ``tangents`` G (n, d, k), ``forms`` Q (n, d, p). ``given`` says that the tokens are the
-    input of the network, which has no forms and no errors.
+    input of the network, which has no forms and no errors. ``check`` is called between the steps of long
+    computations, and may raise to end them.
     """
 
     u: Tensor
@@ -88,12 +89,13 @@ class Expansion:
     pairs: Pairs
     adjoint: Tensor
     given: bool = False
+    check: Callable[[], None] = lambda: None
 
     def token(self, j: int) -> Expansion:
         """Return the expansion of one of the tokens."""
         every = (self.u, self.tangents, self.forms, self.adjoint)
         u, tangents, forms, adjoint = (part[j : j + 1] for part in every)
-        return Expansion(u, tangents, forms, self.pairs, adjoint, self.given)
+        return Expansion(u, tangents, forms, self.pairs, adjoint, self.given, self.check)
 
 
 class CubicNorm:
@@ -155,6 +157,7 @@ class CubicFeedForward:
         self.squared = enclosing(image(layer.up, gram(at.forms / 2)))
         bent = scaled(self.bend, self.squared)
         for j, Q in enumerate(at.forms):
+            at.check()
             squares, own = pairs.square(K[j]), layer.up @ Q / 2
             forms.append(each_form_norm(own, pairs))
             # The Gram matrix of φ'' W₁Q/2 + φ'''/6 (K δ)², term by term. The inner products of packed squares
@@ -217,6 +220,7 @@ class CubicGatedFeedForward:
         forms = gram(at.forms / 2)
         self.squared, self.squared_v = (enclosing(image(matrix, forms)) for matrix in (layer.gate, layer.up))
         self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
+        at.check()
         for j in range(len(at.u)):
             by_z = dz[j] * (self.adjoint[j] * self.twist[j] / 6)[:, None]
             by_v = dv[j] * (self.adjoint[j] * self.twist_v[j] / 2)[:, None]
@@ -445,6 +449,7 @@ class _Tensors:
             query, scored = self.dq[:, i].flatten(0, 1), P[..., None] * score / 2
         found = left.new_empty(pairs.k, left.shape[1], len(pairs.i))
         for start in range(0, left.shape[1], _OUTPUTS):
+            self.at.check()
             some = slice(start, start + _OUTPUTS)
             own = torch.einsum("aok,ap->kop", left[:, some], right)
             if not self.at.given:
@@ -453,6 +458,7 @@ class _Tensors:
                 curved = torch.einsum("hjo,hjep->heop", weighted[..., some], k2)
                 own += torch.einsum("ak,aop->kop", query, curved.flatten(0, 1))
             found[:, some] = own
+        self.at.check()
         # A sum of products for each variable has fewer terms, and a smaller rounding error, than one product.
         return gram(found).sum(0)
 
