@@ -114,9 +114,7 @@ def test_long_sequences_are_streamed_though_they_would_fit(monkeypatch: pytest.M
 
 
 def test_a_budget_too_small_for_the_length_is_refused() -> None:
-    said = (
-        r"memory: expected at least \d+ bytes .* 500 tokens in float64, got 1000 bytes. Give a larger memory"
-    )
+    said = r"memory: expected at least \d+ bytes .* 500 tokens in float64, got 1000 bytes. Give a larger"
     with pytest.raises(ArgumentError, match=said):
         hs.local_lipschitz(random_attention(0), tokens(0, 500, D), memory=1000)
 
