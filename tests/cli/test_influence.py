@@ -84,6 +84,7 @@ def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
         (["--layers", "all"], "layers: expected one layer, such as -1, got all"),
         (["--scope", "model", "--layers", "0"], "layers: expected none with the scope model"),
         (["--output", "logits"], "output: expected hidden unless the scope is model"),
+        (["--confidence", "1", "--part", "not-loaded"], "confidence: expected a probability from 0.5"),
         (["--outputs", "4"], "outputs: expected outputs of builtin-decoder, which has 4"),
     ],
 )

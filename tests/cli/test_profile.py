@@ -144,6 +144,7 @@ def test_token_ids_and_images_are_inputs_too(capsys: Capture, monkeypatch: pytes
         (["builtin-encoder", "--span", "5:2"], "span"),
         (["builtin-encoder", "--text", "nofile.txt"], "nofile.txt"),
         (["builtin-encodr"], "builtin-encoder"),
+        (["not-loaded", "--rtol", "0"], "rtol: expected a number from 1e-12"),
         (["builtin-encoder", "--images", "builtin"], "image"),
         (["builtin-encoder", "--layers", "9"], "layers"),
         (["builtin-encoder", "--scope", "block"], "scope"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.single_input_command_base import OneInputPlan, say_files
 from howsmooth.cli.terminal_output import as_json, paragraph, show_table
@@ -78,6 +79,8 @@ class InfluencePlan(OneInputPlan):
         is ``model``.
         """
         super().check()
+        # The model is not loaded yet: refuse what even float64 cannot reach.
+        check_accuracy(self.rtol, self.confidence, "float64")
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.text != "-1":
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)

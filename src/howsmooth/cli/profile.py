@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
 from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command
 from howsmooth.errors import ArgumentError
@@ -57,6 +58,8 @@ class ProfilePlan(OneInputPlan):
     def check(self) -> None:
         """Refuse options that do not fit the scope."""
         super().check()
+        # The model is not loaded yet: refuse what even float64 cannot reach.
+        check_accuracy(self.rtol, self.confidence, "float64")
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.items:
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
