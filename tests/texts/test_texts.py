@@ -91,7 +91,7 @@ def _write(content: bytes, name: str = "a.txt") -> Callable[[Path], Path]:
     ("make", "message"),
     [
         (_write(b""), "'a' is empty: there is nothing"),
-        (_write(b" \n\t"), "'a' is empty: there is nothing"),
+        (_write(b" \n\t"), "'a' has only white space: there is nothing"),
         (_write(b"a\0b"), "is not UTF-8 text"),
         (_write("Étude".encode("latin-1")), "is not UTF-8 text"),
         (_write(b"", "a.csv"), "'a' is empty: there is nothing"),

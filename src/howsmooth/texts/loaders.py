@@ -47,9 +47,8 @@ class Text:
 
     def __post_init__(self) -> None:
         if not self.content.strip():
-            raise TextError(
-                f"text {self.name!r} is empty: there is nothing to measure on. Give another file."
-            )
+            blank = "has only white space" if self.content else "is empty"
+            raise TextError(f"text {self.name!r} {blank}: there is nothing to measure on. Give another file.")
         object.__setattr__(self, "digest", hashlib.sha256(self.content.encode("utf-8")).hexdigest())
 
 
