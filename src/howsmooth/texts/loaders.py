@@ -143,9 +143,8 @@ def _from_path(path: Path) -> Text:
     content = _read(path)
     if path.suffix.lower() == ".csv":
         rows = _news_rows(path, content)
-        return Text(
-            path.stem, "\n".join(rows) + "\n", f"{len(rows)} news items of the local file {path.name}."
-        )
+        items = "".join(f"{row}\n" for row in rows)
+        return Text(path.stem, items, f"{len(rows)} news items of the local file {path.name}.")
     return Text(path.stem, content, f"The local file {path.name} (sha256 {_digits(content)}...).")
 
 
