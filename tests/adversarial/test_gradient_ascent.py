@@ -304,6 +304,11 @@ def test_starts_of_which_float64_knows_no_digit_are_left_out():
         hs.local_lipschitz(f, huge)
     found = ascend(f, 4, 1e14, starts=[huge, ordinary], random_starts=0, steps=0)
     assert found.start == "given 1"
+    with pytest.raises(NonFiniteError, match=r"^radius: .* norm at most 1e\+12\. Take a smaller radius\.$"):
+        ascend(f, 4, 1e12, starts=[huge], random_starts=0, steps=0)
+    narrow = f.to(dtype=torch.float32)
+    with pytest.raises(NonFiniteError, match=r"smaller radius, or f\.to\(dtype=torch\.float64\)\.$"):
+        ascend(narrow, 4, 1e6, starts=[1e-6 * huge], random_starts=0, steps=0)
 
 
 def test_starts_of_ones_own():

@@ -228,7 +228,8 @@ def ascend(
         half = ascend(
             f,
             n // 2,
-            domain=where,
+            radius,
+            domain=domain,
             objective=objective,
             random_starts=random_starts,
             steps=steps,
@@ -261,11 +262,12 @@ def ascend(
         try:
             estimate = local_lipschitz(f, x, rtol=1e-4, max_iterations=1000, seed=seed)
         except NonFiniteError as error:
+            wider = "" if f.dtype == torch.float64 else ", or f.to(dtype=torch.float64)"
             raise NonFiniteError(
-                "domain",
+                "domain" if radius is None else "radius",
                 expected=f"tokens at which {f.dtype} products keep a digit of the Jacobian",
                 got=f"none {where.describe()}",
-                remedy="Take a smaller radius.",
+                remedy=f"Take a smaller radius{wider}.",
             ) from error
         converged = bool(estimate.converged)
     rows.append(pd.DataFrame(climb.rows, columns=_COLUMNS))
