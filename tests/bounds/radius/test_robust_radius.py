@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -322,8 +323,14 @@ def test_bad_arguments_are_refused() -> None:
         radius(network, x, target=[1.0, -1.0])
     with pytest.raises(ArgumentError, match="Token ids go into a dict"):
         radius(network, torch.tensor([1, 2]))
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match="inputs: expected finite embedded tokens"):
         radius(network, x * math.nan)
+    with pytest.raises(NonFiniteError, match=r"model: expected finite logits, .* in its weights"):
+        radius(replace(network, offset=network.offset * math.nan), x)
+    with pytest.raises(ArgumentError, match=r"target: expected a class, or finite numbers .* got NaN"):
+        radius(network, x, target=network.offset * math.nan)
+    with pytest.raises(ArgumentError, match=r"target: expected a functional .* of value inf"):
+        radius(network, x, target=1e308 * network.logits(x).sign())
     with pytest.raises(ArgumentError, match=r"model: expected.*hs\.load_model"):
         radius("bert", x)
 

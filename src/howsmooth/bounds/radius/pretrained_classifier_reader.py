@@ -26,12 +26,12 @@ from howsmooth.bounds.radius.transformer_layers import (
     Norm,
 )
 from howsmooth.bounds.radius.transformer_network import Network, Stage
-from howsmooth.errors import ArgumentError, CertificateError, reason
+from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError, reason
 from howsmooth.force_float64 import WithoutDowncast
 
 __all__ = [
     "OF_ITS_OWN",
-    "check_width",
+    "check_network",
     "embedded",
     "encoder_layers",
     "foreign_hooks",
@@ -192,7 +192,7 @@ def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | 
         stages.append(Stage("pooler", pooled, _ALL))
     readout, offset = _linear(attrgetter(found.readout)(model))
     network = Network(tuple(stages), readout[:, None], offset)
-    check_width(network, x)
+    check_network(network, x)
     if (difference := _difference(model, network, x, inputs)) > _AGREEMENT:
         raise _other(model, difference)
     return network
@@ -242,7 +242,7 @@ def _read_encoder(
         if token is None:
             readout = (readout / n).expand(-1, n, -1).contiguous()
         network = Network(tuple(stages), readout, offset)
-        check_width(network, x, OF_ITS_OWN)
+        check_network(network, x, OF_ITS_OWN)
         error = _difference(model, network, x, None)
         if error <= _AGREEMENT:
             return network
@@ -261,14 +261,19 @@ def encoder_layers(model: nn.Module) -> list[nn.TransformerEncoderLayer]:
     return [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
 
 
-def check_width(network: Network, x: Tensor, remedy: str = "") -> None:
-    """Raise ArgumentError if tokens x (n, d) do not have the width of the first layer of a network."""
+def check_network(network: Network, x: Tensor, remedy: str = "") -> None:
+    """Raise an error if tokens x (n, d) do not have the width of the first layer of a network, or if its
+    logits are not finite there.
+    """
     first = network.stages[0].map
     by_kind = {Norm: "gain", Attention: "query", FeedForward: "up", GatedFeedForward: "up"}
     weight: Tensor = getattr(first, by_kind[type(first)])
     if x.shape[1] != weight.shape[-1]:
         expected = f"embedded tokens (n, {weight.shape[-1]}) of the width of the model"
         raise ArgumentError("inputs", expected=expected, got=f"the shape {tuple(x.shape)}", remedy=remedy)
+    if not bool(torch.isfinite(network.logits(x)).all()):
+        remedy = "Look for NaN, infinity or huge numbers in its weights."
+        raise NonFiniteError("model", expected="finite logits", got="NaN or infinity", remedy=remedy)
 
 
 def _base(model: nn.Module) -> Any:

@@ -20,7 +20,7 @@ from howsmooth.bounds.radius.error_propagation import partial_jacobians
 from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
 from howsmooth.bounds.radius.pretrained_classifier_reader import (
     OF_ITS_OWN,
-    check_width,
+    check_network,
     embedded,
     encoder_layers,
     read_classifier,
@@ -108,7 +108,7 @@ def robust_radius(
     ArgumentError
         If an argument does not fit, such as tokens of another width than the model's.
     NonFiniteError
-        If the inputs are not finite.
+        If the inputs or the logits are not finite.
     CertificateError
         If a module of the model has no remainder, or the stages do not reproduce its logits.
 
@@ -356,16 +356,16 @@ def _directions(
     classes = len(logits)
     if isinstance(target, Tensor):
         if target.shape != logits.shape or not bool(torch.isfinite(target).all()):
-            got = f"the shape {tuple(target.shape)}"
+            got = "NaN or infinity" if target.shape == logits.shape else f"the shape {tuple(target.shape)}"
             raise ArgumentError("target", expected=f"a class, or finite numbers ({classes},)", got=got)
         if not math.isfinite(threshold):
             raise ArgumentError("threshold", expected="a finite number", got=repr(threshold))
         functional = target.detach().to("cpu", torch.float64)
-        if (value := float(functional @ logits)) <= threshold:
+        if not threshold < (value := float(functional @ logits)) < math.inf:
             raise ArgumentError(
                 "target",
-                expected=f"a functional of the logits above its threshold {threshold:g} at the input",
-                got=f"one of value {value:.4g} there",
+                expected=f"a functional of the logits with a finite value above its threshold {threshold:g}",
+                got=f"one of value {value:.4g} at the input",
                 remedy="Give -target and -threshold for the radius within which it stays below."
                 if value < threshold
                 else "",
@@ -461,7 +461,7 @@ def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Netw
     """Convert a model to a Network, and return it with its embedded tokens (n, d), all in float64."""
     if isinstance(model, Network):
         x = _embedded_tokens(inputs)
-        check_width(model, x)
+        check_network(model, x)
         return model, x
     module = getattr(model, "model", model) if not isinstance(model, nn.Module) else model
     if not isinstance(module, nn.Module):
@@ -500,7 +500,7 @@ def _embedded_tokens(inputs: object) -> Tensor:
         got = f"the shape {tuple(inputs.shape)}"
         raise ArgumentError("inputs", expected=expected, got=got, remedy=remedy)
     if not bool(torch.isfinite(x).all()):
-        raise NonFiniteError("inputs", expected="finite numbers", got="NaN or infinity")
+        raise NonFiniteError("inputs", expected="finite embedded tokens", got="NaN or infinity")
     return x.detach().to("cpu", torch.float64)
 
 
