@@ -543,6 +543,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
         "SoftmaxAttention.from_torch",
     ),
     ("convolution", lambda: nn.Conv2d(1, 1, 2, stride=2), "", "hs.nn.Patches"),
+    ("none", lambda: nn.Sequential(nn.ReLU(), None), "1", "torch.nn.Identity()"),  # type: ignore[arg-type]
     ("hypothesis", lambda: nn.Sequential(_Lower()), "0", "the moon is full"),
 ]
 

@@ -175,8 +175,13 @@ def _through(
     rows: tuple[Row, ...] = ()
     constants = []
     for name, module in modules.items():
-        assert module is not None
-        step = walk(module, length, radius, f"{path}.{name}" if path else name, level)
+        own = f"{path}.{name}" if path else name
+        if module is None:
+            remedy = "Delete it, or put torch.nn.Identity() in its place."
+            raise CertificateError(
+                own, kind="None", reason="is no module, and cannot be called", remedy=remedy
+            )
+        step = walk(module, length, radius, own, level)
         rows += step.rows
         constants.append(step.constant)
         # The outputs of one module are the inputs of the next.
