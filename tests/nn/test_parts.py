@@ -287,6 +287,12 @@ def test_a_clipped_token_is_the_nearest_one_in_the_ball() -> None:
     torch.testing.assert_close(clip(x), torch.tensor([[[1.2, 1.6], [0.6, 0.8], [0.0, 0.0]]]))
     assert clip.output_radius(3, math.inf) == 2.0
     assert clip.lipschitz_bound(3, math.inf).value == pytest.approx(1.0)
+    clip.radius = 0.5
+    assert clip.output_radius(3, math.inf) == 0.5
+    for changed in (0.0, -1.0, math.nan, math.inf):
+        clip.radius = changed
+        with pytest.raises(ArgumentError, match="radius: expected"):
+            clip.output_radius(3, math.inf)
 
 
 # ---- attention in a residual

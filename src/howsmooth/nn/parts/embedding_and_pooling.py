@@ -287,4 +287,5 @@ class ClipTokens(_TokenModule):
         return {"radius": self.radius}
 
     def _reach(self, length: int, radius: float) -> float:
-        return min(self.radius, radius)
+        # The radius may have been changed since the construction, which checks it.
+        return min(ClipTokens(self.radius).radius, radius)
