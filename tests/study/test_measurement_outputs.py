@@ -23,6 +23,7 @@ import howsmooth as hs
 from howsmooth.errors import StoreError
 from howsmooth.study.figures import drawing, measurements
 from howsmooth.study.figures.drawing import add_colourbar, draw_overview, linear_ticks, log_ticks, parts_of
+from howsmooth.study.html_assets import png
 from howsmooth.study.measurement_outputs import Outputs, write_outputs
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
@@ -141,6 +142,14 @@ def test_the_same_store_gives_the_same_files(tmp_path: Path) -> None:
         path.unlink()
     write_outputs(tmp_path)
     assert [path.read_bytes() for path in files] == before
+
+
+@pytest.mark.filterwarnings("error")
+def test_characters_that_the_font_lacks_give_no_warning(tmp_path: Path) -> None:
+    figure = drawing.new_figure(2, 1)
+    figure.suptitle("\u7231")
+    assert png(figure)
+    drawing.save(figure, tmp_path, "figure", "title")
 
 
 def test_only_figures_that_change_are_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -75,6 +76,12 @@ def draw_each(figures: Sequence[Callable[[], T]], folder: Path, listener: Listen
 
 class NotebookFigure(Figure):
     """A figure that a notebook shows without ``%matplotlib inline``."""
+
+    def savefig(self, *to: Any, **options: Any) -> None:
+        """Save the figure, without a warning for each character that the font lacks and that is a box."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
+            super().savefig(*to, **options)
 
     def _repr_png_(self) -> bytes:
         return png(self)
