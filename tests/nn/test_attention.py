@@ -194,6 +194,7 @@ def test_taken_over_from_torch() -> None:
         nn.MultiheadAttention(D, 2, add_zero_attn=True),
         nn.MultiheadAttention(D, 2, add_bias_kv=True),
         nn.MultiheadAttention(D, 2, kdim=3),
+        nn.MultiheadAttention(D, 2),
         nn.Linear(2, 2),
     ):
         with pytest.raises(ArgumentError, match="attention: expected"):

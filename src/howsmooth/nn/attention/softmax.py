@@ -59,8 +59,8 @@ class SoftmaxAttention(LipschitzAttention):
         Parameters
         ----------
         attention
-            A layer whose keys and values have the dimension of the queries, without ``add_bias_kv`` and
-            ``add_zero_attn``. The new layer always has the batch first.
+            A layer with ``batch_first=True`` whose keys and values have the dimension of the queries, without
+            ``add_bias_kv`` and ``add_zero_attn``.
         settings
             Further arguments of the constructor, such as ``length`` and ``radius``.
 
@@ -80,6 +80,13 @@ class SoftmaxAttention(LipschitzAttention):
                 expected="kdim and vdim equal to embed_dim, no add_bias_kv, no add_zero_attn",
                 got="other settings",
                 remedy="Such an attention has keys that are not tokens, or keys of another dimension.",
+            )
+        if not attention.batch_first:
+            raise ArgumentError(
+                "attention",
+                expected="batch_first=True, because the new layer takes tokens (batch, n, d)",
+                got="batch_first=False, which takes (n, batch, d)",
+                remedy="Set attention.batch_first = True, which keeps the weights, and transpose the tokens.",
             )
         weight = attention.out_proj.weight
         layer = cls(
