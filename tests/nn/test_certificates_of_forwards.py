@@ -158,6 +158,7 @@ CASES: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], float]] = {
     "some tokens": (lambda f, x: f(x)[:, 1:3], 1.0),
     "flattened": (lambda f, x: f(x).flatten(1), 1.0),
     "to and fro": (lambda f, x: f(x).permute(0, 2, 1).contiguous().transpose(-1, 1), 1.0),
+    "transposed at last": (lambda f, x: f(x).transpose(1, 2), 1.0),
     "relu": (lambda f, x: nn.functional.relu(f(x)), 1.0),
     "sigmoid": (lambda f, x: torch.sigmoid(f(x)), 1.0),
 }

@@ -182,6 +182,8 @@ class _Follower(fx.Interpreter):
         state = self._states.get(last) if isinstance(last, fx.Node) else None
         if state is None or state.pair or state.tokens is None:
             raise CertificateError("", kind="output", reason="is not one tensor of tokens or of logits")
+        if state.tokens == (2,):  # the rows of the output consist of entries of all tokens
+            return replace(state, tokens=(1,), radius=rounded_up(math.sqrt(state.length) * state.radius))
         return state
 
     def run_node(self, n: fx.Node) -> Any:
