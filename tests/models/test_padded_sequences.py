@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.models import Site, capture
+from howsmooth.nn import LipschitzMonitor
 from tests._injected import central_difference, injected
 from tests._tiny_models import tiny, token_ids
 
@@ -185,3 +186,13 @@ def test_key_padding_masks_of_torch(batch_first: bool) -> None:
         wanted = central_difference(own, site.x, e)
         found = closed_form_jacobian(site.map, site.x).product(e)[0]
         assert float((found - wanted).norm() / wanted.norm()) < 1e-7
+
+
+def test_a_mask_of_another_shape_is_refused_before_the_model_runs() -> None:
+    ids, short = token_ids(3, N), torch.ones(3, N - 1)
+    for mask in (short, torch.ones(1, N), torch.zeros(4, N)):
+        with pytest.raises(ArgumentError, match=r"^attention_mask: expected shape \(3, 7\), a number"):
+            LipschitzMonitor(tiny("gpt2"), {"input_ids": ids, "attention_mask": mask})
+    layer = nn.TransformerEncoderLayer(8, 2, 16)  # (n, batch, d)
+    with pytest.raises(ArgumentError, match=r"^src_key_padding_mask: expected shape \(3, 7\), a number"):
+        capture(layer, {"src": torch.randn(N, 3, 8), "src_key_padding_mask": torch.zeros(N, 3).bool()})

@@ -24,8 +24,13 @@ from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
 __all__ = ["Padding", "one_by_one", "padding_of", "reproduces", "without_padding"]
 
-#: Names of padding masks, and whether a nonzero entry marks padding: it does in torch, not in transformers.
-_PADDING = {"attention_mask": False, "key_padding_mask": True, "src_key_padding_mask": True}
+#: Names of padding masks; whether a nonzero entry marks padding: it does in torch, not in transformers; and
+#: the names of the tokens that the mask is about.
+_PADDING = {
+    "attention_mask": (False, ("input_ids", "inputs_embeds")),
+    "key_padding_mask": (True, ("key",)),
+    "src_key_padding_mask": (True, ("src",)),
+}
 #: Names of masks (n, n) between tokens.
 _BETWEEN = frozenset({"attn_mask", "mask", "src_mask"})
 #: Beginnings of the names of a decoder's inputs, whose tokens the padding mask says nothing about.
@@ -49,7 +54,8 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
     Raises
     ------
     ArgumentError
-        If a sequence consists of padding only, or ``decoder_attention_mask`` marks padding.
+        If a mask has not one number for each token, a sequence consists of padding only, or
+        ``decoder_attention_mask`` marks padding.
 
     """
     other = given.named.get("decoder_attention_mask")
@@ -60,9 +66,16 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
             got="zeros (padding)",
             remedy="Give the decoder one sequence at a time, without padding.",
         )
-    for name, hides in _PADDING.items():
+    for name, (hides, of) in _PADDING.items():
         mask = given.named.get(name)
-        if mask is None or mask.ndim != 2 or mask.shape[0] != given.batch:
+        if mask is None or mask.ndim != 2:
+            continue
+        tokens = next((given.named[one] for one in of if one in given.named), mask)
+        n = tokens.shape[:2].numel() // given.batch  # either axis may be the first
+        if mask.shape not in ((given.batch, n), (n, n)) and tokens is not mask:
+            expected = f"shape {(given.batch, n)}, a number for each token"
+            raise ArgumentError(name, expected=expected, got=f"shape {tuple(mask.shape)}")
+        if mask.shape[0] != given.batch:
             continue
         real = (mask != 0) != hides
         if bool(real.all()):
