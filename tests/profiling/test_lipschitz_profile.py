@@ -242,7 +242,7 @@ class _Attention(torch.nn.Module):
         ({"inputs": IDS.repeat(99), "span": "5:999"}, "got '5:999', 994 tokens. Give 5:37"),
         ({"span": "a:b"}, "span"),
         ({"span": slice(0, 8, 2)}, "span"),
-        ({"scopes": ["block"]}, "scopes"),
+        ({"scopes": ["block"]}, "scopes: expected some of attention, head, got .*hs.capture has the other"),
         ({"scopes": []}, "scopes"),
         ({"scopes": "head", "influence": True}, "influence"),
         ({"rtol": 2.0}, "rtol"),

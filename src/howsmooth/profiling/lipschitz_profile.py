@@ -333,7 +333,12 @@ def profile(
 def _checked_scopes(scopes: object) -> tuple[str, ...]:
     given = (scopes,) if isinstance(scopes, str) else tuple(scopes) if isinstance(scopes, Sequence) else ()
     if not given or any(scope not in SCOPES for scope in given):
-        raise ArgumentError("scopes", expected=f"some of {', '.join(SCOPES)}", got=repr(scopes))
+        raise ArgumentError(
+            "scopes",
+            expected=f"some of {', '.join(SCOPES)}",
+            got=repr(scopes),
+            remedy="hs.capture has the other scopes, such as heads and block.",
+        )
     return given
 
 

@@ -867,7 +867,10 @@ def refusals() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"probes": ids + 40}, "token ids from 0 to 39"
     yield {"probes": {"input_ids": ids, "attention_mask": nothing}}, "a sequence of nothing but padding"
     yield {"every": 0}, "every: expected a whole number of steps >= 1, got 0"
-    yield {"scope": "head"}, "scope: expected one of heads, attention, residual, block, got 'head'"
+    yield (
+        {"scope": "head"},
+        "scope: expected one of heads, attention, residual, block, got 'head'. A row is a whole",
+    )
     yield {"file": "rows.txt"}, "ends in .jsonl or .csv"
     yield {"file": "no/such/folder/rows.csv"}, "a folder that exists"
     yield {"layers": []}, "layers"

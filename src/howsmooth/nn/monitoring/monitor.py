@@ -124,7 +124,10 @@ class LipschitzMonitor:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ArgumentError("every", expected="a whole number of steps >= 1", got=repr(every))
         if scope not in _SCOPES:
-            raise ArgumentError("scope", expected=f"one of {', '.join(_SCOPES)}", got=repr(scope))
+            single = "A row is a whole layer; hs.profile measures each head." if scope == "head" else ""
+            raise ArgumentError(
+                "scope", expected=f"one of {', '.join(_SCOPES)}", got=repr(scope), remedy=single
+            )
         if callback is not None and not callable(callback):
             raise ArgumentError("callback", expected="a function of a record", got=type(callback).__name__)
         if tensorboard is not None and not hasattr(tensorboard, "add_scalar"):
