@@ -484,6 +484,20 @@ def _exported() -> nn.Module:
     return torch.export.export(nn.Sequential(nn.Linear(D, D)).eval(), (torch.zeros(1, N, D),)).module()
 
 
+class _Counting(nn.Module):
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight * self.calls
+
+
+def _counting() -> nn.Module:
+    layer = nn.Linear(D, D)
+    nn.utils.parametrize.register_parametrization(layer, "weight", _Counting())
+    return nn.Sequential(layer).eval()
+
+
 class _Turned(hs.nn.OrthogonalLinear):
     def forward(self, x: Tensor) -> Tensor:
         return 5 * super().forward(x)
@@ -518,6 +532,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("hook", _hooked, "1", "has hooks"),
     ("exported", _exported, "", "Certify the model that was exported"),
     ("old spectral norm", _old_spectral_norm, "0", "has hooks"),
+    ("another weight in each call", _counting, "0", "whenever it is read"),
     ("forward of its own", _patched, "1", "forward that was replaced"),
     ("forward of a subclass", lambda: nn.Sequential(_Turned(D, D)), "0", "the constant of OrthogonalLinear"),
     ("call of a subclass", lambda: nn.Sequential(_Called(D, D)), "0", "__call__"),

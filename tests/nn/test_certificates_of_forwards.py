@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 import types
 from collections.abc import Callable
@@ -237,6 +238,7 @@ def test_a_wrong_rule_is_caught(rule: str, name: str, monkeypatch: pytest.Monkey
         (lambda f, x: torch.add(x, f(x), alpha=2), "arguments for which there is no rule"),
         (lambda f, x: (x, f(x)), "not one tensor"),
         (lambda f, x: f(x) + torch.randn(D).double(), "random"),
+        (lambda f, x: f(x) * random.random(), "computes something else"),
         (lambda f, x: torch.cat([f(x), torch.full((2, 1, D), torch.nan).double()], dim=1), "not finite"),
         (lambda f, x: f(x) * torch.tensor(torch.nan), "NaN"),
     ],

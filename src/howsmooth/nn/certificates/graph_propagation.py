@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,7 +91,13 @@ def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> 
 
     """
     random = _random_states(inputs.device)
-    follower = _Follower(fx.GraphModule(model, _recorded(model)), inputs, length, radius)
+    graph, again = _recorded(model), _recorded(model)
+    # Tensors that the forward creates get new names whenever it is recorded.
+    if len({re.sub(r"_tensor_constant\d+", "", str(one)) for one in (graph, again)}) > 1:
+        raise refusal(
+            model, "", "computes something else whenever it is called, so it is not a fixed function"
+        )
+    follower = _Follower(fx.GraphModule(model, graph), inputs, length, radius)
     last = follower.follow()
     if not all(map(torch.equal, random, _random_states(inputs.device))):
         raise refusal(model, "", "draws random numbers, so it is not a fixed function")

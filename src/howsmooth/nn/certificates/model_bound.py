@@ -33,7 +33,8 @@ def certify(
     with a Lipschitz constant"). Each module's constant is computed on the ball that its inputs can reach.
 
     A model with a ``forward`` of its own is certified with ``inputs``: :mod:`torch.fx` records its
-    operations, and each operation needs a rule, too.
+    operations, and each operation needs a rule, too. It is assumed to compute the same in every call; this
+    is checked for two recordings, and parametrized weights are read twice.
 
     Parameters
     ----------
@@ -83,6 +84,13 @@ def certify(
                 reason,
                 "Undo this, or give its class a lipschitz_bound.",
             )
+    for path, module in model.named_modules():
+        for name in getattr(module, "parametrizations", ()):
+            with torch.no_grad():
+                once, again = getattr(module, name), getattr(module, name)
+            if not torch.allclose(once, again, rtol=1e-6, equal_nan=True):
+                reason = f"has a parametrized {name} that is another one whenever it is read"
+                raise refusal(module, path, reason, "Remove the parametrization.")
     if isinstance(inputs, Tensor) and not inputs.is_floating_point():
         raise ArgumentError(
             "inputs",
