@@ -646,6 +646,19 @@ def test_the_examples_of_the_help_work(howsmooth: Howsmooth, files: Any) -> None
 # ---- arguments in Python
 
 
+def test_a_forward_that_depends_on_the_batch_is_refused() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * x.shape[0]
+
+    with pytest.raises(ArgumentError, match=r"model: expected a forward .* input 2 alone"):
+        hs.nn.evaluate(Counted(), torch.randn(5, 3), length=1, radius=9.0, batch=3)
+
+
 def test_arguments_of_evaluate() -> None:
     model, x = vit(), images()
     y = torch.zeros(40, dtype=torch.int64)

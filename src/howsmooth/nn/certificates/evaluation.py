@@ -159,7 +159,8 @@ def evaluate(
     ------
     ArgumentError
         If inputs or labels have a wrong type, shape or length, if tokens lie beyond the radius and ``clip``
-        is not set (the message counts these inputs), or if the outputs are not logits.
+        is not set (the message counts these inputs), or if the outputs are not logits, or are others for an
+        input alone than in a batch.
     NonFiniteError
         If an input, a weight or a logit is NaN or infinite.
     CertificateError
@@ -210,6 +211,15 @@ def evaluate(
     labels = None if labels is None else labels.detach().to("cpu", torch.int64)
     logits = torch.cat(list(_logits(exact, x, batch, on_batch)))
     radii = certificate.certified_radius(logits, labels)
+    last = min(batch, len(x)) - 1
+    alone = next(_logits(exact, x[last : last + 1], 1, None))
+    if not torch.allclose(logits[last], alone[0], rtol=0.0, atol=1e-6 * float(logits[last].abs().amax())):
+        raise ArgumentError(
+            "model",
+            expected="a forward that treats the inputs of a batch one by one",
+            got=f"other logits for input {last} alone than in a batch",
+            remedy="Let the forward depend on neither the size of the batch nor the other inputs in it.",
+        )
     predicted = logits.argmax(dim=1)
     own = predicted if labels is None else labels
     # The largest logit of another class.
