@@ -223,6 +223,21 @@ def test_a_scheduler_that_is_killed_is_named_in_a_sentence_without_a_traceback_o
     assert not logged
 
 
+def test_a_scheduler_that_goes_away_while_its_workers_are_awaited(
+    scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(client: Client, *_: object, **__: object) -> None:
+        client.close()
+        raise OSError("Timed out trying to connect")
+
+    monkeypatch.setattr(Client, "wait_for_workers", lost)
+    with (
+        pytest.raises(WorkerError, match=rf"scheduler at {scheduler} went away\."),
+        opened_executor(Execution(executor="dask", scheduler=scheduler)),
+    ):
+        pass
+
+
 def test_no_scheduler_and_no_workers_are_refused(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("howsmooth.study.dask_cluster._PATIENCE", 0.5)
     with (

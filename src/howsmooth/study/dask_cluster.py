@@ -65,21 +65,12 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
         ) from error
     with client:
         try:
-            client.wait_for_workers(workers, timeout=_PATIENCE)
-        except TimeoutError as error:
-            there = len(client.nthreads())
-            has = f"has {there} of {workers} workers" if there else "has no workers"
-            raise WorkerError(
-                f"the Dask cluster on this machine {has} after {_PATIENCE:.0f} s. Give fewer --workers."
-                if scheduler is None
-                else f"the Dask scheduler at {scheduler} {has}. Start some with: dask worker {scheduler}"
-            ) from error
-        executor = client.get_executor(pure=False)
-        executor.workers = len(client.nthreads())
-        executor.present = lambda: _present(client)
-        try:
+            _wait_for_workers(client, scheduler, workers)
+            executor = client.get_executor(pure=False)
+            executor.workers = len(client.nthreads())
+            executor.present = lambda: _present(client)
             yield executor
-        except WorkerError as error:
+        except (WorkerError, OSError) as error:
             if scheduler is None or client.status == "running":
                 raise
             # Dask would print a traceback when the client is closed.
@@ -88,6 +79,20 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
                 f"the Dask scheduler at {scheduler} went away. Finished measurements are saved. To continue, "
                 f"start a scheduler and workers, and {RUN_AGAIN}."
             ) from error
+
+
+def _wait_for_workers(client: Client, scheduler: str | None, workers: int) -> None:
+    """Wait until a cluster has so many workers, and raise WorkerError if it has fewer after half a minute."""
+    try:
+        client.wait_for_workers(workers, timeout=_PATIENCE)
+    except TimeoutError as error:
+        there = len(client.nthreads())
+        has = f"has {there} of {workers} workers" if there else "has no workers"
+        raise WorkerError(
+            f"the Dask cluster on this machine {has} after {_PATIENCE:.0f} s. Give fewer --workers."
+            if scheduler is None
+            else f"the Dask scheduler at {scheduler} {has}. Start some with: dask worker {scheduler}"
+        ) from error
 
 
 def _present(client: Client) -> int:
