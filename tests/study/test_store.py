@@ -435,6 +435,7 @@ def test_what_is_no_store_is_refused_and_left_alone(tmp_path: Path, make: Any) -
     for write in (True, False):
         with pytest.raises(StoreError, match=BAD_FILES[make]) as refusal:
             Store.open(tmp_path, write=write)
+        assert "--out" not in str(refusal.value)  # a program reads stores, too
         assert str(path) in str(refusal.value)
         assert (path.read_bytes() if path.is_file() else b"") == before
 

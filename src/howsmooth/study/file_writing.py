@@ -43,7 +43,7 @@ def writable_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
         yield folder
     except OSError as error:
         raise StoreError(
-            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
+            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another output folder."
         ) from error
 
 

@@ -58,9 +58,9 @@ def translated(path: str | os.PathLike[str]) -> Iterator[None]:
         if "full" in str(error) or "I/O" in str(error):
             remedy = f"Make room on the disk and {RUN_AGAIN}."
         elif "readonly" in str(error) or "unable to open" in str(error):
-            remedy = "Make it writable, or choose another --out."
+            remedy = "Make it writable, or choose another output folder."
         else:
-            remedy = "Run the same command again, or choose another --out."
+            remedy = "Run the same command again, or choose another output folder."
         raise StoreError(
             f"{path} cannot be used: {error}. {remedy} Rows already written are kept."
         ) from error
@@ -71,7 +71,8 @@ def translated(path: str | os.PathLike[str]) -> Iterator[None]:
         raise _damaged(path, "a table or column name is not valid UTF-8") from error
     except sqlite3.DatabaseError as error:
         raise StoreError(
-            f"{path} cannot be read: {error}. Move it away, or choose another --out; nothing was changed."
+            f"{path} cannot be read: {error}. Move it away, or choose another output folder; nothing was "
+            "changed."
         ) from error
 
 
@@ -87,12 +88,12 @@ def store_there(folder: str | os.PathLike[str]) -> bool:
     folder = Path(folder)
     try:
         if folder.exists() and not folder.is_dir():
-            raise StoreError(f"out: expected a folder, got the file {folder}. Choose another --out.")
+            raise StoreError(f"out: expected a folder, got the file {folder}. Choose another output folder.")
         path = folder / STORE_NAME
         return path.exists() and not (path.is_file() and path.stat().st_size == 0)
     except OSError as error:
         raise StoreError(
-            f"out: expected a usable folder, got {folder} ({reason(error)}). Choose another --out."
+            f"out: expected a usable folder, got {folder} ({reason(error)}). Choose another output folder."
         ) from error
 
 
@@ -117,7 +118,7 @@ def connected(
     if not write and not there:
         raise StoreError(f"out: expected a folder with {STORE_NAME}, got {folder}, which has none.")
     if there and not path.is_file():
-        raise StoreError(f"{path} is not a file, so it cannot be a store. Choose another --out.")
+        raise StoreError(f"{path} is not a file, so it cannot be a store. Choose another output folder.")
     lock = locked(folder) if write else None
     try:
         with translated(path):
@@ -176,7 +177,7 @@ def _check(connection: sqlite3.Connection, path: Path, statements: Sequence[str]
             connection.execute(f"PRAGMA application_id = {_APPLICATION}")
         return
     if application != _APPLICATION:
-        raise StoreError(f"{path} is not a store of howsmooth. Choose another --out.")
+        raise StoreError(f"{path} is not a store of howsmooth. Choose another output folder.")
     verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
     if verdict != "ok":
         raise _damaged(path, verdict)
@@ -215,7 +216,8 @@ def _seal(*values: object) -> str:
 
 def _damaged(path: Path, verdict: str) -> StoreError:
     return StoreError(
-        f"{path} is damaged ({verdict}). Restore a copy, or choose another --out; nothing was changed."
+        f"{path} is damaged ({verdict}). Restore a copy, or choose another output folder; nothing was "
+        "changed."
     )
 
 
@@ -256,10 +258,11 @@ def locked(folder: str | os.PathLike[str]) -> FileLock:
         lock.acquire(timeout=_PATIENCE)
     except Timeout as error:
         raise StoreError(
-            f"{folder} is in use by another howsmooth process. Wait until it ends, or choose another --out."
+            f"{folder} is in use by another howsmooth process. Wait until it ends, or choose another output "
+            "folder."
         ) from error
     except OSError as error:
         raise StoreError(
-            f"out: expected a writable folder, got {folder} ({reason(error)}). Choose another --out."
+            f"out: expected a writable folder, got {folder} ({reason(error)}). Choose another output folder."
         ) from error
     return lock
