@@ -140,6 +140,7 @@ def test_paths_are_those_beside_the_plan(tmp_path: Path, monkeypatch: pytest.Mon
 
 BAD: dict[str, tuple[str, str]] = {
     "unknown key": ('model = ["small"]', "plan.toml: model: expected one of the keys .* Is models meant?"),
+    "keys in a table": ('[plan]\nmodels = ["a"]', "plan: expected .* got a table. .* leave out .plan."),
     "unknown key of a model": ('models = [{name = "a", texts = 1}]', "models: texts: expected one of"),
     "layers of a model": ('models = [{name = "a", layers = "x"}]', "plan.toml: models: layers: expected num"),
     "lengths of a model": ('models = [{name = "a", lengths = 0}]', "models: lengths: expected numbers of"),
@@ -177,6 +178,7 @@ BAD: dict[str, tuple[str, str]] = {
     "confidence": ('models = ["a"]\nconfidence = 2', "plan.toml: confidence: expected"),
     "max_iterations": ('models = ["a"]\nmax_iterations = 0', "plan.toml: max_iterations: expected"),
     "seed": ('models = ["a"]\nseed = -1', "plan.toml: seed: expected a number from 0"),
+    "half": ('models = ["a"]\ndtype = "float16"', "dtype: .* A model in half precision is measured in"),
     "dtype": ('models = ["a"]\ndtype = "half"', "plan.toml: dtype: expected one of float32, float64"),
     "threads": ('models = ["a"]\nthreads = 0', "plan.toml: threads: expected a number from 1"),
     "memory": ('models = ["a"]\nmemory = 0', "plan.toml: memory: expected at least 1"),

@@ -194,14 +194,12 @@ def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
         If a key is not in ``known``; the error suggests a similar key.
 
     """
-    for key in table:
+    for key, value in table.items():
         if key not in known:
-            raise ArgumentError(
-                key,
-                expected=f"one of the keys {', '.join(known)}",
-                got="an unknown key",
-                remedy=similar_name(key, known),
-            )
+            got, remedy = "an unknown key", similar_name(key, known)
+            if isinstance(value, Mapping):
+                got, remedy = "a table", f"Write the keys in no table: leave out [{key}]."
+            raise ArgumentError(key, expected=f"one of the keys {', '.join(known)}", got=got, remedy=remedy)
 
 
 @contextmanager

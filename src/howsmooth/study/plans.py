@@ -232,7 +232,13 @@ _SHARED: dict[str, Any] = {
     ),
     "dtype": option(
         "float32",
-        choice("float32", "float64"),
+        choice(
+            "float32",
+            "float64",
+            elsewhere=dict.fromkeys(
+                ("float16", "bfloat16", "half"), "A model in half precision is measured in float32."
+            ),
+        ),
         "Floating-point precision.",
         metavar="float32|float64",
         panel=HOW,
