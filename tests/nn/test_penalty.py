@@ -883,6 +883,18 @@ def test_compiled_models() -> None:
             assert torch.allclose(penalty(), expected)
 
 
+@pytest.mark.slow
+def test_a_part_that_was_compiled_and_run_before_is_not_left_out() -> None:
+    torch._dynamo.reset()
+    one, other = (nn.TransformerEncoderLayer(D, 2, 8, 0.0, batch_first=True).double() for _ in range(2))
+    model, x = nn.Sequential(one, torch.compile(other, backend="eager")), tokens()
+    model(x)
+    with SpectralPenalty(model) as penalty:
+        model(x)
+        with pytest.raises(ArgumentError, match=r"no such pass through 1\._orig_mod.*module\.compile\(\)"):
+            penalty()
+
+
 @pytest.mark.parametrize("accepts", others_slow([True, False], [True]))
 def test_the_guides_penalty_in_the_trainer_counts_once(accepts: bool, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "guide" / "monitor.md").read_text(encoding="utf-8")

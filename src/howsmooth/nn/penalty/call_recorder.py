@@ -210,14 +210,18 @@ class Recorder:
             If no call was recorded.
 
         """
-        if not self.calls:
-            attached = self.attached
+        seen, attached = {call.name for call in self.calls}, self.attached
+        # A part that torch.compile wrapped and that ran before the penalty was attached calls no hooks.
+        lost = [name for name in self._layers if "._orig_mod." in name and name not in seen]
+        if lost or not seen:
+            unseen = f"no such pass through {lost[0]}" if lost else "no such pass"
             raise ArgumentError(
                 "penalty",
                 expected="a forward pass of the model with gradients since the penalty was attached",
-                got="no such pass" if attached else "a penalty that is not attached",
+                got=unseen if attached else "a penalty that is not attached",
                 remedy="Leave the penalty out of an evaluation, which has no gradients: where model.training "
-                "is false. Attach it before the first pass of a model under torch.compile."
+                "is false. Attach it before the first pass of a model under torch.compile, or compile the "
+                "model or its parts by module.compile()."
                 if attached
                 else "Write `with penalty:` around forward pass and call, or call penalty.attach() first.",
             )
