@@ -135,13 +135,22 @@ def test_variants_of_a_model_are_in_its_label(bert: Path) -> None:
 
 
 def test_tokens_of_sentencepiece_keep_their_leading_space() -> None:
-    vocabulary = {"<unk>": 0, "▁": 1, "▁the": 2, "the": 3, "<0x0A>": 4}
+    vocabulary = {"<unk>": 0, "▁": 1, "▁the": 2, "the": 3, "<0x0A>": 4, "<0xE2>": 5}
     raw = RawTokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>"))
-    assert tokenizer.decoded([1, 2, 3, 4]) == [" ", " the", "the", "\n"]
+    assert tokenizer.decoded([1, 2, 3, 4, 5]) == [" ", " the", "the", "\n", "<0xE2>"]
+
+
+def test_bytes_that_are_a_part_of_a_character_are_written_as_numbers() -> None:
+    raw = RawTokenizer(
+        models.WordLevel({"<unk>": 0, "ĠâĢ": 1, "Ļ": 2, "Ġcat": 3, "Ã©": 4}, unk_token="<unk>")
+    )
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>"))
+    assert tokenizer.decoded([1, 2, 3, 4]) == [" <0xE2><0x80>", "<0x99>", " cat", "é"]
 
 
 def test_fingerprint_is_the_same_in_another_folder(bert: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as BpeTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from howsmooth.errors import ModelError
 
@@ -19,6 +20,9 @@ TRAINED_VOCABULARY = 8000
 
 #: A sentence that every usable tokenizer encodes mostly without its unknown token.
 _PROBE = "The cat sat on a mat, and it was all that it had to do."
+
+#: The byte that a character stands for in the vocabulary of a byte-level tokenizer.
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 class Tokenizer:
@@ -77,12 +81,18 @@ class Tokenizer:
 def token_text(backend: Any, i: int) -> str:
     """Return the text of one token id, with the leading space that SentencePiece removes when it decodes.
 
+    Bytes that are only a part of a character are written as in ``<0xE2>``.
+
     ``backend`` is a tokenizer of transformers, or any object with ``decode(ids)``.
     """
     decoded = str(backend.decode([i]))
     if not hasattr(backend, "convert_ids_to_tokens"):
         return decoded
-    spaced = str(backend.convert_ids_to_tokens(i)).replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    token = str(backend.convert_ids_to_tokens(i))
+    if "\N{REPLACEMENT CHARACTER}" in decoded and all(c in _BYTES for c in token):
+        text = bytes(_BYTES[c] for c in token).decode("utf-8", "surrogateescape")
+        return "".join(f"<0x{ord(c) - 0xDC00:02X}>" if "\udc80" <= c <= "\udcff" else c for c in text)
+    spaced = token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
     return spaced if decoded == spaced.removeprefix(" ") else decoded
 
 
