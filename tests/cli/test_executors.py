@@ -74,10 +74,10 @@ def test_the_wait_for_a_scheduler_is_told_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("howsmooth.study.dask_cluster._PATIENCE", 0.5)
-    words = ["--executor", "dask", "--scheduler", "tcp://127.0.0.1:9"]
+    words = ["--executor", "dask", "--scheduler", "tcp://127.0.0.1:9", "--workers", "3"]
     assert main(["measure", *QUICK, "--out", str(tmp_path / "out"), *words]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("Waiting for the Dask workers at tcp://127.0.0.1:9\nerror: no Dask scheduler")
+    assert told.startswith("Waiting for 3 Dask workers at tcp://127.0.0.1:9\nerror: no Dask scheduler")
 
 
 def test_without_dask_the_extra_is_named(

@@ -120,7 +120,8 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
     from howsmooth.study.runner import Means
 
     if execution.scheduler is not None:
-        display.phase(f"Waiting for the Dask workers at {execution.scheduler}")
+        workers = counted(execution.workers or 1, "Dask worker")
+        display.phase(f"Waiting for {workers} at {execution.scheduler}")
     with opened_executor(execution) as pool:
         yield Means(display, as_typed(), keep_going, pool, threads_each(pool, execution.threads))
 
