@@ -66,6 +66,8 @@ def test_measure_writes_everything_and_says_where(howsmooth: Howsmooth, tmp_path
     assert "45 measurements made" in out
     assert "Computing 45 constants" in err
     assert len(pd.read_csv(tmp_path / "measurements.csv")) == 45
+    one = ["--lengths", "3", "--samples", "1", "--layers", "0", "--out", str(tmp_path / "one")]
+    assert "1 measurement made" in howsmooth("measure", "small", "--text", "prose", *one)[1]
 
 
 def test_the_largest_exponent_can_be_cited(howsmooth: Howsmooth, tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
     bounds were left out.
     """
     kept, unsettled = outcome.kept[Measurement.table], sum(outcome.unsettled.values())
-    words = f"\n{outcome.made[Measurement.table]} measurements made in {outcome.seconds:.1f} s"
+    made = counted(outcome.made[Measurement.table], "measurement")
+    words = f"\n{made} made in {outcome.seconds:.1f} s"
     words += f", {kept} were already there" if kept else ""
     yield words + (f"; {unsettled} did not converge." if unsettled else ".")
     values = outcome.made[PublishedValue.table]
