@@ -70,9 +70,9 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
         mask = given.named.get(name)
         if mask is None or mask.ndim != 2:
             continue
-        tokens = next((given.named[one] for one in of if one in given.named), mask)
-        n = tokens.shape[:2].numel() // given.batch  # either axis may be the first
-        if mask.shape not in ((given.batch, n), (n, n)) and tokens is not mask:
+        masked = next((given.named[one] for one in of if one in given.named), mask)
+        n = masked.shape[:2].numel() // given.batch  # either axis may be the first
+        if mask.shape not in ((given.batch, n), (n, n)) and masked is not mask:
             expected = f"shape {(given.batch, n)}, a number for each token"
             raise ArgumentError(name, expected=expected, got=f"shape {tuple(mask.shape)}")
         if mask.shape[0] != given.batch:
