@@ -475,8 +475,9 @@ def test_heads_written_as_in_the_paper() -> None:
     f = random_attention(37, heads=1, d_out=4, causal=True)
     x = tokens(37, 8, D)
     parameters = parameters_of(f)
-    value = float(certificate_parts(f, x).value)
-    assert float(certificate_parts(parameters, x).value) == pytest.approx(value, rel=1e-6)
+    # The searches, in float32, would find slightly different weights.
+    value = float(certificate_parts(f, x, iterations=0).value)
+    assert float(certificate_parts(parameters, x, iterations=0).value) == pytest.approx(value, rel=1e-10)
     head = parameters.folded(0)
     unmasked = hs.SelfAttention(f.query, f.key, f.value, f.output, query_bias=f.query_bias, scale=f.scale)
     assert float(certificate_rows(head, x).value) == pytest.approx(

@@ -31,7 +31,7 @@ from howsmooth.roundoff import UNDERFLOW, U, gamma, up
 
 __all__ = ["HeadAt", "HeadsAt", "heads_at", "row_blocks"]
 
-_BLOCK = 1 << 22  # number of entries in a block of rows
+_BLOCK = 1 << 18  # number of entries in a block of rows, which fit into a cache
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ All positive weights give a valid bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,11 @@ from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt
 
 __all__ = ["Weights", "diagonal_guesses", "joint_weights", "tidy"]
 
-_STEPS = 10
-_LAST_STEPS = 20
+# Numbers of Lanczos steps: from random vectors, from the vectors of the iteration before, and for the
+# estimates that are returned.
+_FIRST_STEPS = 10
+_STEPS = 5
+_LAST_STEPS = 10
 _DIAGONAL_STEPS = 5
 _SMALLEST = 1e-12
 
@@ -60,20 +63,23 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
     The iteration q_j ← q_j (Φ_j(q)/q_j)^0.8 makes the theorem's term ν small, where ν² = max_j Φ_j(q)/q_j and
     Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ). It ends when ν² hardly falls, and the best weights are
     taken. Eigenvalues are estimated by Lanczos steps, which need products with P but no matrix for every row.
+    The steps start at the vectors of the iteration before.
     """
-    forms, value_scale, key_scale = _QuadraticForms.of(at).in_float32()
+    forms = _QuadraticForms.of(at)
     generator = torch.Generator().manual_seed(0)
     of_values = torch.randn(at.n, len(forms.W_gram), generator=generator)
     of_keys = torch.randn(at.n, len(forms.K_gram), generator=generator)
 
     def eigenvalues(q: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        c = _lanczos(forms.values_image(q), forms.W_gram, of_values, steps)
-        return c, _lanczos(forms.keys_image(c), forms.K_gram, of_keys, steps)
+        nonlocal of_values, of_keys
+        c, of_values = _lanczos(forms.values_image(q), forms.W_gram, of_values, steps)
+        phi, of_keys = _lanczos(forms.keys_image(c), forms.K_gram, of_keys, steps)
+        return c, phi
 
     q = best = torch.ones(at.n, dtype=torch.float32)
     smallest = float("inf")
-    for _ in range(iterations + 1):
-        _, phi = eigenvalues(q, _STEPS)
+    for step in range(iterations + 1):
+        _, phi = eigenvalues(q, _STEPS if step else _FIRST_STEPS)
         nu_square = float((phi / q).amax())
         if nu_square < smallest:
             best = q
@@ -83,7 +89,8 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
         q = tidy(q * (phi / q).pow(_POWER))
     q = best
     c, phi = eigenvalues(q, _LAST_STEPS)
-    q, c, phi = q.double(), c.double() * value_scale, phi.double() * (value_scale * key_scale)
+    q, c = q.double(), c.double() * forms.value_scale
+    phi = phi.double() * (forms.value_scale * forms.key_scale)
     return Weights(q, c * _ABOVE, (phi / q).amax() * _ABOVE)
 
 
@@ -91,6 +98,10 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
 class _QuadraticForms:
     """The matrices of one token each whose largest eigenvalues are the terms c_i and Φ_j of Theorem N, in
     factors that are stacked over the heads.
+
+    Only estimates are computed from them. The factors are in float32, which halves the time, and are scaled
+    so that their entries are at most 1: the matrices of the values and those of the keys must be multiplied
+    by ``value_scale`` and ``key_scale``.
     """
 
     moving: Float[Tensor, "heads n n"]
@@ -100,31 +111,30 @@ class _QuadraticForms:
     turns: Float[Tensor, "heads n key_dim key_dim"] | None
     W_gram: Float[Tensor, "m m"]
     K_gram: Float[Tensor, "k k"]
+    value_scale: float
+    key_scale: float
 
     @classmethod
     def of(cls, at: HeadsAt) -> _QuadraticForms:
         """Stack the factors of all heads."""
-        moving, v, o, queries = (
-            torch.stack([getattr(head, name) for head in at.heads]) for name in ("moving", "v", "o", "q")
+        moving = torch.stack([head.moving.float() for head in at.heads])
+        values, of_v = _scaled([t for head in at.heads for t in (head.v, head.o)])
+        queries, of_queries = _scaled([head.q for head in at.heads])
+        found = [head.turns for head in at.heads if head.turns is not None]
+        turns, of_turns = _scaled(found) if found else (None, 1.0)
+        W_gram, of_W = _scaled_gram(at.W)
+        K_gram, of_K = _scaled_gram([head.K.mT for head in at.heads])
+        return cls(
+            moving,
+            values[::2],
+            values[1::2],
+            queries,
+            turns,
+            W_gram,
+            K_gram,
+            of_v**2 * of_W,
+            (of_queries * of_turns) ** 2 * of_K,
         )
-        turns = [head.turns for head in at.heads if head.turns is not None]
-        W = torch.cat(at.W, dim=1)
-        K = torch.cat([head.K for head in at.heads])
-        return cls(moving, v, o, queries, torch.stack(turns) if turns else None, W.mT @ W, K @ K.mT)
-
-    def in_float32(self) -> tuple[_QuadraticForms, float, float]:
-        """Return the forms in float32, scaled so that the entries of each factor are at most 1, and the two
-        numbers by which the scaling has divided the matrices of the values and those of the keys.
-
-        Only estimates come of them, which take half the time in this precision.
-        """
-        (v, o), of_v = _largest_one(torch.stack((self.v, self.o)))
-        queries, of_queries = _largest_one(self.queries)
-        turns, of_turns = (None, 1.0) if self.turns is None else _largest_one(self.turns)
-        W_gram, of_W = _largest_one(self.W_gram)
-        K_gram, of_K = _largest_one(self.K_gram)
-        single = _QuadraticForms(self.moving.float(), v, o, queries, turns, W_gram, K_gram)
-        return single, of_v**2 * of_W, (of_queries * of_turns) ** 2 * of_K
 
     def values_image(self, q: Float[Tensor, " n"]) -> Callable[[Tensor], Tensor]:
         """Return the function that multiplies, in each head, the vector of query i by the matrix
@@ -148,9 +158,9 @@ class _QuadraticForms:
 
         def image(y: Tensor) -> Tensor:
             x = _by_head(y, len(rho))
-            x = x if self.turns is None else (self.turns @ x[..., None])[..., 0]
+            x = x if self.turns is None else _multiplied(x, self.turns)
             back = (rho * (x @ self.queries.mT)) @ self.queries
-            back = back if self.turns is None else (self.turns.mT @ back[..., None])[..., 0]
+            back = back if self.turns is None else _multiplied(back, self.turns.mT)
             return _side_by_side(back)
 
         return image
@@ -162,61 +172,85 @@ def diagonal_guesses(at: HeadsAt) -> Float[Tensor, " n"]:
 
     The blocks are D_i = Σ_h W_h F_i^h Q_h with the factors F_i^h of :class:`HeadAt`.
     """
-    W = torch.cat(at.W, dim=1)
-    Q = torch.cat([head.Q for head in at.heads])
-    W_gram = W.mT @ W
+    W_gram, of_W = _scaled_gram(at.W)
+    Q_gram, of_Q = _scaled_gram([head.Q.mT for head in at.heads])
+    F, of_F = _scaled([head.F for head in at.heads])
 
     def image(y: Tensor) -> Tensor:
-        x = _by_head(y, len(at.heads))
-        moved = torch.cat([(h.F @ x[i, :, :, None])[..., 0] for i, h in enumerate(at.heads)], dim=1)
-        z = _by_head(moved @ W_gram, len(at.heads))
-        return torch.cat([(h.F.mT @ z[i, :, :, None])[..., 0] for i, h in enumerate(at.heads)], dim=1)
+        moved = _side_by_side(_multiplied(_by_head(y, len(F)), F))
+        z = _by_head(moved @ W_gram, len(F))
+        return _side_by_side(_multiplied(z, F.mT))
 
-    b = torch.randn(Q.shape[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return _lanczos(image, Q @ Q.mT, b.expand(at.n, -1), _DIAGONAL_STEPS) * _ABOVE
+    b = torch.randn(len(Q_gram), generator=torch.Generator().manual_seed(1)).expand(at.n, -1)
+    estimates, _ = _lanczos(image, Q_gram, b, _DIAGONAL_STEPS)
+    return estimates.double() * (of_F**2 * of_W * of_Q * _ABOVE)
 
 
-def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int) -> Tensor:
+def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Estimate the largest eigenvalues of the matrices O B_i Oᵀ, for one matrix O and many matrices B_i, by
     Lanczos steps.
 
     ``image`` multiplies row i by B_i, and ``gram`` is OᵀO. The steps start at the rows of ``b``. A row b
     stands for the vector O b, so that a step needs one product with ``gram`` and none with O. The estimates
-    are below the eigenvalues, up to rounding.
+    are below the eigenvalues, up to rounding. They are returned with their vectors, as rows like ``b``; the
+    vector of an estimate of zero is the row of ``b``.
     """
-    alphas, betas = [], []
+    noise = (16 * torch.finfo(b.dtype).eps * torch.linalg.matrix_norm(gram)).sqrt()
+
+    def lengths(z: Tensor, y: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+        # A length this small is rounding: the vectors span an invariant space, and the steps of this row end.
+        # Parts of z that gram maps to nearly zero count in the rounding of y alone.
+        length = (z * y).sum(1, keepdim=True).clamp_min(0).sqrt()
+        rounding = noise * torch.linalg.vector_norm(z, dim=1, keepdim=True)
+        length = torch.where(length > torch.maximum(least, rounding), length, 0.0)
+        return length, torch.where(length > 0, 1 / length, 0.0)
+
+    alphas, betas, vectors = [], [], []
     y = b @ gram
-    precision = torch.finfo(b.dtype)
-    length = (b * y).sum(1, keepdim=True).clamp_min(0).sqrt().clamp_min(precision.tiny)
-    b, y, last = b / length, y / length, torch.zeros_like(b)
-    beta = torch.zeros_like(length)
-    size = torch.zeros_like(length)
-    noise = (16 * precision.eps * torch.linalg.matrix_norm(gram)).sqrt()
+    beta = size = b.new_zeros(len(b), 1)
+    _, inverse = lengths(b, y, size)
+    start, b, y, last = b, b * inverse, y * inverse, torch.zeros_like(b)
     for _ in range(steps):
+        vectors.append(b)
         z = image(y)
         alpha = (y * z).sum(1, keepdim=True)
         size = torch.maximum(size, alpha)
         z = z - alpha * b - beta * last
         y = z @ gram
-        beta = (z * y).sum(1, keepdim=True).clamp_min(0).sqrt()
-        # A beta this small is rounding: the vectors span an invariant space, and the steps of this row end.
-        # Parts of z that gram maps to nearly zero count in the rounding of y alone.
-        rounding = noise * torch.linalg.vector_norm(z, dim=1, keepdim=True)
-        beta = torch.where(beta > torch.maximum(1e-3 * size, rounding), beta, 0.0)
-        inverse = torch.where(beta > 0, 1 / beta, 0.0)
+        beta, inverse = lengths(z, y, 1e-3 * size)
         alphas.append(alpha)
         betas.append(beta)
         last, b, y = b, z * inverse, y * inverse
     side = torch.cat(betas[:-1], dim=1)
     tridiagonal = torch.diag_embed(torch.cat(alphas, dim=1)) + torch.diag_embed(side, offset=-1)
-    largest: Tensor = torch.linalg.eigvalsh(tridiagonal)[:, -1].clamp_min(0)
-    return largest
+    values, coordinates = torch.linalg.eigh(tridiagonal)
+    found = (torch.stack(vectors, dim=-1) @ coordinates[:, :, -1:])[..., 0]
+    top = values[:, -1].clamp_min(0)
+    return top, torch.where(top[:, None] > 0, found, start)
 
 
-def _largest_one(t: Tensor) -> tuple[Tensor, float]:
-    """Divide a tensor by the size of its largest entry and round it to float32; return this size too."""
-    size = float(t.abs().amax()) or 1.0
-    return (t / size).float(), size
+def _scaled(parts: Sequence[Tensor]) -> tuple[Tensor, float]:
+    """Divide tensors by the size of their largest entry, round them to float32 and stack them; return this
+    size too.
+    """
+    size = max(float(t.abs().amax()) for t in parts) or 1.0
+    return torch.stack([(t / size).float() for t in parts]), size
+
+
+def _scaled_gram(columns: Sequence[Float[Tensor, "rows _k"]]) -> tuple[Float[Tensor, "m m"], float]:
+    """Return the Gram matrix of matrices side by side, divided by a number and rounded to float32. The second
+    result is this number.
+    """
+    (whole,), size = _scaled((torch.cat(tuple(columns), dim=1),))
+    return whole.mT @ whole, size**2
+
+
+def _multiplied(x: Float[Tensor, "heads n k"], matrices: Float[Tensor, "heads n l k"]) -> Tensor:
+    """Multiply each vector by its own matrix. Row vectors from the left take PyTorch an eighth of the time of
+    columns.
+    """
+    found: Tensor = (x[..., None, :] @ matrices.mT)[..., 0, :]
+    return found
 
 
 def _by_head(y: Float[Tensor, "n m"], heads: int) -> Float[Tensor, "heads n k"]:

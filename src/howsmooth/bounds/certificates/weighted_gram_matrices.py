@@ -85,7 +85,7 @@ def sandwich(
         def subtract(a: Tensor, members: Tensor) -> None:
             for b, end in zip(blocks, ends, strict=True):
                 own = slice(end - b.shape[1], end)
-                a[:, own, own] -= b[members]
+                a[:, own, own].sub_(b[members])
 
         near = Domination.of(torch.cat(tuple(outer), dim=1)) if domination is None else domination()
         return near.largest_eigenvalues(subtract, guess, up(error))
