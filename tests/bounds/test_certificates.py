@@ -495,7 +495,7 @@ def test_long_heavy_tail_of_heads_is_proved_from_guesses(seed: int, monkeypatch:
     f = random_attention(seed, heads=3, temperature=4.0)
     x = tokens(seed, 9, D)
     usual = float(certificate_heads(f, x).value)
-    monkeypatch.setattr(weighted_gram_matrices, "FULL_SPECTRUM", 1)
+    monkeypatch.setattr(weighted_gram_matrices, "FORMED", 1)
     guessed = float(certificate_heads(f, x).value)
     assert float(true_norm(f, x[None])[0]) <= guessed
     assert guessed == pytest.approx(usual, rel=2e-3)

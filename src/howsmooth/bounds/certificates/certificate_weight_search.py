@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt
+from howsmooth.bounds.certificates.eigenvalue_estimates import lanczos
 
 __all__ = ["Weights", "diagonal_guesses", "joint_weights", "tidy"]
 
@@ -72,8 +73,8 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
 
     def eigenvalues(q: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         nonlocal of_values, of_keys
-        c, of_values = _lanczos(forms.values_image(q), forms.W_gram, of_values, steps)
-        phi, of_keys = _lanczos(forms.keys_image(c), forms.K_gram, of_keys, steps)
+        c, of_values = lanczos(forms.values_image(q), forms.W_gram, of_values, steps)
+        phi, of_keys = lanczos(forms.keys_image(c), forms.K_gram, of_keys, steps)
         return c, phi
 
     q = best = torch.ones(at.n, dtype=torch.float32)
@@ -182,51 +183,8 @@ def diagonal_guesses(at: HeadsAt) -> Float[Tensor, " n"]:
         return _side_by_side(_multiplied(z, F.mT))
 
     b = torch.randn(len(Q_gram), generator=torch.Generator().manual_seed(1)).expand(at.n, -1)
-    estimates, _ = _lanczos(image, Q_gram, b, _DIAGONAL_STEPS)
+    estimates, _ = lanczos(image, Q_gram, b, _DIAGONAL_STEPS)
     return estimates.double() * (of_F**2 * of_W * of_Q * _ABOVE)
-
-
-def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Estimate the largest eigenvalues of the matrices O B_i Oᵀ, for one matrix O and many matrices B_i, by
-    Lanczos steps.
-
-    ``image`` multiplies row i by B_i, and ``gram`` is OᵀO. The steps start at the rows of ``b``. A row b
-    stands for the vector O b, so that a step needs one product with ``gram`` and none with O. The estimates
-    are below the eigenvalues, up to rounding. They are returned with their vectors, as rows like ``b``; the
-    vector of an estimate of zero is the row of ``b``.
-    """
-    noise = (16 * torch.finfo(b.dtype).eps * torch.linalg.matrix_norm(gram)).sqrt()
-
-    def lengths(z: Tensor, y: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-        # A length this small is rounding: the vectors span an invariant space, and the steps of this row end.
-        # Parts of z that gram maps to nearly zero count in the rounding of y alone.
-        length = (z * y).sum(1, keepdim=True).clamp_min(0).sqrt()
-        rounding = noise * torch.linalg.vector_norm(z, dim=1, keepdim=True)
-        length = torch.where(length > torch.maximum(least, rounding), length, 0.0)
-        return length, torch.where(length > 0, 1 / length, 0.0)
-
-    alphas, betas, vectors = [], [], []
-    y = b @ gram
-    beta = size = b.new_zeros(len(b), 1)
-    _, inverse = lengths(b, y, size)
-    start, b, y, last = b, b * inverse, y * inverse, torch.zeros_like(b)
-    for _ in range(steps):
-        vectors.append(b)
-        z = image(y)
-        alpha = (y * z).sum(1, keepdim=True)
-        size = torch.maximum(size, alpha)
-        z = z - alpha * b - beta * last
-        y = z @ gram
-        beta, inverse = lengths(z, y, 1e-3 * size)
-        alphas.append(alpha)
-        betas.append(beta)
-        last, b, y = b, z * inverse, y * inverse
-    side = torch.cat(betas[:-1], dim=1)
-    tridiagonal = torch.diag_embed(torch.cat(alphas, dim=1)) + torch.diag_embed(side, offset=-1)
-    values, coordinates = torch.linalg.eigh(tridiagonal)
-    found = (torch.stack(vectors, dim=-1) @ coordinates[:, :, -1:])[..., 0]
-    top = values[:, -1].clamp_min(0)
-    return top, torch.where(top[:, None] > 0, found, start)
 
 
 def _scaled(parts: Sequence[Tensor]) -> tuple[Tensor, float]:

@@ -8,25 +8,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.sparse.linalg import ArpackError, eigsh
 from torch import Tensor
 
+from howsmooth.bounds.certificates.eigenvalue_estimates import largest_eigenvalue_estimates
 from howsmooth.bounds.certificates.number_with_error_bound import TINY, Enclosed
 from howsmooth.roundoff import U, gamma, up
 
-__all__ = ["FULL_SPECTRUM", "Rule", "largest_eigenvalue", "nonnegative_norm", "norm", "shrink"]
+__all__ = ["Rule", "largest_eigenvalue", "nonnegative_norm", "norm", "shrink"]
 
 #: How an eigenvalue is bounded: up to rounding, proved by Cholesky; or by the Frobenius norm.
 Rule = Literal["cholesky", "frobenius"]
-
-FULL_SPECTRUM = 128
-"""Size of matrices above which the largest eigenvalue is estimated alone, without the others."""
-
-# So many restarts of ARPACK take about as long as the full spectrum.
-_RESTARTS = 10
 
 _POWER_STEPS = 300
 _SLOW = 1e-9
@@ -52,7 +45,7 @@ def largest_eigenvalue(
         plain = torch.linalg.matrix_norm(g)
         return Enclosed(up(slack) + plain * (1 + gamma(g.shape[-1] ** 2 + 4)) + TINY, plain)
     rise = 1e-12 if guess is None else 1e-7
-    t = (_estimates(g).clamp_min(0) if guess is None else guess) * (1 + rise) + TINY
+    t = (largest_eigenvalue_estimates(g).clamp_min(0) if guess is None else guess) * (1 + rise) + TINY
     own = g.diagonal(dim1=-2, dim2=-1).clone()
     shifted = g.neg_()
     m = g.shape[-1] + 2
@@ -70,24 +63,6 @@ def largest_eigenvalue(
         t[waiting] = t[waiting] * (1 + rise) + TINY
         rise *= 4
     return Enclosed((upper + up(slack) + TINY) * (1 + 4 * U), plain)
-
-
-def _estimates(g: Float[Tensor, "batch r r"]) -> Float[Tensor, " batch"]:
-    """Estimate the largest eigenvalues of symmetric matrices, of large ones with ARPACK's Lanczos method."""
-    if g.shape[-1] <= FULL_SPECTRUM:
-        spectra: Tensor = torch.linalg.eigvalsh(g)
-        return spectra[..., -1]
-    start = np.random.default_rng(0).standard_normal(g.shape[-1])
-    found = []
-    for matrix in g:
-        try:
-            top = eigsh(
-                matrix.numpy(), 1, which="LA", v0=start, maxiter=_RESTARTS, return_eigenvectors=False
-            )[0]
-        except ArpackError:  # not converged, or a matrix of zeros
-            top = torch.linalg.eigvalsh(matrix)[-1]
-        found.append(float(top))
-    return torch.tensor(found, dtype=g.dtype)
 
 
 def norm(b: Float[Tensor, "batch m r"], rule: Rule = "cholesky") -> Enclosed:

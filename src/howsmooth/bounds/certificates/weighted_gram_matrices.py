@@ -18,17 +18,15 @@ from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.certificate_weight_search import diagonal_guesses
-from howsmooth.bounds.certificates.eigenvalue_bounds import (
-    FULL_SPECTRUM,
-    Rule,
-    largest_eigenvalue,
-    shrink,
-)
+from howsmooth.bounds.certificates.eigenvalue_bounds import Rule, largest_eigenvalue, shrink
 from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.roundoff import gamma, up
 
-__all__ = ["diagonal_norms", "key_sums", "sandwich", "value_sums"]
+__all__ = ["FORMED", "diagonal_norms", "key_sums", "sandwich", "value_sums"]
+
+FORMED = 128
+"""Largest size of matrices O B Oᵀ that are formed. Eigenvalues of larger ones are bounded by domination."""
 
 
 def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_dim value_dim"]:
@@ -77,7 +75,7 @@ def sandwich(
     width = sum(o.shape[1] for o in outer)
     squares = [o.square().sum() for o in outer]
     error = torch.zeros(count, dtype=outer[0].dtype)
-    if guess is not None and rule == "cholesky" and rows > FULL_SPECTRUM and any(float(s) for s in squares):
+    if guess is not None and rule == "cholesky" and rows > FORMED and any(float(s) for s in squares):
         for square, s in zip(squares, slack, strict=True):
             error += square * s
         ends = list(itertools.accumulate(b.shape[1] for b in blocks))
@@ -113,7 +111,7 @@ def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
     Ws = W.split([o.shape[1] for o in at.W], dim=1)
     Qs = Q.split([head.Q.shape[0] for head in at.heads])
     rows, columns = W.shape[0], Q.shape[1]
-    if rule == "cholesky" and min(rows, columns) > FULL_SPECTRUM and bool(W.any()):
+    if rule == "cholesky" and min(rows, columns) > FORMED and bool(W.any()):
         return _diagonal_norms_by_domination(at, Qs)
     width = Q.shape[0] + max(o.shape[1] for o in Ws) + 6
     error = sum(
