@@ -107,5 +107,5 @@ def test_the_title_of_a_narrow_figure_covers_nothing(found: Profile, scope: str 
 
 def test_a_folder_that_cannot_be_written(found: Profile, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StoreError, match="--out"):
+    with pytest.raises(StoreError, match="another output folder"):
         found.write(tmp_path / "file")

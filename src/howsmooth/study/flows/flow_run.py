@@ -256,7 +256,7 @@ def frame_at(store: Store, place: int) -> FrameRow:
     """Read the frame with a given index from a store; raise StoreError if it is missing."""
     for row, _ in store.rows(FrameRow, place=place):
         return row
-    raise StoreError(f"{store.path} is damaged (frame {place} is missing). Choose another --out.")
+    raise StoreError(f"{store.path} is damaged (frame {place} is missing). Choose another output folder.")
 
 
 def ending(store: Store) -> Ending | None:
