@@ -264,7 +264,7 @@ def _class_with_head(place: Place, config: Any) -> Any:
         named = f"names {', '.join(names)}" if names else "names none"
         raise ModelError(
             f"{place.name!r} has no head that transformers knows: its configuration {named} under "
-            "'architectures'. Load it without its head."
+            "'architectures'. Give a model that was saved with its head, or load it without one."
         )
     return found
 
