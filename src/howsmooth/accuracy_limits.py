@@ -23,7 +23,10 @@ def check_accuracy(rtol: float, confidence: float, dtype: str) -> None:
             "rtol",
             expected=f"a number from {finest_rtol:g} (in {dtype}) up to 1",
             got=f"{rtol:g}",
-            remedy="For a smaller rtol measure in float64." if dtype == "float32" and rtol > 0 else "",
+            remedy="For a smaller rtol measure in float64: with howsmooth measure --dtype float64, or in "
+            "Python with a model of load_model(name, dtype=torch.float64)."
+            if dtype == "float32" and rtol > 0
+            else "",
         )
     if not 0.5 <= confidence <= 1 - finest_risk:
         raise ArgumentError(

@@ -154,6 +154,12 @@ def test_the_radius_is_that_of_the_norm_or_of_the_tokens(howsmooth: Howsmooth) -
     howsmooth(*SMALL, "--lengths", "4", "--radius", "data", "--out", "data", work=work)
     assert [radius for _, radius, _ in work.ascents] == [longest, longest]  # the same tokens in both layers
     assert longest < norm_first
+    # One ball for all lengths, with the tokens of all.
+    work = AttackWork()
+    howsmooth(*SMALL, "--lengths", "2,4", "--layers", "0", "--radius", "data", "--out", "lengths", work=work)
+    shorter, longer = pd.read_csv("lengths/summary.csv")["tokens_norm"]
+    assert {radius for _, radius, _ in work.ascents} == {max(shorter, longer)}
+    assert shorter != longer
     work = AttackWork()
     howsmooth(*SMALL, "--lengths", "4", "--radius", "2.5", "--out", "given", work=work)
     assert [radius for _, radius, _ in work.ascents] == [2.5, 2.5]

@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         [*BASE, "--rtol", "nan"],
         "rtol: expected a number from 2e-05 (in float32)",
     ),
-    "rtol too fine": ([*BASE, "--rtol", "1e-7"], "For a smaller rtol measure in float64."),
+    "rtol too fine": ([*BASE, "--rtol", "1e-7"], "For a smaller rtol measure in float64"),
     "bad confidence": (
         [*BASE, "--confidence", "1"],
         "confidence: expected a probability from 0.5",

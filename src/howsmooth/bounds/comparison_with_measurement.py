@@ -60,7 +60,7 @@ def table(
     if problem.X is not None and isinstance(problem.attention, TokenMap):
         f = problem.attention.to(dtype=torch.float64, device="cpu")
         found = local_lipschitz(f, problem.X, rtol=rtol, confidence=confidence, seed=seed)
-        status = "" if bool(found.converged) else ", not converged"
+        status = "" if bool(found.converged) else f", rtol {rtol:g} not reached"
         words = f"local_lipschitz, {found.confidence:.4g} confidence{status}"
         for side, end in (("lower", found.lower), ("upper", found.upper)):
             value = float(end)

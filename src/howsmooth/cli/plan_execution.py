@@ -4,6 +4,7 @@ continue.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -211,10 +212,10 @@ def _show(found: Forecast, folder: Path, *, published: bool) -> None:
         f"{_size(found.memory)} of memory{kept}."
     )
     for part in found.parts:
-        if not part.fits:
+        if part.lacking is not None:
             say(
                 f"A sequence of {part.n} tokens does not fit into the memory that one measurement may use, "
-                "so it will be refused. Raise --memory."
+                f"so it will be refused. Raise --memory to {math.ceil(part.lacking / 1e6)}MB."
             )
     if published:
         say("This forecast does not include the values of the paper's published code.")

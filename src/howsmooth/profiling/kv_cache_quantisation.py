@@ -271,7 +271,9 @@ class Precision(Result):
         """
         found = [f"A{words[1:]}." for words in self._together_in_words()]
         if bool((self.table["predicted_kl"] > _HOLDS).any()):
-            found.append(f"* Above {_HOLDS} nats predictions are too large, up to a hundredfold: see kl.")
+            found.append(
+                f"* Above {_HOLDS} nats predictions are unreliable, up to a hundredfold too large: see kl."
+            )
         return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
 
     def first_rows(self, most: int) -> pd.DataFrame:

@@ -241,7 +241,7 @@ def word_radii(
     found = given.inputs
     ids = isinstance(found, Tensor) and not found.is_floating_point()
     at = NetworkAtInput(given.module, {"input_ids": found} if ids else found)
-    origin = given.origin()
+    origin = given.origin() | {"computed": "float64"}
     chosen = Ranges.parse("all" if positions is None else positions, "positions")
     moved = chosen.resolve(len(at.x), origin["model"], "tokens")
     options = {

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,9 @@ _LENGTHS = range(12, 393, 76)
 _RTOL = 1e-4
 _RANDOM_STARTS = 2
 _ATOM_STEPS = 3
-# Relative tolerance: rounding can make tokens on the sphere slightly longer than its radius.
-_ROUNDING = 1e-9
+# Rounding can make tokens on the sphere longer than its radius: those found here by less than the first
+# fraction, those that a model computed in float32 by less than the second.
+_ROUNDING, _ROUNDING_OF_MODEL = 1e-9, 1e-6
 
 
 def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | None = None) -> Outcome:
@@ -91,7 +92,7 @@ def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[
     """Yield an attack task for each layer or head at each length of a plan, from short to long lengths."""
     lengths = plan.lengths or source.usual_lengths or _LENGTHS
     usual = source.attentions(source.usual_length or max(lengths))
-    balls = [_ball(plan, one) for one in usual]
+    balls = _balls(plan, source, usual, lengths)
     for n in sorted(lengths):
         for target, ball in zip(_attentions_at(source, usual, n), balls, strict=True):
             seed = derive_seed(
@@ -121,6 +122,20 @@ def _attentions_at(source: AttentionSource, usual: list[Target], n: int) -> Iter
             yield own
         else:
             yield replace(one, attention=shortened(one.attention, n), x=own.x if there else None)
+
+
+def _balls(
+    plan: AttackPlan, source: AttentionSource, usual: list[Target], lengths: Iterable[int]
+) -> list[Ball]:
+    """Return the ball of each layer or head. Where the tokens give the radius, it holds those of all
+    lengths.
+    """
+    there = [n for n in lengths if source.longest is not None and n <= source.longest]
+    by_tokens = plan.radius == "data" or (plan.radius == "auto" and any(one.norm is None for one in usual))
+    if not there or not by_tokens:
+        return [_ball(plan, one) for one in usual]
+    at_lengths = [[_ball(plan, one) for one in source.attentions(n)] for n in there]
+    return [max(balls, key=lambda ball: ball.radius) for balls in zip(*at_lengths, strict=True)]
 
 
 def _ball(plan: AttackPlan, one: Target) -> Ball:
@@ -196,6 +211,11 @@ class AttackTask(Task):
         file = self._save(best, x)
         return [*(replace(row, file=file) if row is best else row for row, _ in tried), upper]
 
+    def _into_ball(self, x: Tensor) -> Tensor:
+        """Shorten tokens that are outside of the ball by the rounding of the model alone, to its radius."""
+        excess = x.norm(dim=-1, keepdim=True) / self.ball.radius
+        return torch.where((excess > 1) & (excess < 1 + _ROUNDING_OF_MODEL), x / excess, x)
+
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
         """Measure the constant at given tokens, at constructed tokens and at tokens found by gradient ascent.
 
@@ -222,7 +242,9 @@ class AttackTask(Task):
             began = time.perf_counter()
             return row, x
 
-        given = [] if self.target.x is None else [("tokens", "tokens", self.target.x.double())]
+        given = (
+            [] if self.target.x is None else [("tokens", "tokens", self._into_ball(self.target.x.double()))]
+        )
         if f.rotary is None and f.mask is None and f.window is None and not f.feature_names():
             built = _named(adversarial.constructions(f, self.n, self.ball.radius))
             given += [("construction", name, x) for name, x in built]

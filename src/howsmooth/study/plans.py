@@ -665,7 +665,8 @@ class AttackPlan(SourcePlan):
     radius: float | str = option(
         "auto",
         number(positive=True, among=("auto", "data")),
-        "Radius of the ball in which to search for tokens. data: the largest norm of the given tokens; auto: "
+        "Radius of the ball in which to search for tokens. data: the largest norm of the given tokens of all "
+        "lengths; auto: "
         "the largest norm that the norm layer before the attention can produce, or data without a norm "
         "layer.",
         metavar="R|auto|data",

@@ -119,8 +119,8 @@ class Part:
     """The expected wall time and peak memory of the measurements of one model, text, scope and length n.
 
     ``measurements`` is the number left to make. ``memory``, of the process, is in bytes, and None if it
-    cannot be predicted for this map. ``fits`` says whether one measurement fits into the memory that it may
-    use; if not, it will be refused.
+    cannot be predicted for this map. ``lacking`` is None if one measurement fits into the memory that it may
+    use, or else the bytes that it would need: it will be refused.
     """
 
     model: str
@@ -130,7 +130,7 @@ class Part:
     measurements: int
     seconds: float
     memory: float | None
-    fits: bool
+    lacking: float | None
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class _Trial:
         """
         for n in sorted({task.n for task in self._tasks}):
             here = [task for task in self._tasks if task.n == n]
-            memory, fits = self._memory(n, max(len(task.starts) for task in here))
+            memory, lacking = self._memory(n, max(len(task.starts) for task in here))
             yield Part(
                 model=here[0].model,
                 text=here[0].subject.text.name,
@@ -289,29 +289,31 @@ class _Trial:
                 measurements=sum(task.size for task in here),
                 seconds=sum(self._task_times.expect(task) or 0.0 for task in here),
                 memory=None if memory is None else held + memory,
-                fits=fits,
+                lacking=lacking,
             )
 
-    def _memory(self, n: int, members: int) -> tuple[float | None, bool]:
-        """Return the bytes of memory that a batch of sequences needs, and whether one sequence fits.
+    def _memory(self, n: int, members: int) -> tuple[float | None, float | None]:
+        """Return the bytes of memory that a batch of sequences needs, and those that one sequence needs if it
+        does not fit.
 
         The batch has ``members`` sequences of n tokens.
         """
         if self._map is None:
-            return None, True
+            return None, None
         plan, (known, d) = self._study.plan, self._known
         device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
         exact = isinstance(self._map, SelfAttention)
         # The footprint of other maps is known only at the length of capture; it grows like n².
         how = footprint(self._map, (n if exact else known, d), dtype=dtype, device=device, memory=plan.memory)
         if not how.size:
-            return None, True
+            return None, None
         size = float(how.size) if exact else how.size * (n / self._captured_at) ** 2
         budget = float(memory_budget(plan.memory, device))
         # Sequences share a batch as far as memory allows, so the batch takes at most the budget. A streamed
         # map is measured one sequence after another.
         together = size if how.streamed else min(members * size, max(size, budget))
-        return together + members * _VECTORS * n * d * dtype.itemsize, not how.streamed or size <= budget
+        lacking = size if how.streamed and size > budget else None
+        return together + members * _VECTORS * n * d * dtype.itemsize, lacking
 
     def bounds(self) -> float:
         """Predict how many seconds the bounds on all layers take, by timing one layer at a few lengths."""

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ from transformers import (
 
 import howsmooth as hs
 from howsmooth.bounds.radius import NetworkAtInput, third_order_remainders
+from howsmooth.bounds.radius.attack import attack_radius
 from howsmooth.bounds.radius.pretrained_classifier_reader import embedded, model_logits, read_classifier
+from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from tests._selection import others_slow
 from tests._shared import shared_data
@@ -34,6 +37,26 @@ from tests._tiny_models import tiny
 from tests.bounds.radius._networks import normal, post_norm
 
 IDS = torch.tensor([[1, 7, 3, 9, 4]])
+
+
+class _Curved:
+    """A network of three logits: 1, a and 0.5 + b² in the entries a, b of its one token."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        a, b = x[0]
+        return torch.stack((torch.ones_like(a), a, 0.5 + b * b))
+
+
+def test_the_attack_searches_all_other_classes() -> None:
+    # The gradient of the second margin vanishes at the input, but its class is the nearest.
+    functionals = torch.tensor([[1.0, -1, 0], [1, 0, -1]], dtype=torch.float64)
+    x, injection = torch.zeros(1, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)[None]
+    found = attack_radius(cast(Network, _Curved()), x, injection, functionals, torch.zeros(2).double(), 0.1)
+    assert found == pytest.approx(0.5**0.5, rel=0.05)
+    alone = attack_radius(
+        cast(Network, _Curved()), x, injection, functionals[:1], torch.zeros(1).double(), 0.1
+    )
+    assert alone == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,15 @@ from howsmooth.bounds.radius.transformer_network import Network
 
 __all__ = ["attack_radius"]
 
+_TOGETHER = 16  # number of gradients that are computed at once
+
 
 def attack_radius(
     network: Network,
     x: Tensor,
     injection: Tensor,
-    functional: Tensor,
-    offset: float,
+    functionals: Tensor,
+    offsets: Tensor,
     first: float,
     *,
     norm: float = 2,
@@ -31,20 +33,25 @@ def attack_radius(
     """Search for the smallest change of the tokens that changes the answer of a classifier, and return its
     size.
 
-    The size is infinite if no such change is found. The answer changes where ⟨functional, logits⟩ + offset ≤
-    0. The margin is minimised on spheres of growing radius, from ``first``, along its normalised gradient,
-    then the radius is halved in on. ``norm`` is 2 or infinity.
+    The size is infinite if no such change is found. The answer changes where the margin is at most 0: the
+    smallest entry of ``functionals`` (m, classes) @ logits + ``offsets`` (m,). The margin is minimised on
+    spheres of growing radius, from ``first``, along its normalised gradient, then the radius is halved in on.
+    The starts are the gradients of the entries that reach 0 first in a linear network, and random. ``norm``
+    is 2 or infinity.
     """
     noise = torch.Generator().manual_seed(seed)
     k = injection.shape[2]
     best = math.inf
 
-    def margin(delta: Tensor) -> Tensor:
-        return functional @ network.logits(x + injection @ delta) + offset
+    def margins(delta: Tensor) -> Tensor:
+        return functionals @ network.logits(x + injection @ delta) + offsets
 
-    gradients = torch.func.vmap(torch.func.grad_and_value(margin))
+    gradients = torch.func.vmap(torch.func.grad_and_value(lambda delta: margins(delta).min()))
     found = torch.randn(starts, k, generator=noise, dtype=x.dtype)
-    found[0] = -torch.func.grad(margin)(torch.zeros(k, dtype=x.dtype))
+    still = torch.zeros(k, dtype=x.dtype)
+    slopes = torch.func.jacrev(margins, chunk_size=_TOGETHER)(still)
+    nearest = (margins(still) / slopes.norm(dim=1)).argsort()[: max(1, starts - 1)]
+    found[: len(nearest)] = -slopes[nearest]
 
     def length(delta: Tensor) -> Tensor:
         found: Tensor = torch.linalg.vector_norm(delta, norm, dim=1, keepdim=True)

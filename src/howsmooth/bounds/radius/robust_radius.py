@@ -214,7 +214,7 @@ class NetworkAtInput:
             further = self._weakest(3, directions, injection, _FURTHER * weakest.radius, clock)
             weakest = max(weakest, further, key=lambda found: found.radius)
         over, clock.end = clock.over, math.inf
-        radius, rival, direction, order, margins = weakest
+        radius, rival, order, margins = weakest
         losses, polynomial = dict[str, float](), 0.0
         if radius > 0 or not clock.ended:
             if radius == 0:  # what is lost near the input is said by the second order, too
@@ -230,8 +230,9 @@ class NetworkAtInput:
         nearest = None
         if attack:
             start = max(radius / scale, min(first_order, 1.0) / 4)
-            offset = margin - float(direction @ self.logits)
-            nearest = attack_radius(network, x, injection, direction, offset, start, norm=norm, seed=seed)
+            functionals = torch.stack([functional for _, functional, _ in directions])
+            offsets = torch.tensor([offset for *_, offset in directions], dtype=x.dtype)
+            nearest = attack_radius(network, x, injection, functionals, offsets, start, norm=norm, seed=seed)
         if radius > 0 and not over:
             margins(radius / 2)  # the search may have looked near the radius alone
         return RobustRadius(
@@ -241,6 +242,7 @@ class NetworkAtInput:
             norm=norm,
             label=label,
             rival=rival,
+            targeted=target is not None,
             margin=margin,
             curve=tuple((e / scale, lower) for e, lower in margins.curve()) if radius > 0 else (),
             attack=nearest,
@@ -276,7 +278,7 @@ class NetworkAtInput:
             most = math.inf if weakest is None else weakest.radius
             found = _largest(margin, most, guess if weakest is None else most)
             if weakest is None or found < weakest.radius:
-                weakest = _Weakest(found, rival, direction, order, margin)
+                weakest = _Weakest(found, rival, order, margin)
         assert weakest is not None
         return weakest
 
@@ -286,7 +288,6 @@ class _Weakest(NamedTuple):
 
     radius: float
     rival: int | None
-    direction: Tensor
     order: int
     margin: _Margin
 

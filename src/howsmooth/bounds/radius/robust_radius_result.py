@@ -32,6 +32,8 @@ class RobustRadius:
     #: The class that does not change, and the class that bounds the radius; None for a functional.
     label: int | None
     rival: int | None
+    #: Whether a target was given: the answer does not become it. Otherwise it becomes no other class.
+    targeted: bool
     #: Difference of their logits at the input, or the functional minus its threshold.
     margin: float
     #: Pairs (ε, lower bound of the margin on the ball of radius ε): the radii that the search tried, and half
@@ -66,6 +68,8 @@ class RobustRadius:
         norm = "l2" if self.norm == 2 else "l∞"
         first = "none" if math.isinf(self.first_order) else f"{self.first_order:.4g}"
         kept = f"class {self.label} does not become {self.rival}"
+        if not self.targeted:
+            kept = f"the answer stays class {self.label} (of all others, {self.rival} bounds the radius)"
         if self.label is None:
             kept = "the functional stays above its threshold"
         radius = limit_in_digits(self.radius, 4, upper=False)

@@ -80,10 +80,13 @@ class Evaluation:
 
     def __repr__(self) -> str:
         total, radii = len(self.table), self.table["certified_radius"]
-        where = "clipped to norm" if math.isinf(self.certificate.radius) else "of norm at most"
+        unbounded = math.isinf(self.certificate.radius)
+        where = f"clipped to norm {self.radius:.6g}" if unbounded else f"of norm at most {self.radius:.6g}"
+        if math.isinf(self.radius):
+            where = "of any norm"
         lines = [
             f"Lipschitz constant at most {limit_in_digits(self.certificate.constant, 6, upper=True)} on "
-            f"{self.certificate.length} tokens {where} {self.radius:.6g}",
+            f"{self.certificate.length} tokens {where}",
             f"{total} inputs, the longest token of norm {self.table['longest'].max():.4g}"
             + (f"; {self.correct} of the class of their label" if self.labelled else ""),
             f"{self.certified(0.0)} with a certified radius: median of all {radii.median():.4g}, largest "
