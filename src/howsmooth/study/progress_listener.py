@@ -26,7 +26,7 @@ class Listener:
 
         ``noun`` is the name of a step.
         """
-        return lambda done, total: self.advance(float(done), float(total), f"{noun} {done}")
+        return lambda done, total: self.advance(float(done), float(total), f"{noun} {done} of {total}")
 
 
 SILENT = Listener()
