@@ -48,7 +48,6 @@ def test_processes_give_the_numbers_of_real_models_to_the_last_bit(tmp_path: Pat
     ("words", "sentence"),
     [
         (["--workers", "2"], "workers: expected it together with the executor processes, got no executor"),
-        (["--executor", "processes", "--dry-run"], "executor: expected none beside --dry-run"),
         (["--executor", "mpi"], "executor: expected one of processes, dask, got 'mpi'"),
     ],
 )
@@ -60,14 +59,13 @@ def test_what_does_not_fit_together_is_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("option", ["--status", "--dry-run", "--merge"])
-def test_a_study_that_measures_nothing_takes_no_workers(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_dry_run_with_workers_tells_the_time_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = tmp_path / "plan.toml"
-    plan.write_text('models = ["builtin-decoder"]')
-    assert main(["study", str(plan), option, "--executor", "processes", "--workers", "2"]) == 2
-    assert f"executor: expected none beside {option}, which measures nothing" in capsys.readouterr().err
+    words = ["--dry-run", "--executor", "processes", "--workers", "2", "--out", str(tmp_path / "out")]
+    assert main(["measure", *QUICK, *words]) == 0
+    assert "the time and memory of one process" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_wait_for_a_scheduler_is_told_before_it_begins(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from howsmooth.cli.plan_execution import MeasurementShown, carry_out, tell_forecast
-from howsmooth.cli.typer_command import TYPED, as_typed, command, refuse_workers
+from howsmooth.cli.typer_command import TYPED, as_typed, command
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import Plan
 
@@ -34,6 +34,5 @@ _EXAMPLES = (
 def measure(plan: Plan, execution: Execution, shown: MeasurementShown) -> int:
     """Measure the local Lipschitz constant of a model's attention on real inputs, with an interval."""
     if shown.dry_run:
-        refuse_workers(execution.executor, "--dry-run")
         return tell_forecast(plan, execution, shown)
     return carry_out(plan, execution, shown, again=as_typed(), keep_going=False)

@@ -189,11 +189,11 @@ def tell_forecast(plan: Plan, execution: Execution, shown: Shown, *, keep_going:
         described = asdict(found) | {"impossible": impossible, "without_published_values": published}
         typer.echo(json_object(out=execution.out, **described))
     else:
-        _show(found, execution.out, published=published)
+        _show(found, execution.out, published=published, workers=execution.executor is not None)
     return FAILED if found.impossible else 0
 
 
-def _show(found: Forecast, folder: Path, *, published: bool) -> None:
+def _show(found: Forecast, folder: Path, *, published: bool, workers: bool) -> None:
     """Print a table of the expected time and memory for each model, text and scope, and then the totals."""
     for (model, text, scope), parts in groupby(found.parts, key=attrgetter("model", "text", "scope")):
         say(f"{readable(model)}, {readable(text)}, {scope}:")
@@ -222,6 +222,8 @@ def _show(found: Forecast, folder: Path, *, published: bool) -> None:
     for label, source, error in found.impossible:
         where = label if source is None else f"{label} on {source}"
         say(f"Cannot be measured: {readable(where)}: {readable(error, longest=300)}")
+    if workers:
+        say("These are the time and memory of one process. Workers share the measurements, not the memory.")
     say("Nothing was written.")
 
 

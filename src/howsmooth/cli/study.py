@@ -16,7 +16,6 @@ from howsmooth.cli.typer_command import (
     Shown,
     as_typed,
     command,
-    refuse_workers,
     use_threads,
 )
 from howsmooth.errors import ArgumentError, StoreError
@@ -73,9 +72,6 @@ def study(
     ] = False,
 ) -> int:
     """Run a study that a plan file describes."""
-    idle = "--merge" if merge else "--dry-run" if shown.dry_run else "--status" if status else ""
-    if idle:
-        refuse_workers(execution.get("executor"), idle)
     if merge:
         if resume or status or shown.dry_run:
             raise ArgumentError(

@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
-from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import OUTPUT, Option, Options, flag, option, options_of, renamed
 from howsmooth.study.plan_file import read_options
@@ -29,7 +28,6 @@ __all__ = [
     "as_typed",
     "command",
     "folder_option",
-    "refuse_workers",
     "use_threads",
 ]
 
@@ -148,16 +146,6 @@ def use_threads(count: int | None) -> None:
         import torch
 
         torch.set_num_threads(count)
-
-
-def refuse_workers(executor: str | None, option: str) -> None:
-    """Refuse ``--executor`` together with an option such as ``--status``, because a command with this option
-    measures nothing.
-    """
-    if executor is not None:
-        raise ArgumentError(
-            "executor", expected=f"none beside {option}, which measures nothing", got=executor
-        )
 
 
 def _plan_of(hint: Any) -> type[Options] | None:
