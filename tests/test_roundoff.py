@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.roundoff import interval_in_digits, limit_in_digits
 
 POSITIVE = st.floats(1e-300, 1e300)
 
@@ -31,3 +31,8 @@ def test_a_limit_holds_as_printed_and_is_near(value: float, digits: int) -> None
 )
 def test_few_digits(value: float, upper: bool, printed: str) -> None:
     assert limit_in_digits(value, 5, upper=upper) == printed
+
+
+def test_an_interval_in_few_digits_contains_it() -> None:
+    # To nearest it would be [64.063, 64.068], which excludes the constant 64.06254.
+    assert interval_in_digits(64.062542, 64.067661, 5) == "[64.062, 64.068]"

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
+from howsmooth.roundoff import COLUMNS_IN_DIGITS, interval_in_digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +52,7 @@ class _Constants:
         return (
             f"{missed} of {self.converged.numel()} members did not reach rtol = {self.rtol:g} within {steps} "
             "iterations: raise max_iterations or, if fewer steps were made, memory; loosen rtol, as rounding "
-            "may allow no narrower interval; or measure in float64. Their intervals hold all the same."
+            "may allow no narrower interval; or go to float64. The intervals hold all the same."
         )
 
     def __repr__(self) -> str:
@@ -59,7 +60,9 @@ class _Constants:
         sure = f"at {100 * self.confidence:.6g} % confidence"
         hint = ", see .remedy" if self.remedy else ""
         ends = (self.value.flatten().tolist(), self.lower.flatten().tolist(), self.upper.flatten().tolist())
-        shown = [f"{value:.6g} in [{low:.6g}, {high:.6g}]" for value, low, high in zip(*ends, strict=True)]
+        shown = [
+            f"{value:.6g} in {interval_in_digits(*interval)}" for value, *interval in zip(*ends, strict=True)
+        ]
         if self.value.ndim == 0:
             status = "converged" if bool(self.converged) else "NOT converged"
             steps = f"{int(self.iterations)} iterations"
@@ -115,7 +118,8 @@ class _Constants:
     def _repr_html_(self) -> str:
         """Return the table of measured Lipschitz constants as HTML, for display in notebooks."""
         table = self.to_pandas()
-        rows: str = table.to_html(index=False, max_rows=_MOST_SHOWN, float_format="{:.6g}".format)
+        texts: Any = {"float_format": "{:.6g}".format, "formatters": COLUMNS_IN_DIGITS}
+        rows: str = table.to_html(index=False, max_rows=_MOST_SHOWN, **texts)
         return rows
 
 

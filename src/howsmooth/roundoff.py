@@ -8,13 +8,24 @@ summation. Elementary functions such as exp are correct to a few units in the la
 from __future__ import annotations
 
 import decimal
+import functools
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["LOST", "UNDERFLOW", "MatrixNorms", "U", "gamma", "limit_in_digits", "up"]
+__all__ = [
+    "COLUMNS_IN_DIGITS",
+    "LOST",
+    "UNDERFLOW",
+    "MatrixNorms",
+    "U",
+    "gamma",
+    "interval_in_digits",
+    "limit_in_digits",
+    "up",
+]
 
 U = 2.0**-53
 """Unit roundoff of float64."""
@@ -45,6 +56,19 @@ def limit_in_digits(value: float, digits: int, *, upper: bool) -> str:
     rounding = decimal.ROUND_CEILING if upper else decimal.ROUND_FLOOR
     rounded = decimal.Context(prec=digits, rounding=rounding).create_decimal(value)
     return f"{float(rounded):.{digits}g}"
+
+
+def interval_in_digits(lower: float, upper: float, digits: int = 6) -> str:
+    """Format an interval as text such as ``[1.2345, 1.2347]``, with its ends rounded outwards."""
+    ends = (limit_in_digits(end, digits, upper=high) for end, high in ((lower, False), (upper, True)))
+    return f"[{', '.join(ends)}]"
+
+
+#: Functions that format the ends of intervals in the columns of a table, rounded outwards to six digits.
+COLUMNS_IN_DIGITS: dict[str, Callable[[float], str]] = {
+    "lower": functools.partial(limit_in_digits, digits=6, upper=False),
+    "upper": functools.partial(limit_in_digits, digits=6, upper=True),
+}
 
 
 def up(error: Tensor) -> Tensor:

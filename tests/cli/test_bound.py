@@ -211,6 +211,8 @@ def test_numbers_beyond_all_range_are_written_with_their_power() -> None:
     assert amount(-1000.0) == "5.0760e-435".replace("0e", "e")
     assert amount(math.log(12.5)) == "12.5"
     assert amount(1e160) == "10^(4.3429e+159)"
+    assert [amount(math.log(552.2286), 4, upper=upper) for upper in (False, True)] == ["552.2", "552.3"]
+    assert [amount(1000.0, upper=upper) for upper in (False, True)] == ["1.97e+434", "1.9701e+434"]
     assert amount(math.inf) == "inf"
     assert amount(-math.inf) == "0"
 

@@ -15,6 +15,7 @@ import howsmooth as hs
 from howsmooth import batching
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import AutodiffJacobian
+from howsmooth.roundoff import interval_in_digits
 from tests._cases import CASES, D, random_attention, tokens, true_norm
 from tests._selection import others_slow
 
@@ -462,7 +463,7 @@ def test_an_estimate_prints_its_numbers_and_gives_tables() -> None:
     f = random_attention(6, causal=True)
     found = hs.local_lipschitz(f, tokens(6, 3, 4, D))
     ends = zip(found.value.tolist(), found.lower.tolist(), found.upper.tolist(), strict=True)
-    assert all(f"{value:.6g} in [{low:.6g}, {high:.6g}]" in repr(found) for value, low, high in ends)
+    assert all(f"{value:.6g} in {interval_in_digits(low, high)}" in repr(found) for value, low, high in ends)
     assert "at 99.9 % confidence, 3 of 3 converged" in repr(found)
     assert "relative width at most" in repr(hs.local_lipschitz(f, tokens(6, 5, 2, D)))
     assert "..." in repr(hs.local_lipschitz(f, tokens(6, 13, 2, D)))

@@ -19,7 +19,7 @@ from howsmooth.bounds.attention_parameters import SiteLike, spectral_norm
 from howsmooth.bounds.certificates.eigenvalue_bounds import shrink
 from howsmooth.bounds.certificates.number_with_error_bound import LARGEST
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.roundoff import UNDERFLOW, gamma
+from howsmooth.roundoff import UNDERFLOW, gamma, limit_in_digits
 
 __all__ = ["OutputErrorBound", "kv_error_upper_bound"]
 
@@ -52,7 +52,8 @@ class OutputErrorBound:
     source: str
 
     def __repr__(self) -> str:
-        return f"OutputErrorBound(‖change of the output‖ ≤ {self.value:.6g}; {self.source})"
+        limit = limit_in_digits(self.value, 6, upper=True)
+        return f"OutputErrorBound(‖change of the output‖ ≤ {limit}; {self.source})"
 
 
 def kv_error_upper_bound(

@@ -118,15 +118,17 @@ def _show(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
 
 
 def _attack(row: dict[str, Any]) -> list[str]:
+    from howsmooth.roundoff import limit_in_digits
+
     share = row["found_to_upper"]
     return [
         str(row["n"]),
         _number(row["tokens"]) + (" *" if _outside(row) else ""),
         _number(row["paper"]),
-        _number(row["found"]) + ("" if row["converged"] else " ?"),
+        limit_in_digits(row["found"], 4, upper=False) + ("" if row["converged"] else " ?"),
         row["found_by"],
         _number(row["found_to_paper"], 3),
-        "" if row["log_upper"] is None else amount(row["log_upper"], 4),
+        "" if row["log_upper"] is None else amount(row["log_upper"], 4, upper=True),
         row["upper_by"],
         "" if share is None else f"{100 * share:.3g} %",
     ]

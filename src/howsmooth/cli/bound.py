@@ -137,7 +137,9 @@ def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | N
 
 
 def _ends(low: float, high: float) -> str:
-    ends = f"{low:.6g}", f"{high:.6g}"
+    from howsmooth.roundoff import limit_in_digits
+
+    ends = limit_in_digits(low, 6, upper=False), limit_in_digits(high, 6, upper=True)
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
@@ -146,7 +148,7 @@ def _limit(row: dict[str, Any], log: float) -> str:
 
     value = row["value"]
     if value is None or not math.isfinite(value) or value == 0:
-        return amount(log)
+        return amount(log, upper=row["side"] == "upper")
     return limit_in_digits(value, 5, upper=row["side"] == "upper")
 
 

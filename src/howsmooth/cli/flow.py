@@ -161,9 +161,11 @@ def _growth(table: pd.DataFrame) -> str:
     """Return a sentence on how much perturbations of the initial tokens have grown at the final time."""
     import pandas as pd
 
+    from howsmooth.roundoff import interval_in_digits
+
     last = table.iloc[-1]
     words = f"Perturbations have grown by a factor of {last['value']:.5g}"
-    words += f" [{last['lower']:.5g}, {last['upper']:.5g}]"
+    words += f" {interval_in_digits(last['lower'], last['upper'], 5)}"
     if not pd.isna(last["discretisation_error"]):
         error = last["discretisation_error"]
         words += f", with a discretisation error of about {error:.1e} by the step of {last['method']}"

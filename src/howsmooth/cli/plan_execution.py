@@ -207,9 +207,10 @@ def _show(found: Forecast, folder: Path, *, published: bool, workers: bool) -> N
         f"{_short(found.bounds)}, tables, figures and report {_short(found.drawing)}."
     )
     kept = f"; {found.kept} measurements are already in {folder}" if found.kept else ""
+    known = all(part.memory is not None for part in found.parts)
     say(
         f"In all about {duration(found.seconds)}, {duration(found.low)} to {duration(found.high)}, and "
-        f"{_size(found.memory)} of memory{kept}."
+        f"{'' if known else 'at least '}{_size(found.memory)} of memory{kept}."
     )
     for part in found.parts:
         if part.lacking is not None:

@@ -115,15 +115,26 @@ def show_table(
     terminal.print(Padding(table, (0, 0, 0, 2), expand=False))
 
 
-def amount(log: float, digits: int = 5) -> str:
-    """Format the number whose natural logarithm is ``log`` as text, even if the number itself overflows."""
+def amount(log: float, digits: int = 5, *, upper: bool | None = None) -> str:
+    """Format the number whose natural logarithm is ``log`` as text, even if the number itself overflows.
+
+    With ``upper`` the number is an upper limit (True) or a lower one (False), and is rounded outwards.
+    """
+    from howsmooth.roundoff import limit_in_digits
+
+    def rounded(number: float) -> str:
+        if upper is None:
+            return f"{number:.{digits}g}"
+        # The factor covers the rounding error of the exponential.
+        return limit_in_digits(number * (1 + (1e-12 if upper else -1e-12)), digits, upper=upper)
+
     if log == -math.inf:
         return "0"
     if log == math.inf:
         return "inf"
     if abs(log) < 600:
-        return f"{math.exp(log):.{digits}g}"
+        return rounded(math.exp(log))
     power = math.floor(log / math.log(10))
     if abs(power) > 1e6:
-        return f"10^({log / math.log(10):.{digits}g})"
-    return f"{math.exp(log - power * math.log(10)):.{digits}g}e{power:+d}"
+        return f"10^({rounded(log / math.log(10))})"
+    return f"{rounded(math.exp(log - power * math.log(10)))}e{power:+d}"

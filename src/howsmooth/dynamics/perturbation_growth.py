@@ -28,6 +28,7 @@ from howsmooth.dynamics.rescaled_tokens import Rescaled
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import allowance_for_rounding, moved_by_rounding
+from howsmooth.roundoff import interval_in_digits
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 
 __all__ = ["Growth", "growth"]
@@ -128,8 +129,9 @@ class Growth:
         discretised = "not estimated" if error is None else f"about {float(error[-1]):.1e}"
         status = "converged" if bool(self.converged.all()) else "NOT converged"
         return (
-            f"Growth({float(self.value[-1]):.6g} in [{float(self.lower[-1]):.6g}, "
-            f"{float(self.upper[-1]):.6g}] at {100 * self.confidence:.6g} % confidence until "
+            f"Growth({float(self.value[-1]):.6g} in "
+            f"{interval_in_digits(float(self.lower[-1]), float(self.upper[-1]))} at "
+            f"{100 * self.confidence:.6g} % confidence until "
             f"t = {float(self.times[-1]):g}, {status}; product of the steps' constants "
             f"{float(self.product[-1]):.6g}; {self.steps} steps of {self.method}, "
             f"discretisation error {discretised})"

@@ -101,7 +101,8 @@ def local_lipschitz(
         which share matrix products; or a measure with atoms, at which maps of this library are measured in
         float64.
     rtol
-        Relative width of the interval at which a member has converged.
+        Relative width of the interval at which a member has converged. Intervals contain all rounding errors,
+        so float64 seldom reaches less than 1e-7.
     confidence
         Probability, over the random start, with which each interval holds.
     max_iterations

@@ -19,6 +19,7 @@ from torch import Tensor
 from howsmooth.attention import TokenMap
 from howsmooth.jacobian import closed_form_jacobian, has_closed_form, in_double
 from howsmooth.lipschitz.block_norms import BlockNorms
+from howsmooth.roundoff import interval_in_digits
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LinearOperator
 
@@ -57,7 +58,7 @@ class TokenWise:
         return self.lower
 
     def __repr__(self) -> str:
-        return f"TokenWise(between {self.lower:.6g} and {self.upper:.6g}, at output {self.output})"
+        return f"TokenWise(in {interval_in_digits(self.lower, self.upper)}, at output {self.output})"
 
 
 def token_wise_lipschitz(

@@ -14,6 +14,7 @@ from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import frozen_derivatives
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
+from howsmooth.roundoff import interval_in_digits
 
 __all__ = ["WassersteinLipschitz", "wasserstein_lipschitz"]
 
@@ -69,7 +70,7 @@ class WassersteinLipschitz:
     def __repr__(self) -> str:
         status = "converged" if self.converged else "NOT converged"
         return (
-            f"WassersteinLipschitz({self.value:.6g} in [{self.lower:.6g}, {self.upper:.6g}] at "
+            f"WassersteinLipschitz({self.value:.6g} in {interval_in_digits(self.lower, self.upper)} at "
             f"{100 * self.confidence:.6g} % confidence, {status}, by {self.by}: atoms that move whole "
             f"{float(self.weighted.value):.6g}, one that splits {self.splitting:.6g}; {self.scope})"
         )

@@ -21,6 +21,7 @@ from howsmooth.measures.distance_arguments import Options, check_discrete, check
 from howsmooth.measures.gaussian import Gaussian
 from howsmooth.measures.presolve import Answer, Pair
 from howsmooth.measures.transport_solvers import entropic, exact, on_the_line
+from howsmooth.roundoff import interval_in_digits
 
 __all__ = ["Transport", "solve", "transport_of", "wasserstein"]
 
@@ -83,8 +84,8 @@ class Transport:
     def __repr__(self) -> str:
         status = "converged" if self.converged else "NOT converged"
         return (
-            f"Transport(W_{self.p:g} = {float(self.value):.6g} in [{self.lower:.6g}, {self.upper:.6g}], "
-            f"{status}, {self.method})"
+            f"Transport(W_{self.p:g} = {float(self.value):.6g} in "
+            f"{interval_in_digits(self.lower, self.upper)}, {status}, {self.method})"
         )
 
 

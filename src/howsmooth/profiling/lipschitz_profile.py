@@ -21,6 +21,7 @@ from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs,
 from howsmooth.profiling.result_base_classes import Result, in_interval
 from howsmooth.profiling.token_influence import Influence
 from howsmooth.profiling.token_influence import influence as influence_of
+from howsmooth.roundoff import COLUMNS_IN_DIGITS
 from howsmooth.seeds import derive_seed
 from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.plans import PROFILE_RTOL, Plan
@@ -169,7 +170,8 @@ class Profile(Result):
         ranking = [rows.head(most) for _, rows in self.ranking.groupby("scope", sort=False)]
         rows = [
             row
-            | {name: f"{row[name]:.6g}" for name in ("value", "lower", "upper")}
+            | {"value": f"{row['value']:.6g}"}
+            | {name: form(row[name]) for name, form in COLUMNS_IN_DIGITS.items()}
             | {"place": place_in_words(row["layer"], row["head"])}
             | {"sides": self._sides(row["layer"], row["head"])}
             for row in plain_rows(pd.concat(ranking))

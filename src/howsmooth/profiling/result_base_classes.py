@@ -15,6 +15,7 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from howsmooth.roundoff import COLUMNS_IN_DIGITS, interval_in_digits
 from howsmooth.study.figures.drawing import save
 from howsmooth.study.file_writing import (
     csv_of,
@@ -108,6 +109,7 @@ class Result(WritableTable, ABC):
         words: str = table.to_latex(
             index=False,
             float_format="%.6g",
+            formatters={name: form for name, form in COLUMNS_IN_DIGITS.items() if name in table},
             na_rep="",
             escape=True,
             caption=_escaped(f"{caption} ({made_by})."),
@@ -222,4 +224,4 @@ def _escaped(words: str) -> str:
 def in_interval(value: float, lower: float, upper: float, *, converged: bool) -> str:
     """Return a phrase that states a constant and its interval."""
     status = "" if converged else " (not converged)"
-    return f"{value:.6g} in [{lower:.6g}, {upper:.6g}]{status}"
+    return f"{value:.6g} in {interval_in_digits(lower, upper)}{status}"

@@ -28,6 +28,7 @@ from howsmooth.lipschitz_estimate import Method
 from howsmooth.profiling.figures import draw_influence
 from howsmooth.profiling.model_input import shown_progress
 from howsmooth.profiling.result_base_classes import WritableTable
+from howsmooth.roundoff import interval_in_digits
 from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.plans import INFLUENCE_RTOL, Plan
 from howsmooth.study.text_formatting import readable
@@ -86,11 +87,11 @@ class Influence(WritableTable):
         i, j = divmod(k, n)
         missed = int((~self.converged).sum())
         status = "all converged" if not missed else f"{missed} of {rows * n} NOT converged"
+        ends = interval_in_digits(float(self.lower[i, j]), float(self.upper[i, j]))
         return (
             f"Influence({rows} outputs x {n} inputs, {status} to rtol = {self.rtol:g}; largest "
-            f"{float(self.value[i, j]):.6g} in [{float(self.lower[i, j]):.6g}, "
-            f"{float(self.upper[i, j]):.6g}], of input {j} on output {self.outputs[i]}; token-wise constant "
-            f"between {self.token_wise.lower:.6g} and {self.token_wise.upper:.6g}; {self.scope}; "
+            f"{float(self.value[i, j]):.6g} in {ends}, of input {j} on output {self.outputs[i]}; token-wise "
+            f"constant in {interval_in_digits(self.token_wise.lower, self.token_wise.upper)}; {self.scope}; "
             f"{self.method})"
         )
 

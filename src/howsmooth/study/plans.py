@@ -218,7 +218,8 @@ _SHARED: dict[str, Any] = {
         None,
         size(),
         "Memory that one measurement may use, such as 8GiB. For sequences whose attention probabilities "
-        "do not fit, they are recomputed in blocks. Default: half of the free memory.",
+        "do not fit, they are recomputed in blocks. The scopes block and model take what they need. Default: "
+        "half of the free memory.",
         metavar="SIZE",
         panel=HOW,
     ),

@@ -18,7 +18,7 @@ from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, h
 from howsmooth.bounds.certificates.eigenvalue_bounds import norm
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.roundoff import U
+from howsmooth.roundoff import U, limit_in_digits
 
 __all__ = ["Certificate", "certify", "checked_input", "one_head"]
 
@@ -66,8 +66,9 @@ class Certificate:
 
     def __repr__(self) -> str:
         if self.value.ndim == 0:
+            limit = limit_in_digits(float(self.value), 6, upper=True)
             return (
-                f"Certificate(‖D_X f‖ ≤ {float(self.value):.6g}, of which {float(self.rounding):.1e} allows "
+                f"Certificate(‖D_X f‖ ≤ {limit}, of which {float(self.rounding):.1e} allows "
                 f"for rounding; {self.name})"
             )
         return f"Certificate(shape {tuple(self.value.shape)}; {self.name})"

@@ -71,6 +71,7 @@ def render(
         study=contents.study,
         level=tables.CONFIDENCE,
         families=found,
+        drawn=any(one["overviews"] or one["singles"] or one["not_shown"] for one in found),
         exponents=plain_rows(exponents),
         strata=STRATA,
         by_radius=bool(exponents["radius_correlation"].notna().any()),
