@@ -12,6 +12,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.roundoff import limit_in_digits
 from tests._cases import CASES, random_attention, tokens
 from tests._selection import others_slow
 from tests._tiny_models import tiny, token_ids
@@ -188,7 +189,7 @@ def test_a_site_and_its_parts() -> None:
     (site,) = hs.capture(tiny("llama"), token_ids(1, 8), layers=[0])
     whole = hs.bounds.kv_error_upper_bound(site, keys=0.1)
     assert "Theorem K" in repr(whole)
-    assert f"{whole.value:.6g}" in repr(whole)
+    assert limit_in_digits(whole.value, 6, upper=True) in repr(whole)
     only = torch.zeros(2, 8)
     only[1] = 0.1
     one = hs.bounds.kv_error_upper_bound(site.map, site.x[0], keys=only)

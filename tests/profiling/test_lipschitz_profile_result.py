@@ -12,6 +12,7 @@ import pytest
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
 from howsmooth.profiling import Profile
+from howsmooth.roundoff import interval_in_digits
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def test_the_ranking_goes_down_within_each_scope(found: Profile) -> None:
     assert max(map(len, str(ranking).splitlines())) < 80
     top = ranking.iloc[0]
     assert f"layer {top['layer']}, head {top['head']}" in repr(found).splitlines()[4]
-    assert f"{top['value']:.6g} in [{top['lower']:.6g}, {top['upper']:.6g}]" in found.citation
+    assert f"{top['value']:.6g} in {interval_in_digits(top['lower'], top['upper'])}" in found.citation
 
 
 def test_the_digest_depends_on_numbers_and_model(found: Profile) -> None:

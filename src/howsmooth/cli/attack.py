@@ -93,7 +93,10 @@ def _show(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
     for (layer, head), family in groupby(plain_rows(published.summary), key=place):
         rows = list(family)
         where = f"{label}, {place_in_words(layer, head)}, scope {rows[0]['scope']}"
-        heading(f"\n{where}, {mask_in_words(rows[0]['masking'])}, R = {rows[0]['radius']:.4g}")
+        # A length that is added later may have longer tokens, which give it a larger ball.
+        radii = sorted({f"{row['radius']:.4g}" for row in rows}, key=float)
+        balls = " to ".join(dict.fromkeys((radii[0], radii[-1])))
+        heading(f"\n{where}, {mask_in_words(rows[0]['masking'])}, R = {balls}")
         names = ["n", "given", "paper", "found", "by", "÷ paper", "at most", "by", "reached"]
         show_table(names, map(_attack, rows), wrapped=["by"])
         growth = [
