@@ -1,4 +1,4 @@
-"""Limits on the accuracy that can be requested of a measurement in float32 and in float64.
+"""The smallest rtol and the largest confidence that measurements in float32 and in float64 accept.
 
 Both the measurement and the study plans check their arguments here.
 """

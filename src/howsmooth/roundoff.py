@@ -60,8 +60,8 @@ def limit_in_digits(value: float, digits: int, *, upper: bool) -> str:
 
 def interval_in_digits(lower: float, upper: float, digits: int = 6) -> str:
     """Format an interval as text such as ``[1.2345, 1.2347]``, with its ends rounded outwards."""
-    ends = (limit_in_digits(end, digits, upper=high) for end, high in ((lower, False), (upper, True)))
-    return f"[{', '.join(ends)}]"
+    low, high = limit_in_digits(lower, digits, upper=False), limit_in_digits(upper, digits, upper=True)
+    return f"[{low}, {high}]"
 
 
 #: Functions that format the ends of intervals in the columns of a table, rounded outwards to six digits.

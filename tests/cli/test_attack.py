@@ -114,6 +114,26 @@ def test_what_was_found_is_saved_and_reaches_its_constant(howsmooth: Howsmooth) 
     assert row["found_by"] == inside.loc[inside["value"].idxmax(), "name"]
 
 
+def test_limits_hold_as_printed(howsmooth: Howsmooth) -> None:
+    _, out, _ = howsmooth(*SMALL, "--lengths", "2,3,4")
+    printed = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit() and "÷" not in line]
+    found = [float(row[3]) for row in printed[: len(summary())]]
+    assert (found <= summary()["found"]).all()
+    assert found == pytest.approx(summary()["found"].to_list(), rel=1e-3)
+
+
+def test_tokens_that_leave_the_ball_by_rounding_count_as_in_it(howsmooth: Howsmooth) -> None:
+    howsmooth(*SMALL, "--layers", "0", "--lengths", "4", "--radius", "data")
+    longest = summary()["tokens_norm"].item()
+    for shorter, marked in ((1e-7, False), (1e-4, True)):
+        radius = longest * (1 - shorter)
+        options = ["--radius", repr(radius), "--out", str(shorter)]
+        _, out, _ = howsmooth(*SMALL, "--layers", "0", "--lengths", "4", *options)
+        assert ("outside" in out) == marked
+        beyond = pd.read_csv(f"{shorter}/summary.csv")["tokens_norm"].item() > radius * (1 + 1e-12)
+        assert beyond == marked
+
+
 def test_given_tokens_outside_of_the_ball_are_marked(howsmooth: Howsmooth) -> None:
     _, out, _ = howsmooth(*SMALL, "--layers", "0", "--lengths", "4", "--radius", "0.1")
     assert "at tokens outside of the ball" in out

@@ -120,6 +120,9 @@ def test_growth_is_said_and_written(howsmooth: Howsmooth) -> None:
     code, out, err = howsmooth("flow", "one-direction", *options)
     assert code == 0
     assert "Perturbations have grown by a factor of 1.6487 [1.648" in out
+    last = pd.read_csv("howsmooth-flow/growth.csv").iloc[-1]
+    low, high = map(float, re.findall(r"\[(.*?), (.*?)\]", out)[0])
+    assert low <= last["lower"] <= last["upper"] <= high
     assert "the product of the steps' constants is 1.648" in " ".join(out.split())
     assert "Computing 3 growths of perturbations" in err
     assert len(pd.read_csv("howsmooth-flow/growth.csv")) == 3

@@ -60,6 +60,7 @@ def test_embedded_tokens_give_the_radii_of_their_ids(capsys: Capture) -> None:
         found = json.loads(capsys.readouterr().out)
         assert found["ranking"][0]["rival"] == int(target)
         assert found["n"] == 4
+        assert found["computed"] == "float64"
         assert found["norm"] == "inf"
         rankings.append(found["ranking"][0]["radius"])
     assert rankings[0] == pytest.approx(rankings[1], rel=1e-4)

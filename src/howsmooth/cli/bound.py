@@ -1,5 +1,5 @@
-"""The command ``howsmooth bound``, which evaluates all bounds on the attention of a model or of a parameter
-file.
+"""The command ``howsmooth bound``. It computes all bounds that apply to a model's attention, or to attention
+from a parameter file.
 """
 
 from __future__ import annotations

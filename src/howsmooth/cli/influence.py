@@ -182,10 +182,7 @@ def _show(found: Influence, most: list[dict[str, Any]], count: str, place: str, 
     """Print the largest norms of Jacobian blocks, and limits for how far an output moves if all input tokens
     move at once.
     """
-    from howsmooth.roundoff import limit_in_digits
-
-    def limits(lower: float, upper: float) -> list[str]:
-        return [limit_in_digits(lower, 4, upper=False), limit_in_digits(upper, 4, upper=True)]
+    from howsmooth.roundoff import interval_in_digits
 
     def token(row: dict[str, Any], side: str) -> str:
         if side == "output" and not found.token_outputs:
@@ -202,15 +199,15 @@ def _show(found: Influence, most: list[dict[str, Any]], count: str, place: str, 
             token(row, "input"),
             token(row, "output"),
             f"{row['value']:.4g}",
-            f"[{', '.join(limits(row['lower'], row['upper']))}]"
+            interval_in_digits(row["lower"], row["upper"], 4)
             + ("" if row["converged"] else " not converged"),
         ]
         for row in most
     ]
     names = ["moved token", "output", "moves by", "interval"]
     show_table(names, rows, left=["moved token", "output", "interval"])
-    low, high = limits(found.token_wise.lower, found.token_wise.upper)
+    whole = interval_in_digits(found.token_wise.lower, found.token_wise.upper, 4)
     paragraph(
         f"Each interval holds with probability {found.confidence:.4g}. If all tokens move at once, each by "
-        f"at most 1, the largest move of an output lies between {low} and {high}."
+        f"at most 1, the largest move of an output lies in {whole}."
     )

@@ -34,8 +34,8 @@ _STEPS = 200
 
 @dataclass(frozen=True, eq=False)
 class TokenWise:
-    """The largest first-order change of an output token of a map if every input token changes by at most one
-    in norm.
+    """How far one output token of a map can move, to first order, while every input token moves by at most
+    one in norm.
 
     The constant is max_i sup |Σ_j J_ij e_j| over tangents with |e_j| ≤ 1, the local Lipschitz constant of the
     map between the norms max_j |e_j| of tokens.

@@ -318,7 +318,7 @@ def _in_words(output: str, last_token: bool) -> str:
 
 
 def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
-    """Split the inputs of a model for a batch into the inputs for each sequence.
+    """Split a batch of model inputs into one object of inputs for each sequence.
 
     Raises
     ------

@@ -258,7 +258,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Build a model with random weights from its description.
+    """Construct the model that a file describes. Its weights are random; the saved ones are loaded later.
 
     DescriptionError is raised if this needs far more memory than the saved ``tensors``.
     """

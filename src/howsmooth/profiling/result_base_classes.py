@@ -109,7 +109,12 @@ class Result(WritableTable, ABC):
         words: str = table.to_latex(
             index=False,
             float_format="%.6g",
-            formatters={name: form for name, form in COLUMNS_IN_DIGITS.items() if name in table},
+            formatters={
+                name: form
+                for end, form in COLUMNS_IN_DIGITS.items()
+                for name in map(str, table)
+                if name.endswith(end)
+            },
             na_rep="",
             escape=True,
             caption=_escaped(f"{caption} ({made_by})."),

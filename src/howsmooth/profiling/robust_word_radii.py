@@ -180,7 +180,7 @@ def word_radii(
     file: str | os.PathLike[str] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> WordRadii:
-    """Prove, for each token of a text, a radius within which the token may move without changing the answer
+    """Prove how far each token of a text may move without changing the answer
     of a classifier.
 
     One token moves while the other tokens stand still, unless ``jointly`` is True. The radii are those of

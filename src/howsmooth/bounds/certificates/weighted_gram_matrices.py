@@ -1,5 +1,5 @@
-"""The quadratic forms that appear in certificates of attention, and proved upper bounds on their largest
-eigenvalues.
+"""Weighted sums of outer products of values and of queries, and proved upper bounds on the eigenvalues of
+these sums, of which certificates of attention consist.
 
 For each row i of the attention, ``sandwich`` bounds λ_max(Σ_h O_h B_i^h O_hᵀ) for given positive semidefinite
 blocks B_i^h. The blocks are sums of nonnegative multiples of w wᵀ, with a rounding error of γ times their

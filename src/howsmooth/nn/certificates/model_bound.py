@@ -78,12 +78,7 @@ def certify(
     for path, module in model.named_modules():
         _check(module, path)
         if module in inside and (reason := foreign_code(module)) is not None:
-            raise refusal(
-                module,
-                path,
-                reason,
-                "Undo this, or give its class a lipschitz_bound.",
-            )
+            raise refusal(module, path, reason, "Undo this, or give its class a lipschitz_bound.")
     for path, module in model.named_modules():
         for name in getattr(module, "parametrizations", ()):
             with torch.no_grad():

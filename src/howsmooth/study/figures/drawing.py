@@ -250,7 +250,7 @@ def log_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 
 def number(value: float, position: int | None = None) -> str:
-    """Format the number of a tick; ``position`` is ignored, but matplotlib passes it."""
+    """Format the number at a tick of an axis. matplotlib passes its ``position`` too, which is not used."""
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.6g}"
 
 
