@@ -32,6 +32,7 @@ from howsmooth.bounds.certificates.block_row_certificate import rows_value
 from howsmooth.bounds.certificates.certificate_weight_search import Weights
 from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue, nonnegative_norm, norm, shrink
 from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
+from howsmooth.bounds.certificates.eigenvalue_estimates import largest_eigenvalue_estimates
 from howsmooth.bounds.certificates.weighted_gram_matrices import diagonal_norms, sandwich
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
@@ -574,6 +575,15 @@ def test_perron_norm_of_a_slow_walk() -> None:
     p = near / near.sum(1, keepdim=True)
     true = float(torch.linalg.matrix_norm(p, 2))
     assert true <= float(nonnegative_norm(p).upper) <= true * (1 + 1e-9)
+
+
+def test_estimates_of_large_matrices() -> None:
+    # Larger than those of which the full spectrum is computed.
+    wide, u = tokens(41, 300, 400), tokens(42, 300)
+    near = window(300).double()
+    for g in (wide @ wide.mT, torch.outer(u, u), torch.zeros(300, 300, dtype=F64), near @ near):
+        found = largest_eigenvalue_estimates(g[None])
+        torch.testing.assert_close(found, torch.linalg.eigvalsh(g)[-1:], rtol=1e-5, atol=1e-12)
 
 
 def test_norm_of_zero_and_of_rank_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import math
 from dataclasses import replace
@@ -57,6 +58,24 @@ def test_the_attack_searches_all_other_classes() -> None:
         cast(Network, _Curved()), x, injection, functionals[:1], torch.zeros(1).double(), 0.1
     )
     assert alone == pytest.approx(1.0, rel=0.05)
+
+
+def test_without_a_target_the_attack_is_given_all_other_classes(
+    classifier: BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+
+    def attack(*arguments: Tensor, **_: object) -> float:
+        given.append(len(arguments[3]))
+        return math.inf
+
+    module = importlib.import_module("howsmooth.bounds.radius.robust_radius")  # its name is a function's, too
+    monkeypatch.setattr(module, "attack_radius", attack)
+    rival = (int(classifier(IDS).logits.argmax()) + 1) % classifier.config.num_labels
+    for target in (None, rival):
+        found = hs.bounds.robust_radius(classifier, {"input_ids": IDS}, tokens=1, order=2, target=target)
+        assert ("does not become" in str(found)) == (target is not None)
+    assert given == [classifier.config.num_labels - 1, 1]
 
 
 @pytest.fixture(scope="module")

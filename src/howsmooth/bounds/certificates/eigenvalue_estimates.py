@@ -55,8 +55,7 @@ def lanczos(
 
     ``image`` multiplies row i by B_i, and ``gram`` is OᵀO. The steps start at the rows of ``b``. A row b
     stands for the vector O b, so that a step needs one product with ``gram`` and none with O. The estimates
-    are below the eigenvalues, up to rounding. They are returned with their vectors, as rows like ``b``; the
-    vector of an estimate of zero is the row of ``b``.
+    are below the eigenvalues, up to rounding. They are returned with their vectors, as rows like ``b``.
     """
     eps = torch.finfo(b.dtype).eps
     noise = (16 * eps * torch.linalg.matrix_norm(gram)).sqrt()
@@ -73,7 +72,7 @@ def lanczos(
     y = b @ gram
     beta = size = b.new_zeros(len(b), 1)
     _, inverse = lengths(b, y, size)
-    start, b, y, last = b, b * inverse, y * inverse, torch.zeros_like(b)
+    b, y, last = b * inverse, y * inverse, torch.zeros_like(b)
     for _ in range(steps):
         vectors.append(b)
         z = image(y)
@@ -89,5 +88,4 @@ def lanczos(
     tridiagonal = torch.diag_embed(torch.cat(alphas, dim=1)) + torch.diag_embed(side, offset=-1)
     values, coordinates = torch.linalg.eigh(tridiagonal)
     found = (torch.stack(vectors, dim=-1) @ coordinates[:, :, -1:])[..., 0]
-    top = values[:, -1].clamp_min(0)
-    return top, torch.where(top[:, None] > 0, found, start)
+    return values[:, -1].clamp_min(0), found
