@@ -384,7 +384,7 @@ def test_interrupted_it_says_how_to_go_on(howsmooth: Howsmooth, tmp_path: Path) 
     assert status["running"] is False
     assert status["rate"] > 0
     assert status["remaining"] > 0
-    assert re.search(r"was interrupted; about \d+ s left\.\n", howsmooth(plan, "--status")[1])
+    assert re.search(r"did not finish; about \d+ s left\.\n", howsmooth(plan, "--status")[1])
     assert howsmooth(*command[2:])[0] == 0
     assert len(rows_of(tmp_path / "plan-out")) == 45
 

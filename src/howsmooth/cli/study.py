@@ -172,7 +172,7 @@ def _now(found: Status) -> str:
     elif found.started is None:
         words = "Not started"
     elif found.finished is None:
-        words = f"Not running: the run that started at {found.started} was interrupted"
+        words = f"Not running: the run that started at {found.started} did not finish"
     else:
         words = f"Not running: the run that started at {found.started} ended at {found.finished}"
     left = any(part.planned is None or part.done < part.planned for part in found.parts)

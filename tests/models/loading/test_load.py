@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
+from torch import nn
 from transformers import (
     BertForMaskedLM,
     BertModel,
@@ -275,6 +276,7 @@ def test_as_decoder_refused(tmp_path: Path) -> None:
     ("name", "arguments", "word"),
     [
         (3, {}, "name"),
+        (nn.Linear(2, 2), {}, "name: .*got a module, Linear"),
         (" ", {}, "name"),
         ("builtin-encoder", {"dtype": torch.int8}, "torch.float16"),
         ("builtin-encoder", {"seed": -1}, "seed"),

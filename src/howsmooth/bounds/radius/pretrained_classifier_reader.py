@@ -462,6 +462,20 @@ def _activation(module: Any, names: dict[nn.Module, str]) -> Activation:
     )
 
 
+def _check_token_ids(model: nn.Module, ids: Tensor) -> None:
+    table = getattr(model, "get_input_embeddings", lambda: None)()
+    if not isinstance(table, nn.Embedding) or not ids.numel():
+        return
+    low, high, rows = int(ids.min()), int(ids.max()), table.num_embeddings
+    if low < 0 or high >= rows:
+        raise ArgumentError(
+            "inputs",
+            expected=f"token ids from 0 to {rows - 1}, the rows of the model's embedding table",
+            got=f"id {low if low < 0 else high}",
+            remedy="Use the tokenizer that belongs to the model.",
+        )
+
+
 def embedded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return the tokens (n, d) that enter the first layer of a model, for a dict of model inputs.
 
@@ -482,6 +496,8 @@ def embedded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
         raise ArgumentError(
             "inputs", expected="a sequence without padding", got="an attention_mask with zeros"
         )
+    if name == "input_ids":
+        _check_token_ids(model, given)
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:

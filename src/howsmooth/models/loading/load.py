@@ -166,7 +166,13 @@ def load_model(
 
     """
     if not isinstance(name, str | os.PathLike) or not os.fspath(name).strip():
-        raise ArgumentError("name", expected="a built-in name, a folder or a Hub id", got=repr(name))
+        module = isinstance(name, nn.Module)
+        raise ArgumentError(
+            "name",
+            expected="a built-in name, a folder or a Hub id",
+            got=f"a module, {type(name).__name__}" if module else repr(name),
+            remedy="Functions that take a model take a module as it is." if module else "",
+        )
     if dtype not in (None, torch.float32, torch.float64, *HALF):
         expected = "torch.float32, torch.float64, torch.bfloat16, torch.float16 or None"
         raise ArgumentError("dtype", expected=expected, got=str(dtype))
