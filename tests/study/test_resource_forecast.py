@@ -195,6 +195,9 @@ def test_what_all_takes_is_told_from_three_lengths(tmp_path: Path, clock: Clock)
     assert found.seconds == pytest.approx(measuring + found.bounds + found.drawing)
     assert (found.low, found.high) == pytest.approx((found.seconds / 2, found.seconds * 2))
     assert found.memory >= max(part.memory or 0.0 for part in found.parts)
+    # No bound holds for a scope with more in it than attention.
+    found = told(replace(plan, scopes=("block",)), tmp_path, tools)
+    assert found.bounds == 0.0 < found.seconds
 
 
 def test_what_a_task_takes_once_is_told_once(tmp_path: Path, clock: Clock) -> None:

@@ -217,10 +217,11 @@ def after_measuring(plan: Plan, measuring: float, figures: int) -> tuple[float, 
     """Return the expected seconds for bounds and for writing outputs, which follow the measurements.
 
     ``--dry-run`` and ``--status`` both add them to the seconds of the measurements that are left. Bounds
-    count if they take a share of that time (``bounds="auto"``); all bounds have to be timed. There is a
-    figure for each model, text, scope and layer.
+    count if they take a share of that time (``bounds="auto"``) and some scope is attention alone; all bounds
+    have to be timed. There is a figure for each model, text, scope and layer.
     """
-    return SHARE * measuring if plan.bounds == "auto" else 0.0, _DRAWING + _FIGURE * figures
+    bounded = plan.bounds == "auto" and any(scope in ATTENTION_SCOPES for scope in plan.scopes)
+    return SHARE * measuring if bounded else 0.0, _DRAWING + _FIGURE * figures
 
 
 class _Trial:
