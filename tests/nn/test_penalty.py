@@ -611,6 +611,18 @@ def test_modules_that_are_named_are_taken_as_they_are() -> None:
     assert "scope module" in str(penalty.report)
 
 
+def test_a_star_stands_for_what_is_between_two_dots() -> None:
+    model = tiny("bert")
+    blocks = SpectralPenalty(model, ["encoder.layer.*"])
+    assert [*blocks._recorder._layers] == [f"encoder.layer.{i}" for i in range(3)]
+    assert "(BertModel, 3 layers," in repr(
+        SpectralPenalty(model, ["encoder.*.*.attention", "encoder.layer.0.att*"])
+    )
+    for pattern in ("*.self", "encoder.layer*.self", "layer.*"):
+        with pytest.raises(ArgumentError, match=r"layers: .*\* stands for what is between two dots"):
+            SpectralPenalty(model, [pattern])
+
+
 def test_an_output_projection_that_is_not_found_is_said() -> None:
     """ALBERT's attention module has residual and norm in it."""
     torch.manual_seed(0)

@@ -367,17 +367,27 @@ def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str
         raise ArgumentError("layers", expected="a list of paths or patterns", got=repr(layers))
     found: dict[str, nn.Module] = {}
     for pattern in layers:
-        # The model itself has an empty path, which a pattern such as "*" must not match.
-        fits = [n for n in modules if n == pattern or (n and fnmatch.fnmatchcase(n, str(pattern)))]
+        fits = [name for name in modules if name == pattern or _fits(name, str(pattern))]
         if not fits:
             raise ArgumentError(
                 "layers",
                 expected="paths or patterns of modules of the model",
                 got=repr(pattern),
-                remedy="model.named_modules() lists the paths; a pattern is 'encoder.layers.*.self_attn'.",
+                remedy="model.named_modules() lists the paths; a pattern is 'encoder.layers.*.self_attn', in "
+                "which * stands for what is between two dots.",
             )
         found |= {name: modules[name] for name in fits}
     return found
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Tell whether a module's path fits a pattern, part by part between the dots.
+
+    So "layers.*" is each layer, and not what is inside of the layers. The empty path of the model itself fits
+    no pattern.
+    """
+    parts, patterns = name.split("."), pattern.split(".")
+    return bool(name) and len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -66,7 +66,8 @@ class SpectralPenalty:
     model
         Any module.
     layers
-        Paths of modules in ``model.named_modules()``, or patterns such as "encoder.layers.*.self_attn". The
+        Paths of modules in ``model.named_modules()``, or patterns such as "encoder.layers.*.self_attn", in
+        which * stands for what is between two dots: "encoder.layers.*" is all blocks, each as a whole. The
         penalty is then that of the named module as it is, with or without output projection, residual or norm
         (scope ``module``). The default is the innermost modules whose class name contains "attention", with
         their output projection wherever the model applies it: scope ``attention``, as of
