@@ -200,6 +200,18 @@ def test_what_all_takes_is_told_from_three_lengths(tmp_path: Path, clock: Clock)
     assert found.bounds == 0.0 < found.seconds
 
 
+def test_each_head_has_a_figure_and_overviews_take_longer(tmp_path: Path, clock: Clock) -> None:
+    tools, _ = timed(clock, lambda n: 0.0)
+    plan = make_plan(scopes=("attention", "head"), bounds="none")
+    layers, heads = 3, 2
+    figures = (
+        layers + 1 + layers * heads + 2
+    )  # each, and overviews of 3 and of 6 that take as long as 1 and 2
+    found = told(plan, tmp_path, tools)
+    assert found.drawing == pytest.approx(1.0 + 0.65 * figures)
+    assert told(plan, tmp_path, tools, draw=False).drawing == 1.0
+
+
 def test_what_a_task_takes_once_is_told_once(tmp_path: Path, clock: Clock) -> None:
     """One capture takes a tenth of a second, for one layer of one sequence as for all of all."""
     tools, _ = timed(clock, lambda n: 0.0)

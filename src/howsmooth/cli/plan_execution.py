@@ -18,7 +18,7 @@ import typer
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json as json_object
 from howsmooth.cli.terminal_output import say, show_table
-from howsmooth.cli.typer_command import Shown, ShownOrQuiet, as_typed
+from howsmooth.cli.typer_command import ShownOrQuiet, as_typed
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import flag, option
 from howsmooth.study.plans import Plan, shared
@@ -171,7 +171,9 @@ def rows_kept(folder: Path) -> str:
     return f"{kept} are saved in {encodable(str(folder))}" if kept else "nothing was measured yet"
 
 
-def tell_forecast(plan: Plan, execution: Execution, shown: Shown, *, keep_going: bool = False) -> int:
+def tell_forecast(
+    plan: Plan, execution: Execution, shown: MeasurementShown, *, keep_going: bool = False
+) -> int:
     """Predict and print the time and memory that a plan takes, and return the exit code.
 
     The exit code is :data:`FAILED` if a model cannot be measured on an input, as it would be in the run
@@ -182,7 +184,7 @@ def tell_forecast(plan: Plan, execution: Execution, shown: Shown, *, keep_going:
 
     with shown_progress(quiet=shown.quiet or shown.json) as display:
         display.phase("Reading texts and models, and timing trial measurements")
-        found = forecast(plan, execution.out, keep_going=keep_going)
+        found = forecast(plan, execution.out, keep_going=keep_going, draw=not shown.no_figures)
     published = bool(plan.as_published)
     if shown.json:
         impossible = [{"model": m, "text": t, "error": error} for m, t, error in found.impossible]

@@ -19,12 +19,14 @@ from howsmooth.lipschitz.mixed_precision import check_in_float64
 from howsmooth.lipschitz.singular_value_solver import Solver, starts
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
 
-__all__ = ["BlockNorms", "block_norms", "sequence_jacobian"]
+__all__ = ["BlockNorms", "block_norms", "derivative_count", "sequence_jacobian"]
 
 # Number of blocks that are iterated together: their vectors should stay in the caches of a processor.
 _PAIRS = 256
 # Products with the adjoint that PyTorch makes together.
 _TOGETHER = 32
+# Bytes of the columns of one input token that are kept for a group of output tokens.
+_COLUMN_BYTES = 2**29
 # The error of float32 products shows how far the terms of a block cancel: float64 products err by that, times
 # the operator's relative rounding error as a multiple of the unit of float32, times this margin. A weight
 # P = e^s is as uncertain as s, by up to 4 units of rounding times the largest score κ (as in
@@ -88,7 +90,8 @@ def block_norms(
     ----------
     jacobian
         The blocks in closed form, which are measured in tiles of pairs of tokens; or the Jacobian of one
-        sequence as an operator, whose rows are formed as matrices for one output token at a time.
+        sequence as an operator, whose blocks are formed as matrices: by rows for one output token at a time,
+        or by columns for one input token at a time.
     outputs
         The output tokens.
     dtype
@@ -193,7 +196,32 @@ def _leading(
     )
 
 
-# ---- rows of any Jacobian
+# ---- rows and columns of any Jacobian
+
+
+def derivative_count(in_shape: Sequence[int], out_shape: Sequence[int], outputs: int) -> int:
+    """Return how many products with a Jacobian or its transpose the blocks of some output tokens take, if
+    they have no closed form.
+
+    ``in_shape`` is (n, d), and ``out_shape`` (n_out, d_out) or (d_out,).
+    """
+    n, d = in_shape
+    by_columns, groups = _groups(n, d, out_shape[-1], outputs, torch.float32)
+    return n * d * len(groups) if by_columns else outputs * out_shape[-1]
+
+
+def _groups(n: int, d: int, d_out: int, outputs: int, dtype: torch.dtype) -> tuple[bool, list[range]]:
+    """Tell whether blocks are formed from columns of the Jacobian, and which output tokens at once.
+
+    A product with J gives a column of the blocks of all output tokens, of which a group is kept whose blocks
+    of one input token fit into memory.
+    """
+    size = max(1, _COLUMN_BYTES // (d * d_out * dtype.itemsize))
+    groups = [range(first, min(first + size, outputs)) for first in range(0, outputs, size)]
+    # A product with J takes up to twice as long as one with its transpose, which gives a row of one output.
+    if 2 * n * d * len(groups) < outputs * d_out:
+        return True, groups
+    return False, [range(row, row + 1) for row in range(outputs)]
 
 
 def _of_rows(
@@ -201,33 +229,39 @@ def _of_rows(
 ) -> BlockNorms:
     n, d = jacobian.in_shape
     norms = BlockNorms.zeros(len(outputs), n)
-    # A product with J takes up to twice as long as one with its transpose.
-    by_columns = 2 * n * d < jacobian.out_shape[-1]
-    for row, i in enumerate(outputs.tolist()):
+    by_columns, groups = _groups(n, d, jacobian.out_shape[-1], len(outputs), jacobian.dtype)
+    for group in groups:
 
-        def of_row(share: float, row: int = row) -> None:
-            told(row + round(share, 2), len(outputs))
+        def of_group(share: float, group: range = group) -> None:
+            told(group.start + round(share * len(group), 2), len(outputs))
 
         parts = []
-        for tokens, matrices in (_columns if by_columns else _rows)(jacobian, i, of_row):
+        largest = torch.zeros(len(outputs), dtype=torch.float64)
+        chosen = outputs[group.start : group.stop]
+        for row, tokens, matrices in (_columns if by_columns else _rows)(jacobian, chosen, of_group):
             for part in _cut(torch.nonzero(matrices.flatten(1).any(dim=1))[:, 0]):
-                moved = tokens[part.cpu()]
-                members = (row * n + moved).tolist()
-                parts.append((moved, _leading(DenseBlocks(matrices[part].double()), members, solver)))
+                moved, at = tokens[part.cpu()], group.start + row
+                members = (at * n + moved).tolist()
+                found = _leading(DenseBlocks(matrices[part].double()), members, solver)
+                largest[at] = max(float(largest[at]), float(found.sigma.max()))
+                parts.append((torch.full_like(moved, at), moved, found))
         # The error of a row's products is relative to its largest block.
-        largest = max((float(found.sigma.max()) for _, found in parts), default=0.0)
-        for part, found in parts:
-            error = float(jacobian.rounding.max()) * largest
-            norms.write(torch.full_like(part, row), part, found, torch.full((len(part),), error), solver.rtol)
-        told(row + 1, len(outputs))
+        for rows, moved, found in parts:
+            norms.write(rows, moved, found, float(jacobian.rounding.max()) * largest[rows], solver.rtol)
+        told(group.stop, len(outputs))
     return norms
 
 
+Blocks = tuple[int, Int[Tensor, " tokens"], Float[Tensor, "tokens d_out d"]]
+"""An output token by its position among the chosen ones, input tokens, and their blocks as matrices."""
+
+
 def _rows(
-    jacobian: LinearOperator, i: int, told: Callable[[float], None]
-) -> Iterator[tuple[Int[Tensor, " n"], Float[Tensor, "n d_out d"]]]:
-    """Yield all input tokens, with the blocks ∂y_i/∂x_j of the output token ``i`` as matrices."""
+    jacobian: LinearOperator, outputs: Int[Tensor, " one"], told: Callable[[float], None]
+) -> Iterator[Blocks]:
+    """Yield the blocks ∂y_i/∂x_j of one output token ``i`` and all input tokens."""
     width = jacobian.out_shape[-1]
+    (i,) = outputs.tolist()
 
     def row(c: Tensor) -> Tensor:
         u = torch.zeros(jacobian.out_size, dtype=jacobian.dtype, device=jacobian.device)
@@ -235,19 +269,19 @@ def _rows(
         return jacobian.adjoint_product(u.view(1, *jacobian.out_shape))[0]
 
     rows = _products(jacobian, row, torch.arange(width), told)
-    yield torch.arange(jacobian.in_shape[0]), rows.transpose(0, 1)
+    yield 0, torch.arange(jacobian.in_shape[0]), rows.transpose(0, 1)
 
 
 def _columns(
-    jacobian: LinearOperator, i: int, told: Callable[[float], None]
-) -> Iterator[tuple[Int[Tensor, " one"], Float[Tensor, "one d_out d"]]]:
-    """Yield one input token at a time, with the block ∂y_i/∂x_j of the output token ``i`` as a matrix."""
+    jacobian: LinearOperator, outputs: Int[Tensor, " outputs"], told: Callable[[float], None]
+) -> Iterator[Blocks]:
+    """Yield the blocks ∂y_i/∂x_j of some output tokens, of one pair of tokens at a time."""
     n, d = jacobian.in_shape
 
     def column(c: Tensor) -> Tensor:
         e = torch.zeros(jacobian.in_size, dtype=jacobian.dtype, device=jacobian.device)
         e = e.index_put((c,), e.new_ones(()))
-        return jacobian.product(e.view(1, n, d)).view(-1, jacobian.out_shape[-1])[i]
+        return jacobian.product(e.view(1, n, d)).view(-1, jacobian.out_shape[-1])[outputs]
 
     for j in range(n):
 
@@ -255,7 +289,8 @@ def _columns(
             told((j + share) / n)
 
         columns = _products(jacobian, column, torch.arange(j * d, (j + 1) * d), of_token)
-        yield torch.tensor([j]), columns.mT[None]
+        for row in range(len(outputs)):
+            yield row, torch.tensor([j]), columns[:, row].mT[None]
 
 
 def _products(

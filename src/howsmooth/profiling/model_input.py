@@ -194,7 +194,8 @@ def given_inputs(
         )
     cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
     digest = hashlib.sha256(ids[first:end].numpy().tobytes()).hexdigest()[:12]
-    return GivenInputs(model, ids[None, first:end], decoded(ids[first:end]), f"{what}, {cut}SHA-256 {digest}")
+    described = f"{what}, {cut}SHA-256 of the ids {digest}"
+    return GivenInputs(model, ids[None, first:end], decoded(ids[first:end]), described)
 
 
 def _names_a_file(text: str) -> bool:

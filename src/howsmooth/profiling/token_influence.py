@@ -153,10 +153,10 @@ def influence(
     The entry (i, j) says how far the output y_i moves, to first order, if the input token x_j moves by one.
     For self-attention, with residual connections, norm layers and layer scales around it, the blocks have a
     closed form and are never stored as matrices; the memory is n² numbers for each head. For any other map
-    the blocks are stored as matrices for one output token at a time. These are d_out n d numbers, computed by
-    one product with the transposed Jacobian for each of the d_out coordinates or, if 2 n d < d_out as for
-    the logits of a short text, by n d products with the Jacobian and for one input token at a time. The
-    argument ``outputs`` can then limit the work.
+    the blocks are stored as matrices. They are computed by one product with the transposed Jacobian for each
+    of the d_out coordinates of each output token; or, if this is more than 2 n d, as for the logits of a
+    short text, by n d products with the Jacobian, for one input token and as many output tokens at a time as
+    half a GiB holds. The argument ``outputs`` can then limit the work.
 
     Parameters
     ----------

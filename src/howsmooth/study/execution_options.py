@@ -33,8 +33,8 @@ class Execution(Options):
     workers: int | None = option(
         None,
         whole(1, _MOST_WORKERS),
-        "Number of processes. Default: one for each CPU core. With --scheduler: how many workers of the "
-        "cluster to wait for, by default one.",
+        "With --executor: the number of processes, by default one for each CPU core; with --scheduler, how "
+        "many workers of the cluster to wait for, by default one. Without --executor, one process does all.",
         panel=HOW,
     )
     scheduler: str | None = option(

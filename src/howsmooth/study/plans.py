@@ -78,8 +78,9 @@ PROFILE_TOKENS, INFLUENCE_TOKENS, RADIUS_TOKENS = 512, 64, 32
 """How many tokens of a longer input are taken without a span: time and memory grow with the square."""
 
 SPAN = (
-    "Which tokens of a text or of token ids, counted from 0, such as 0:16, which leaves 16 out. Default: "
-    "all, or the first {} of a longer input, or as many as the model takes."
+    "Which tokens of a text or of token ids, counted from 0, such as 0:16, which leaves 16 out; the model "
+    "reads these alone, without what comes before. Default: all, or the first {} of a longer input, or as "
+    "many as the model takes."
 )
 """The help of the option ``--span``, with a gap for the number of tokens."""
 

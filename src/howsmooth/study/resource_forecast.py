@@ -3,7 +3,8 @@
 The rule: a row of n tokens takes c·n^p seconds, with c and p from finished rows of tasks that are alike
 (:class:`TaskTimes`). The time left is the time spent so far, times the ratio of the seconds that the rule
 expects for the rows left and for the rows done. Bounds take a share of the measuring time, and each figure
-half a second (:func:`after_measuring`). The progress of a run, ``--status`` and ``--dry-run`` all use it.
+two thirds of a second (:func:`after_measuring`). The progress of a run, ``--status`` and ``--dry-run`` all
+use it.
 
 For ``--dry-run``, finished rows come from trials. For each model, text and scope, some tasks are carried out
 at the shortest, the middle and the longest length: first one layer at one sequence; if that is expected to
@@ -18,7 +19,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from howsmooth.study.tasks.lipschitz_constants import ConstantsTask, constants_l
 from howsmooth.study.tasks.task import Failed, SequenceTask, Task
 from howsmooth.study.window_placement import bounded_lengths
 
-__all__ = ["WITHIN", "Forecast", "Part", "TaskTimes", "after_measuring", "forecast"]
+__all__ = ["WITHIN", "Forecast", "Part", "TaskTimes", "after_measuring", "figure_count", "forecast"]
 
 WITHIN = 2.0
 """The factor within which a forecast should be right."""
@@ -48,7 +49,7 @@ _FIRST = (16, 128, 512)
 # Below this number of tokens, the cost of the n² pairs of tokens does not dominate.
 _SHORT = 64
 # Seconds to write the tables and the report, and to draw each figure.
-_DRAWING, _FIGURE = 2.0, 0.5
+_DRAWING, _FIGURE = 1.0, 0.65
 # Number of vectors of n·d entries that the solver keeps for one sequence: a typical basis and work space.
 _VECTORS = 40
 
@@ -168,10 +169,13 @@ class Forecast:
     impossible: tuple[tuple[str, str | None, str], ...]
 
 
-def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = False) -> Forecast:
+def forecast(
+    plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = False, draw: bool = True
+) -> Forecast:
     """Predict the time and memory of a run of a plan, by trying a few tasks and without writing anything.
 
-    The arguments are those of ``run``. Measurements that the store in ``folder`` has are not counted.
+    The arguments are those of ``run``, and ``draw`` says whether figures will be drawn. Measurements that the
+    store in ``folder`` has are not counted.
 
     Raises
     ------
@@ -190,8 +194,8 @@ def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = F
         held, trials = _resident(), [_Trial(study, tasks, keep_going) for tasks in groups.values()]
         parts = tuple(part for trial in trials for part in trial.parts(held))
         measuring = sum((part.seconds for part in parts), start=0.0)
-        figures = sum(len(one.layers) for one in study.subjects) * len(plan.scopes)
-        bounds, drawing = after_measuring(plan, measuring, figures)
+        shown = [{key[:3] for task in tasks for key in task.missing} for tasks in groups.values()]
+        bounds, drawing = after_measuring(plan, measuring, figure_count(shown) if draw else 0)
         if plan.bounds == "all":
             bounds = sum((trial.bounds() for trial in trials), start=0.0)
         impossible = [(spec.label, text, str(error)) for spec, text, error in study.impossible]
@@ -218,10 +222,18 @@ def after_measuring(plan: Plan, measuring: float, figures: int) -> tuple[float, 
 
     ``--dry-run`` and ``--status`` both add them to the seconds of the measurements that are left. Bounds
     count if they take a share of that time (``bounds="auto"``) and some scope is attention alone; all bounds
-    have to be timed. There is a figure for each model, text, scope and layer.
+    have to be timed. ``figures`` are the figures to be drawn (:func:`figure_count`).
     """
     bounded = plan.bounds == "auto" and any(scope in ATTENTION_SCOPES for scope in plan.scopes)
     return SHARE * measuring if bounded else 0.0, _DRAWING + _FIGURE * figures
+
+
+def figure_count(shown: Iterable[Collection[object]]) -> int:
+    """Return how many figures show some layers or heads, given those of each model, text and scope.
+
+    There is one for each, and an overview of several, which takes as long as a fifth of their figures.
+    """
+    return sum(len(parts) + math.ceil(len(parts) / 5) * (len(parts) > 1) for parts in shown)
 
 
 class _Trial:

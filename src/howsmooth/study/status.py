@@ -27,7 +27,7 @@ from howsmooth.study.records import (
     Run,
     keys_of,
 )
-from howsmooth.study.resource_forecast import TaskTimes, after_measuring
+from howsmooth.study.resource_forecast import TaskTimes, after_measuring, figure_count
 from howsmooth.study.store import Store
 
 __all__ = ["Part", "Status", "status"]
@@ -119,7 +119,7 @@ def status(folder: str | os.PathLike[str], plan: Plan | None = None, texts: Iter
         models = {model.label: model for model, _ in store.rows(ModelRecord)}
         parts: list[Part] = []
         left: list[tuple[str, Key]] = []
-        figures = 0
+        shown: list[set[object]] = []
         scopes = (*plan.scopes, *([PUBLISHED] if plan.as_published else []))
         for spec, text, scope in product(plan.models, texts, scopes):
             kind, of_keys = (PublishedValue, "attention") if scope == PUBLISHED else (Measurement, scope)
@@ -135,10 +135,10 @@ def status(folder: str | os.PathLike[str], plan: Plan | None = None, texts: Iter
             parts.append(Part(spec.label, text, scope, len(asked), len(asked & done), failed))
             if kind is Measurement:
                 left += [(spec.label, key) for key in asked - done]
-                figures += len({layer for _, layer, *_ in asked})
+                shown.append({key[:3] for key in asked})
         rate, remaining = _rate_and_seconds(store, left)
         if remaining is not None and left:
-            remaining += sum(after_measuring(plan, remaining, figures))
+            remaining += sum(after_measuring(plan, remaining, figure_count(shown)))
         ended = not runs or runs[-1].finished is not None
         if any(part.planned is None for part in parts) or not (left or ended):
             remaining = None

@@ -232,6 +232,7 @@ def test_the_radius_is_that_of_the_nearest_class() -> None:
     ]
     assert every.radius == pytest.approx(min(one.radius for one in each), rel=1e-2)
     assert every.rival == min(each, key=float).rival
+    assert every.first_order == min(one.first_order for one in each) != max(one.first_order for one in each)
 
 
 def test_a_functional_stays_above_its_threshold() -> None:
@@ -406,7 +407,7 @@ def test_progress_counts_up_to_what_is_expected() -> None:
 def test_models_without_remainders_are_refused_by_name(classifier: BertForSequenceClassification) -> None:
     with pytest.raises(CertificateError, match=r"Linear\) is not a classifier of a known kind"):
         hs.bounds.robust_radius(nn.Linear(3, 2), torch.zeros(2, 3))
-    with pytest.raises(CertificateError, match=r"linear readout\)\. Load it as LlamaForSequenceClass"):
+    with pytest.raises(CertificateError, match=r"linear readout\)\. Load .* as LlamaForSequenceC.*lm_head"):
         hs.bounds.robust_radius(LlamaForCausalLM(tiny("llama").config), {"input_ids": IDS})
     with pytest.raises(ArgumentError, match=r"token ids from 0 to 19, .*got id 90"):
         hs.bounds.robust_radius(classifier, {"input_ids": 10 * IDS})

@@ -298,7 +298,14 @@ def _arrangement(model: nn.Module) -> _Arrangement:
     known = ", ".join(found.kind for found in _ARRANGEMENTS)
     kind = type(model).__name__
     base, causal, _ = kind.partition("ForCausalLM")
-    load = f"Load it as {base}ForSequenceClassification. " if causal else ""
+    load = (
+        f"Load a trained classifier of this type as {base}ForSequenceClassification; from a language model's "
+        "folder its classes would be untrained. For the next token, load it with as many labels as there are "
+        "tokens, and copy lm_head.weight into score.weight: a functional of the logits as target= takes as "
+        "long as one class. "
+        if causal
+        else ""
+    )
     raise CertificateError(
         "",
         kind=kind,

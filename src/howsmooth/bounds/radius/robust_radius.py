@@ -209,12 +209,12 @@ class NetworkAtInput:
         of_third = 2 * len(x) * len(directions) if 3 in orders else 0
         steps = len(network.stages) * (len(orders) * (2 * len(directions) + 6) + of_third)
         clock = _Clock(began + (math.inf if seconds is None else seconds), steps, on_step)
-        weakest = self._weakest(orders[0], directions, injection, guess, clock)
+        weakest = self._weakest(orders[0], directions, injection, guess, norm, clock)
         if len(orders) == 2 and weakest.radius > 0:
-            further = self._weakest(3, directions, injection, _FURTHER * weakest.radius, clock)
+            further = self._weakest(3, directions, injection, _FURTHER * weakest.radius, norm, clock)
             weakest = max(weakest, further, key=lambda found: found.radius)
         over, clock.end = clock.over, math.inf
-        radius, rival, order, margins = weakest
+        radius, rival, order, first_order, margins = weakest
         losses, polynomial = dict[str, float](), 0.0
         if radius > 0 or not clock.ended:
             if radius == 0:  # what is lost near the input is said by the second order, too
@@ -224,9 +224,6 @@ class NetworkAtInput:
             losses["rounding"], polynomial = at_radius.rounding, at_radius.polynomial
         # The factor covers the roundings of root and quotient.
         scale = 1.0 if norm == 2 else math.sqrt(k) * (1 + FUZZ)
-        margin, gradient = margins.first.margin, margins.first.gradient
-        slope = float(gradient.norm() if norm == 2 else gradient.abs().sum())
-        first_order = margin / slope if slope > 0 else math.inf
         nearest = None
         if attack:
             start = max(radius / scale, min(first_order, 1.0) / 4)
@@ -243,7 +240,7 @@ class NetworkAtInput:
             label=label,
             rival=rival,
             targeted=target is not None,
-            margin=margin,
+            margin=margins.first.margin,
             curve=tuple((e / scale, lower) for e, lower in margins.curve()) if radius > 0 else (),
             attack=nearest,
             first_order=first_order,
@@ -259,6 +256,7 @@ class NetworkAtInput:
         directions: list[tuple[int | None, Tensor, float]],
         injection: Tensor,
         guess: float,
+        norm: float,
         clock: _Clock,
     ) -> _Weakest:
         """Return the radius within which all given combinations of logits stay positive.
@@ -266,6 +264,7 @@ class NetworkAtInput:
         Its proof ends with the first of them that may become negative beyond.
         """
         weakest: _Weakest | None = None
+        first_order = math.inf
         for rival, direction, offset in directions:
             if weakest is not None and clock.over:  # a radius counts if it is proved for every class
                 clock.ended = True
@@ -275,20 +274,28 @@ class NetworkAtInput:
             margin = _Margin(
                 FirstDerivatives(self.jacobians, injection, functional, constant), order, clock.check
             )
+            gradient = margin.first.gradient
+            slope = float(gradient.norm() if norm == 2 else gradient.abs().sum())
+            if slope > 0:
+                first_order = min(first_order, margin.first.margin / slope)
             most = math.inf if weakest is None else weakest.radius
             found = _largest(margin, most, guess if weakest is None else most)
             if weakest is None or found < weakest.radius:
-                weakest = _Weakest(found, rival, order, margin)
+                weakest = _Weakest(found, rival, order, first_order, margin)
         assert weakest is not None
-        return weakest
+        return weakest._replace(first_order=first_order)
 
 
 class _Weakest(NamedTuple):
-    """The radius within which no class overtakes the predicted one, and which class comes nearest."""
+    """The radius within which no class overtakes the predicted one, and which class comes nearest.
+
+    ``first_order`` is the smallest radius of all classes if the network were linear.
+    """
 
     radius: float
     rival: int | None
     order: int
+    first_order: float
     margin: _Margin
 
 

@@ -42,7 +42,8 @@ class RobustRadius:
     #: Size of the smallest change of the answer that projected gradients found; infinite if none, None if not
     #: asked for.
     attack: float | None
-    #: Margin divided by the norm of its gradient: the radius of a linear network, no bound.
+    #: The smallest margin of all classes, each divided by the norm of its gradient: the radius of a linear
+    #: network with these gradients, no bound.
     first_order: float
     #: What each stage takes from the margin at ``radius``, in the order of the network; last, as "rounding",
     #: what residuals of rounding take beside their part in the stages. Empty if the time ended before a
