@@ -24,7 +24,7 @@ def check_accuracy(rtol: float, confidence: float, dtype: str) -> None:
             expected=f"a number from {finest_rtol:g} (in {dtype}) up to 1",
             got=f"{rtol:g}",
             remedy="For a smaller rtol measure in float64: with howsmooth measure --dtype float64, or in "
-            "Python with a model of load_model(name, dtype=torch.float64)."
+            "Python with the model and its tokens in torch.float64, as by model.double()."
             if dtype == "float32" and rtol > 0
             else "",
         )

@@ -10,11 +10,21 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.profiling import Influence
+from howsmooth.profiling.token_influence import derivative_count
 from tests._cases import CASES, random_attention, tokens
 from tests._selection import others_slow
 from tests._tiny_models import tiny
@@ -203,6 +213,35 @@ def test_chosen_outputs_of_a_whole_model() -> None:
     assert contains(found, blocks)
     assert found.converged.all()
     assert not found.upper[1, 3:].any()
+
+
+def _with_logits(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    if kind == "bert":
+        return BertForMaskedLM(BertConfig(**sizes, vocab_size=90)).eval()
+    if kind == "gpt2":  # the output layer has the weights of the embedding table
+        return GPT2LMHeadModel(GPT2Config(n_embd=12, n_layer=2, n_head=2, vocab_size=90)).eval()
+    sizes |= {"num_key_value_heads": 2, "head_dim": 6, "vocab_size": 90}
+    cap = {"final_logit_softcapping": 0.3 if kind == "capped" else None}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, **cap)).eval()
+
+
+@pytest.mark.parametrize("kind", others_slow(["bert", "gpt2", "gemma2", "capped"], ["gpt2", "capped"]))
+def test_logits_are_differentiated_before_the_output_layer(kind: str) -> None:
+    ids = torch.randint(1, 60, (1, 4), generator=torch.Generator().manual_seed(0))
+    (site,) = hs.capture(_with_logits(kind), ids, scope="model", output="logits")
+    assert (site.map.readout() is None) == (kind == "capped")
+    # By rows of the 12 entries before the output layer, or by 4 · 12 columns for all outputs at once.
+    assert derivative_count(site.map, site.x, 4) == 48
+    found = hs.influence(site, rtol=1e-4)
+    double = site.map.to(dtype=torch.float64)
+    assert contains(found, dense_blocks(double, site.x[0]))
+    assert found.converged.all()
+    last = hs.influence(hs.capture(_with_logits(kind), ids, scope="model", output="logits")[0], outputs=-1)
+    assert contains(last, dense_blocks(lambda x: double(x)[-1:], site.x[0]))
+    hidden = hs.capture(_with_logits(kind), ids, scope="model")[0].map
+    assert hidden.readout() is None
 
 
 def test_maps_without_blocks_in_closed_form() -> None:

@@ -67,8 +67,8 @@ class InfluencePlan(OneInputPlan):
         None,
         selection(),
         "The output tokens: all, or a list such as 0,6 or 0:4 (with the output 4) or -1 (the last). Default: "
-        "all; with the scope model the last, since a row takes many derivatives of the whole model (how many "
-        "is printed). The logits of all outputs take as many as those of one, if the text is short.",
+        "all; with the scope model the last, which takes as many derivatives of the whole model as its last "
+        "layer is wide; so does each other output.",
         metavar="RANGES",
     )
     rtol: float = shared("rtol", default=INFLUENCE_RTOL)
@@ -118,9 +118,9 @@ class InfluencePlan(OneInputPlan):
 @command(*_EXAMPLES, without=(*OTHER_INPUTS, *ONE_PROCESS), out="howsmooth-influence")
 def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
     """Measure how far each output token moves if one input token moves, in one layer or the whole model."""
-    from howsmooth.lipschitz.block_norms import derivative_count
     from howsmooth.profiling import influence as measured
     from howsmooth.profiling.model_input import given_inputs
+    from howsmooth.profiling.token_influence import derivative_count
     from howsmooth.study.figures.drawing import save
     from howsmooth.study.file_writing import writable_folder, write_parquet, write_table
     from howsmooth.study.records import plain_rows
@@ -135,7 +135,7 @@ def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
         outputs, n = plan.outputs_of(site), site.x.shape[1]
         told = f"Measuring {counted(len(outputs), 'output')} of {counted(n, 'token')}"
         if plan.scope == "model":
-            passes = derivative_count(site.x.shape[1:], site.map(site.x)[0].shape, len(outputs))
+            passes = derivative_count(site.map, site.x, len(outputs))
             told += f", {counted(passes, 'derivative')} of the whole model"
         display.phase(told)
         settings = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations", "seed")}

@@ -19,7 +19,7 @@ from howsmooth.lipschitz.mixed_precision import check_in_float64
 from howsmooth.lipschitz.singular_value_solver import Solver, starts
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
 
-__all__ = ["BlockNorms", "block_norms", "derivative_count", "sequence_jacobian"]
+__all__ = ["BlockNorms", "block_norms", "products_needed", "sequence_jacobian"]
 
 # Number of blocks that are iterated together: their vectors should stay in the caches of a processor.
 _PAIRS = 256
@@ -82,6 +82,7 @@ def block_norms(
     dtype: torch.dtype,
     solver: Solver,
     on_output: Callable[[float, int], None] | None = None,
+    readout: Float[Tensor, "width d_out"] | None = None,
 ) -> BlockNorms:
     """Measure the spectral norms of the blocks ∂y_i/∂x_j of a Jacobian, for some output tokens i and all
     input tokens j.
@@ -102,12 +103,15 @@ def block_norms(
         Called with the number of output tokens that are done, with a fraction for the current one, and the
         number of all; blocks in closed form are done in the order of their tiles, so the first number is
         then an average.
+    readout
+        The matrix of a linear layer that follows the map: then the blocks of the composition are measured.
+        Only for an operator.
 
     """
     told = on_output or (lambda done, total: None)
     if isinstance(jacobian, TokenBlocks):
         return _of_tiles(jacobian, outputs, dtype, solver, told)
-    return _of_rows(jacobian, outputs, solver, told)
+    return _of_rows(jacobian, outputs, solver, told, readout)
 
 
 def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) -> LinearOperator:
@@ -199,7 +203,7 @@ def _leading(
 # ---- rows and columns of any Jacobian
 
 
-def derivative_count(in_shape: Sequence[int], out_shape: Sequence[int], outputs: int) -> int:
+def products_needed(in_shape: Sequence[int], out_shape: Sequence[int], outputs: int) -> int:
     """Return how many products with a Jacobian or its transpose the blocks of some output tokens take, if
     they have no closed form.
 
@@ -225,9 +229,19 @@ def _groups(n: int, d: int, d_out: int, outputs: int, dtype: torch.dtype) -> tup
 
 
 def _of_rows(
-    jacobian: LinearOperator, outputs: Tensor, solver: Solver, told: Callable[[float, int], None]
+    jacobian: LinearOperator,
+    outputs: Tensor,
+    solver: Solver,
+    told: Callable[[float, int], None],
+    readout: Tensor | None,
 ) -> BlockNorms:
     n, d = jacobian.in_shape
+    rounding, factor, gain = float(jacobian.rounding.max()), None, 1.0
+    if readout is not None:
+        # W = QR has the singular values of R, and so have W J and R J. The error of R is relative to ‖W‖.
+        factor = torch.linalg.qr(readout.double(), mode="r").R
+        gain = float(torch.linalg.matrix_norm(factor, 2))
+        rounding += len(readout) * torch.finfo(torch.float64).eps
     norms = BlockNorms.zeros(len(outputs), n)
     by_columns, groups = _groups(n, d, jacobian.out_shape[-1], len(outputs), jacobian.dtype)
     for group in groups:
@@ -241,13 +255,15 @@ def _of_rows(
         for row, tokens, matrices in (_columns if by_columns else _rows)(jacobian, chosen, of_group):
             for part in _cut(torch.nonzero(matrices.flatten(1).any(dim=1))[:, 0]):
                 moved, at = tokens[part.cpu()], group.start + row
-                members = (at * n + moved).tolist()
-                found = _leading(DenseBlocks(matrices[part].double()), members, solver)
-                largest[at] = max(float(largest[at]), float(found.sigma.max()))
+                members, blocks = (at * n + moved).tolist(), matrices[part].double()
+                of_all = blocks if factor is None else factor @ blocks
+                found = _leading(DenseBlocks(of_all), members, solver)
+                sizes = found.sigma if factor is None else gain * torch.linalg.matrix_norm(blocks)
+                largest[at] = max(float(largest[at]), float(sizes.max()))
                 parts.append((torch.full_like(moved, at), moved, found))
         # The error of a row's products is relative to its largest block.
         for rows, moved, found in parts:
-            norms.write(rows, moved, found, float(jacobian.rounding.max()) * largest[rows], solver.rtol)
+            norms.write(rows, moved, found, rounding * largest[rows], solver.rtol)
         told(group.stop, len(outputs))
     return norms
 

@@ -21,10 +21,11 @@ from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.lipschitz.arguments import check_arguments
-from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
+from howsmooth.lipschitz.block_norms import block_norms, products_needed, sequence_jacobian
 from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import Method
+from howsmooth.models.identification.model_part_map import ModelMap
 from howsmooth.profiling.figures import draw_influence
 from howsmooth.profiling.model_input import shown_progress
 from howsmooth.profiling.result_base_classes import WritableTable
@@ -154,9 +155,10 @@ def influence(
     For self-attention, with residual connections, norm layers and layer scales around it, the blocks have a
     closed form and are never stored as matrices; the memory is n² numbers for each head. For any other map
     the blocks are stored as matrices. They are computed by one product with the transposed Jacobian for each
-    of the d_out coordinates of each output token; or, if this is more than 2 n d, as for the logits of a
-    short text, by n d products with the Jacobian, for one input token and as many output tokens at a time as
-    half a GiB holds. The argument ``outputs`` can then limit the work.
+    of the d_out coordinates of each output token (of the tokens before the output layer, for the logits of a
+    model that ends with a linear one). If this is more than 2 n d, as for a wide output and a short text,
+    they are computed by n d products with the Jacobian, for one input token at a time and as many output
+    tokens as half a GiB holds. The argument ``outputs`` can then limit the work.
 
     Parameters
     ----------
@@ -205,19 +207,22 @@ def influence(
         check_tokens(x, f)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise ArgumentError("seed", expected="an integer from 0 to 2**64 - 1", got=repr(seed))
-    jacobian = sequence_jacobian(f, x)
+    double = in_double(f) if isinstance(f, TokenMap) else f
+    jacobian = sequence_jacobian(double, x)
     shape = jacobian.out_shape
     if len(shape) not in (1, 2):
         raise ArgumentError(
             "f", expected="outputs of shape (n_out, d_out) or (d_out,)", got=f"shape {tuple(shape)}"
         )
     rows = _checked_outputs(outputs, shape[0] if len(shape) == 2 else 1)
-    blocks = token_blocks(in_double(f), x.double()) if isinstance(f, TokenMap) else None
+    blocks = token_blocks(double, x.double()) if isinstance(f, TokenMap) else None
+    before = double.readout() if isinstance(double, ModelMap) else None
+    inner, weight = (jacobian, None) if before is None else (sequence_jacobian(before[0], x), before[1])
     seeds = member_seeds(seed, len(rows) * len(x))
     solver = Solver(rtol, confidence, max_iterations, seeds, [1] * len(seeds))
     chosen = torch.tensor(rows, device=x.device)
     with shown_progress(on_output, len(rows), "output") as told:
-        norms = block_norms(jacobian if blocks is None else blocks, chosen, x.dtype, solver, told)
+        norms = block_norms(inner if blocks is None else blocks, chosen, x.dtype, solver, told, weight)
     closed = isinstance(f, TokenMap) and has_closed_form(f)
     return Influence(
         value=norms.value,
@@ -234,6 +239,14 @@ def influence(
         seed=seed,
         token_outputs=len(shape) == 2 and shape[0] == len(x),
     )
+
+
+def derivative_count(f: Any, x: Tensor, outputs: int) -> int:
+    """Return how many products with the Jacobian or its transpose an influence of a map takes, at tokens (1,
+    n, d), for some number of outputs, if its blocks have no closed form.
+    """
+    before = f.readout() if isinstance(f, ModelMap) else None
+    return products_needed(x.shape[1:], (f if before is None else before[0])(x[0]).shape, outputs)
 
 
 def _map_and_tokens(f: Any, x: Tensor | None) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -279,6 +280,25 @@ class ModelMap(TokenMap):
     def reading(self, output: Output) -> ModelMap:
         """Return the same map with another kind of output, such as logits instead of hidden states."""
         return ModelMap(self.model, self.inputs, replace(self.passage, output=output), self.x)
+
+    def readout(self) -> tuple[ModelMap, Float[Tensor, "d_out width"]] | None:
+        """Return the map up to the input of the model's output layer, and the weights of that linear layer,
+        if the map's outputs are logits that the output layer returns.
+
+        The result is None for other outputs, and where something follows that layer, such as a soft cap.
+        """
+        given = getattr(self.model, "get_output_embeddings", lambda: None)()
+        if self.passage.output.kind != "logits" or type(given) is not nn.Linear:
+            return None
+        path = next(name for name, module in self.model.named_modules() if module is given)
+        seen: list[Tensor] = []
+        with torch.no_grad(), observed(self.model, Place(path, "output"), seen.append):
+            logits = self._run(self.x)
+        if len(seen) != 1 or not torch.equal(rows(seen[0])[-len(logits) :], logits):
+            return None
+        output = Output("tokens", self.passage.output.last)
+        passage = replace(self.passage, end=Place(path, "input"), output=output)
+        return ModelMap(self.model, self.inputs, passage, self.x), given.weight.detach()
 
     def describe(self) -> str:
         """Return a phrase that says which part of which model the map computes."""
