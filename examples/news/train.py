@@ -4,9 +4,10 @@
     python examples/news/train.py --data ag_news/test.csv --quick --out out/news
 
 Three layers of dimension 128 with standard LayerNorm and GELU. Both forms begin with the same weights and see
-the same batches; ``penalised`` adds the mean local Lipschitz constant of the layers to the loss. Weights are
-rounded to float16 after training, and all numbers are of the rounded ones. They go into OUT/FORM.safetensors;
-what is there already is not done again. ``radii.py`` beside this file computes what is proved of them.
+the same batches; ``penalised`` adds the mean local Lipschitz constant of the layers, and of all modules
+in them, to the loss. Weights are rounded to float16 after training, and all numbers are of the rounded
+ones. They go into OUT/FORM.safetensors; what is there already is not done again. ``radii.py`` beside this
+file computes what is proved of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ UNKNOWN = 1  # the id of [UNK]
 class Recipe:
     """How one form is trained."""
 
-    penalty: float = 0.0  # times the mean local constant of the layers
+    penalty: float = 0.0  # times the mean local constant of the layers and all modules in them
     penalise_every: int = 4  # steps; the penalty is multiplied by as much
     hidden_words: float = 0.15  # share of the tokens that are replaced by [UNK] in training
     epochs: int = 4
@@ -109,7 +110,8 @@ def fit(
     )
     penalty = None
     if recipe.penalty:
-        penalty = SpectralPenalty(model, ["bert.encoder.layer.*"], on_input=True, members=8, steps=2).attach()
+        parts = [name for name, _ in model.named_modules() if name.startswith("bert.encoder.layer.")]
+        penalty = SpectralPenalty(model, parts, on_input=True, members=8, steps=2).attach()
     losses: list[float] = []
     while len(losses) < total:
         for which in batches(ids, recipe.batch, order)[: total - len(losses)]:
