@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from matplotlib.axes import Axes
 from transformers import ViTConfig, ViTModel
 
 from howsmooth.bounds import best, norm_radius
@@ -289,6 +290,23 @@ def test_other_attacks_are_not_mixed_into_a_folder(howsmooth: Howsmooth) -> None
         assert code == 2
         assert sentence in err
     assert Path("howsmooth-attack", STORE_NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize(("lengths", "marker"), [("4", "_"), ("4,8", "")])
+def test_a_bound_at_one_length_is_a_mark(
+    lengths: str, marker: str, howsmooth: Howsmooth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plotted: list[str] = []
+    plot = Axes.plot
+
+    def seen(axis: Axes, *args: Any, **options: Any) -> Any:
+        lines = plot(axis, *args, **options)
+        plotted.extend(str(line.get_marker()) for line in lines if line.get_color() == "0.15")
+        return lines
+
+    monkeypatch.setattr(Axes, "plot", seen)
+    assert howsmooth(*SMALL, "--lengths", lengths, "--layers", "0", draw=True)[0] == 0
+    assert set(plotted) == {marker}
 
 
 def test_rotary_positions_are_attacked_without_constructions(howsmooth: Howsmooth) -> None:

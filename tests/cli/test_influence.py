@@ -43,6 +43,7 @@ def test_the_norms_are_those_of_the_dense_jacobian(capsys: Capture) -> None:
     top = table.loc[table["value"].idxmax()]
     assert f"{top['input']} {top['input_token']!r}" in out.splitlines()[-8 - 5]
     assert "Figure: found/influence.png, with influence.pdf, influence.csv." in out
+    assert "), weights in float16, computed in float32: how far" in " ".join(out.split())
 
 
 def test_progress_is_told_within_a_layer(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +72,7 @@ def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
     found = json.loads(capsys.readouterr().out)
     check_documented("influence", found)
     assert (found["n"], found["layer"], found["scope"]) == (6, None, "model")
+    assert (found["stored"], found["computed"]) == ("float16", "float32")
     assert {row["output"] for row in found["largest"]} == {5}  # the last token
     values = [row["value"] for row in found["largest"]]
     assert values == sorted(values, reverse=True)

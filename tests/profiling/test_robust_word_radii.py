@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -127,6 +128,16 @@ def test_what_is_kept_is_not_computed_again(
         assert made == [0, 1, 2, 3, 4]
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
     assert len({row["key"] for row in rows}) == 4
+
+
+def test_latex_rounds_radii_down_and_attacks_up_and_the_digest_is_of_no_times(found: hs.WordRadii) -> None:
+    table = found.table.assign(radius=0.12345678, attack=[None, math.inf, 0.1234561, 0.1234561, 0.1234561])
+    written = dataclasses.replace(found, table=table).to_latex()
+    assert written.count("0.123456 & ") == 5
+    assert (written.count("0.123457"), written.count("none")) == (3, 1)
+    later = dataclasses.replace(found, table=found.table.assign(seconds=found.table["seconds"] + 1.0))
+    other = dataclasses.replace(found, table=found.table.assign(radius=0.1))
+    assert later.digest == found.digest != other.digest
 
 
 def test_notebooks_show_the_text_coloured_by_radius(found: hs.WordRadii) -> None:

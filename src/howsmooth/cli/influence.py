@@ -21,7 +21,7 @@ from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import choice, option, selection
 from howsmooth.study.plans import INFLUENCE_RTOL, INFLUENCE_TOKENS, SPAN, check_output, shared
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.text_formatting import counted, place_in_words, readable
+from howsmooth.study.text_formatting import counted, place_in_words, precision_in_words, readable
 
 if TYPE_CHECKING:
     from howsmooth.profiling import Influence
@@ -156,13 +156,11 @@ def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
             if plan.parquet:
                 written.append(folder / "influence.parquet")
                 write_parquet(table, written[-1], found.citation)
+    origin = given.origin()
     most = plain_rows(table.nlargest(_PRINTED, "value"))
     if shown.json:
         described = {
-            "model": loaded.label,
-            "source": loaded.source,
-            "fingerprint": loaded.fingerprint,
-            "input": given.description,
+            **origin,
             "n": n,
             "scope": plan.scope,
             "layer": None if plan.scope == "model" else site.layer,
@@ -173,8 +171,10 @@ def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
         }
         typer.echo(as_json(**described, files=written))
     else:
+        precision = precision_in_words(origin["stored"], origin["computed"])
         where = "the whole model" if plan.scope == "model" else place_in_words(site.layer, None)
         place = f"{loaded.label}, {where}, scope {plan.scope}, {counted(n, 'token')} ({given.description})"
+        place = f"{place}, {precision}"
         _show(found, most, f"{len(most)} of {counted(len(table), 'norm')}", place, plan.output)
         say_files("Figure", written)
     return 0

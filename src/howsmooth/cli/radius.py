@@ -57,6 +57,11 @@ class RadiusPlan(OneInputPlan):
         "Norm of a change: 2, Euclidean; inf, its largest entry.",
         metavar="2|inf",
     )
+    embeddings: tuple[str, ...] = shared(
+        "embeddings",
+        help="Embedded tokens instead of a text, as the first layer reads them: a .npy or .safetensors file "
+        "of one tensor (n, d).",
+    )
     target: int | None = option(
         None, whole(0), "The class that the answer must not become. Default: any other."
     )

@@ -106,10 +106,26 @@ def capture(
         the obstacle. A map that was not verified is never returned.
 
     """
-    model = module_of(model)
+    module = module_of(model)
     if scope not in SCOPE_MEANINGS:
         raise ArgumentError("scope", expected=f"one of {', '.join(SCOPE_MEANINGS)}", got=repr(scope))
-    _check_side(model, side, scope)
+    _check_side(module, side, scope)
+    sites = _captured(module, inputs, layers, scope, heads, side, output, last_token)
+    # The weights of a loaded model may be stored in its file in another dtype than in memory.
+    return [replace(site, stored=model.stored) for site in sites] if isinstance(model, LoadedModel) else sites
+
+
+def _captured(
+    model: nn.Module,
+    inputs: Tensor | Mapping[str, Tensor],
+    layers: int | str | slice | Sequence[int] | None,
+    scope: str,
+    heads: int | str | slice | Sequence[int] | None,
+    side: str | None,
+    output: str,
+    last_token: bool,
+) -> list[Site]:
+    """Capture the layers of a module; the arguments are those of :func:`capture`."""
     if scope in MODEL_SCOPES:
         return [_part(model, inputs, layers, scope, heads, output, last_token, side)]
     for name, value, usual in (("output", output, "hidden"), ("last_token", last_token, False)):

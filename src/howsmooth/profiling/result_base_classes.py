@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,7 @@ from howsmooth.study.file_writing import (
     write_parquet,
 )
 from howsmooth.study.html_assets import data_url, digest, png, style_sheet, templates_of
-from howsmooth.study.text_formatting import counted
+from howsmooth.study.text_formatting import counted, precision_in_words
 
 __all__ = ["Result", "WritableTable", "in_interval"]
 
@@ -87,6 +88,8 @@ class Result(WritableTable, ABC):
     NAME: ClassVar[str]
     #: The title of the page, which is followed by the name of the model.
     TITLE: ClassVar[str]
+    #: How the columns of the table whose names end so are written in LaTeX.
+    FORMATS: ClassVar[Mapping[str, Callable[[float], str]]] = COLUMNS_IN_DIGITS
 
     @property
     @abstractmethod
@@ -111,7 +114,7 @@ class Result(WritableTable, ABC):
             float_format="%.6g",
             formatters={
                 name: form
-                for end, form in COLUMNS_IN_DIGITS.items()
+                for end, form in self.FORMATS.items()
                 for name in map(str, table)
                 if name.endswith(end)
             },
@@ -134,17 +137,17 @@ class Result(WritableTable, ABC):
     @property
     def precision(self) -> str:
         """A phrase that names the dtype of the stored weights and the dtype of the computation."""
-        same = self.stored == self.computed
-        return f"weights in {self.stored}" + ("" if same else f", computed in {self.computed}")
+        return precision_in_words(self.stored, self.computed)
 
     @property
     def digest(self) -> str:
         """The first 12 hexadecimal digits of a SHA-256 hash of the table and of the weights of the model.
 
         The digest changes with the seed, because the intervals depend on it, and with every weight, even in
-        layers that are not measured.
+        layers that are not measured. The seconds that rows took are left out.
         """
-        return hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
+        table = csv_of(self.table.drop(columns="seconds", errors="ignore"))
+        return hashlib.sha256(f"{self.fingerprint}\n{table}".encode()).hexdigest()[:12]
 
     @property
     def _made_by(self) -> str:

@@ -47,6 +47,10 @@ class WordRadii(Result):
 
     NAME: ClassVar[str] = "radius"
     TITLE: ClassVar[str] = "Radii"
+    FORMATS: ClassVar[Mapping[str, Callable[[float], str]]] = {
+        "radius": lambda radius: limit_in_digits(radius, 6, upper=False),
+        "attack": lambda size: _attack(size, 6),
+    }
 
     #: One row for each token; a single one, without position, if the tokens move jointly. Columns:
     #: ``position``, ``token`` where the input has words, ``radius``, ``attack`` (size of the smallest change
@@ -140,7 +144,8 @@ class WordRadii(Result):
         for row, word in zip(plain_rows(self.table), self._names, strict=True):
             shade = _LEVELS if row["radius"] == 0 else round(_LEVELS * smallest / row["radius"])
             spans.append((shade, f"{word} ", limit_in_digits(row["radius"], 3, upper=False)))
-            shown = {name: _number(row[name]) for name in ("attack", "first_order")}
+            first = "none" if math.isinf(row["first_order"]) else f"{row['first_order']:.4g}"
+            shown = {"attack": _attack(row["attack"]), "first_order": first}
             radius = limit_in_digits(row["radius"], 4, upper=False)
             cells.append({**row, **shown, "radius": radius, "word": word})
         return {"spans": spans, "rows": cells}
@@ -152,13 +157,14 @@ class WordRadii(Result):
         return super().described() | own | {"ranking": plain_rows(self.ranking)}
 
 
-def _number(value: float | None) -> str:
-    return "none" if value is None or math.isinf(value) else f"{value:.4g}"
+def _attack(size: float | None, digits: int = 4) -> str:
+    """Format the size of an attack rounded up, so that a change of this size was found."""
+    return "none" if size is None or not math.isfinite(size) else limit_in_digits(size, digits, upper=True)
 
 
 def _beside(row: Mapping[str, Any]) -> str:
     attack = row["attack"]
-    found = "" if attack is None else f", smallest attack found {attack:.4g}"
+    found = "" if attack is None else f", smallest attack found {_attack(attack)}"
     return f"  (order {row['order']}{found}; most is lost at {row['lost_at']})"
 
 

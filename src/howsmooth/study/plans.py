@@ -167,7 +167,8 @@ _SHARED: dict[str, Any] = {
     "embeddings": option(
         (),
         several(words(place=True)),
-        "Embedded tokens instead of a text: a .npy or .safetensors file of tensors (n, d).",
+        "Embedded tokens instead of a text: a .npy or .safetensors file of tensors (n, d), which stand for "
+        "the model's embedding of ids; with --part encoder, what its first layer reads.",
         metavar="FILE",
     ),
     "layers": option(

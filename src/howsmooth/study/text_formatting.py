@@ -26,6 +26,7 @@ __all__ = [
     "kind_in_words",
     "mask_in_words",
     "place_in_words",
+    "precision_in_words",
     "readable",
     "scope_in_words",
     "sentence",
@@ -95,6 +96,11 @@ def sentence(words: str) -> str:
     """Make a sentence of a phrase: start with a capital letter and end with a full stop."""
     words = words.strip()
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
+
+
+def precision_in_words(stored: str, computed: str) -> str:
+    """Return a phrase that names the dtype of the stored weights and the dtype of the computation."""
+    return f"weights in {stored}" + ("" if stored == computed else f", computed in {computed}")
 
 
 def counted(number: int, what: str) -> str:

@@ -104,7 +104,10 @@ def test_representation_is_one_line(dtype: torch.dtype | None, words: str) -> No
 
 def test_half_precision_file_is_read_weights_in_memory(tmp_path: Path) -> None:
     tiny("gpt2").half().save_pretrained(tmp_path)
-    assert {p.dtype for p in load_model(tmp_path).model.parameters()} == {torch.float32}
+    loaded = load_model(tmp_path)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    sites = capture(loaded, torch.tensor([[5, 7, 2]]))
+    assert {(site.stored, site.x.dtype) for site in sites} == {(torch.float16, torch.float32)}
 
 
 def test_fingerprint_sees_weights_configuration_and_tokenizer(bert: Path) -> None:

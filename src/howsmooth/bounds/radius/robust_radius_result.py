@@ -65,7 +65,11 @@ class RobustRadius:
         sentences.
         """
         moved = f"token {self.tokens[0]}" if len(self.tokens) == 1 else f"{len(self.tokens)} tokens jointly"
-        attack = "" if self.attack is None else f", smallest attack found {self.attack:.4g}"
+        attack = (
+            ""
+            if self.attack is None
+            else f", smallest attack found {limit_in_digits(self.attack, 4, upper=True)}"
+        )
         norm = "l2" if self.norm == 2 else "l∞"
         first = "none" if math.isinf(self.first_order) else f"{self.first_order:.4g}"
         kept = f"class {self.label} does not become {self.rival}"

@@ -363,7 +363,8 @@ class _Follower(fx.Interpreter):
             radius, kind = rounded_up(times(constant, state.radius) + shift), "Conv2d"
         else:
             return (
-                "has no rule for images: begin with hs.nn.Patches, or a Conv2d whose patches do not overlap"
+                "has no rule for images: begin with hs.nn.Patches (ClipTokens stands behind it), or a Conv2d "
+                "whose patches do not overlap"
             )
         axes = (1,) if kind == "Patches" else (2, 3)
         found = _State(rounded_up(times(constant, state.constant)), radius, tuple(value.shape), axes)

@@ -111,7 +111,8 @@ def _draw(axis: Axes, part: Part, size: float) -> None:
         axis.fill_between(
             bounded["n"], bounded["upper"], 1e9 * bounded["upper"], color="0.93", linewidth=0, zorder=0
         )
-        axis.plot(bounded["n"], bounded["upper"], color="0.15", linewidth=1.2, zorder=2)
+        marker = "_" if len(bounded) == 1 else ""  # a line of one point cannot be seen
+        axis.plot(bounded["n"], bounded["upper"], color="0.15", linewidth=1.2, marker=marker, zorder=2)
     for name, colour, marker, _ in _SERIES:
         there = rows[rows[name] > 0]
         whole = there["converged"] if name == "found" else pd.Series(data=True, index=there.index)
