@@ -58,6 +58,13 @@ def test_a_cluster_gives_the_same_store(
     assert (outcome.measured, outcome.failed) == (len(whole), 0)
 
 
+def test_workers_on_this_machine_ignore_what_a_terminal_sends_to_all() -> None:
+    """Each worker printed tracebacks of Ctrl-C before the command said what is saved."""
+    with opened_executor(Execution(executor="dask", workers=1)) as executor:
+        ignored = executor.submit(lambda: signal.getsignal(signal.SIGINT) == signal.SIG_IGN)
+        assert ignored.result(timeout=60)
+
+
 @pytest.mark.slow
 def test_without_a_scheduler_a_cluster_of_so_many_workers_is_started_here(tmp_path: Path) -> None:
     """As a user does who writes executor and workers into a plan file, and starts nothing."""

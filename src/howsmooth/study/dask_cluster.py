@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -66,6 +67,8 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
     with client:
         try:
             _wait_for_workers(client, scheduler, workers)
+            if scheduler is None:
+                client.run(_ignore_interrupts)
             executor = client.get_executor(pure=False)
             executor.workers = len(client.nthreads())
             executor.present = lambda: _present(client)
@@ -93,6 +96,11 @@ def _wait_for_workers(client: Client, scheduler: str | None, workers: int) -> No
             if scheduler is None
             else f"the Dask scheduler at {scheduler} {has}. Start some with: dask worker {scheduler}"
         ) from error
+
+
+def _ignore_interrupts() -> None:
+    """Let a worker on this machine ignore Ctrl-C, which a terminal sends to all processes of a command."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _present(client: Client) -> int:

@@ -189,9 +189,10 @@ class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
 class Measurement(Row, table="measurements", key=PLACE):
     """A measured local Lipschitz constant of one layer or head, at one sequence.
 
-    The fields up to ``seed``, and ``dtype``, are columns of ``measurements.csv``. ``start`` is the index of
-    the sequence's first token in the tokenised text. ``seconds`` is the time of the batch divided by the
-    number of its sequences.
+    The fields up to ``seed`` are columns of ``measurements.csv``, which also has ``computed``, here
+    ``dtype``, and ``stored``, the dtype of the model's weights. ``start`` is the index of the sequence's
+    first token in the tokenised text. ``seconds`` is the time of the batch divided by the number of its
+    sequences.
     """
 
     model: str
