@@ -75,6 +75,10 @@ def test_the_statement_is_about_what_was_asked(model: BertForSequenceClassificat
     assert "keeps a functional of its logits above the threshold (margin" in one.statement
     assert list(one.table["position"]) == [1]
     assert "1" in one._repr_html_()
+    assert "while token 1 moves and the others stand still" in one.citation
+    several = hs.word_radii(model, IDS, positions=[0, 1], attack=False)
+    assert "while one of the tokens 0,1 moves" in several.citation
+    assert "not searched" in several._repr_html_()
 
 
 def test_the_class_has_the_name_that_the_model_gives_it(
@@ -88,14 +92,33 @@ def test_the_class_has_the_name_that_the_model_gives_it(
     assert f"(class {named.table['label'][0]} '{name}', margin" in named.statement
 
 
-def test_with_time_the_third_order_raises_the_smallest_radii(model: BertForSequenceClassification) -> None:
+def test_with_time_the_third_order_raises_the_smallest_radii(
+    model: BertForSequenceClassification, tmp_path: Path
+) -> None:
     ids = IDS[:, :2]
     fast = hs.word_radii(model, ids, attack=False)
-    far = hs.word_radii(model, ids, attack=False, seconds=1e-9)
-    assert far.table.equals(fast.table.assign(seconds=far.table["seconds"]))
-    far = hs.word_radii(model, ids, attack=False, seconds=600)
+    options = {"attack": False, "file": tmp_path / "radius.jsonl"}
+    one = hs.word_radii(model, ids, seconds=1e-9, **options)
+    assert one.table["order"].to_dict() == {i: 3 - (i != fast.table["radius"].idxmin()) for i in range(2)}
+    # The time was spent: the same call again gives the same result.
+    assert hs.word_radii(model, ids, seconds=1e-9, **options).table.equals(one.table)
+    far = hs.word_radii(model, ids, seconds=600, **options)
     assert set(far.table["order"]) == {3}
     assert (far.table["radius"] > fast.table["radius"]).all()
+
+
+def test_the_smallest_attack_of_both_orders_stands_beside_the_larger_radius(
+    model: BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = NetworkAtInput(model, {"input_ids": IDS}).radius(1, order=2, attack=False)
+    answers = {2: {"radius": 0.1, "attack": 1.0}, 3: {"radius": 0.2, "attack": 1.5}}
+
+    def answered(self, tokens, *, order, **how):
+        return dataclasses.replace(one, order=order, **answers[order])
+
+    monkeypatch.setattr(NetworkAtInput, "radius", answered)
+    (row,) = hs.word_radii(model, IDS, positions=1, seconds=60).table.to_dict("records")
+    assert (row["radius"], row["order"], row["attack"]) == (0.2, 3, 1.0)
 
 
 def test_what_is_kept_is_not_computed_again(

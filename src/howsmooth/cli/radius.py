@@ -75,7 +75,8 @@ class RadiusPlan(OneInputPlan):
     seconds: float | None = option(
         None,
         number(positive=True),
-        "After all tokens in second order, spend so many seconds on the third, the smallest radius first.",
+        "After all tokens in second order, spend so many seconds on the third, the smallest radius first; "
+        "what --out has of it counts.",
         panel=HOW,
     )
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)

@@ -36,6 +36,7 @@ _SCATTER = 4.2  # inches
 _MOST_TICKS = 24
 _MOST_WORDS = 64
 _CHARACTERS = 10  # characters of a title in an inch
+_MARGIN = 0.8  # inches beside the axes
 # Influences below this share of the largest have one colour.
 _RANGE = 1e-4
 _CURVES = {
@@ -44,6 +45,11 @@ _CURVES = {
     "beyond": ("here to the output", "-"),
     "own": ("the stage alone", ":"),
 }
+
+
+def _wrapped(title: str, width: float) -> str:
+    """Break a title into lines that fit into a width in inches, and keep Matplotlib from reading formulas."""
+    return "\n".join(literal(fill(line, int(_CHARACTERS * width))) for line in title.split("\n"))
 
 
 @rc_context(STYLE)
@@ -67,7 +73,7 @@ def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
     for axis, bar, rows in zip(axes[::2], axes[1::2], panels, strict=True):
         _draw_panel(axis, bar, rows, layers)
     axes[0].set_ylabel("layer")
-    figure.suptitle("\n".join(literal(fill(line, int(_CHARACTERS * width))) for line in title.split("\n")))
+    figure.suptitle(_wrapped(title, width))
     return figure
 
 
@@ -119,7 +125,7 @@ def draw_depth(table: pd.DataFrame, title: str) -> Figure:
     axis.set_xticks(ticks, names[::step], rotation=45, ha="right", rotation_mode="anchor")
     axis.set(xlabel="block", ylabel="local Lipschitz constant")
     figure.legend(loc="outside lower center", ncols=2)
-    axis.set_title(literal(title), pad=8)
+    axis.set_title(_wrapped(title, figure.get_figwidth() - _MARGIN), pad=8)
     return figure
 
 
@@ -140,8 +146,8 @@ def draw_radii(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
     axis.set_yscale("log")
     axis.set_xticks(range(len(table)), [literal(name) for name in names], rotation=90)
     axis.set_ylabel("radius")
-    axis.legend()
-    axis.set_title(literal(title))
+    figure.legend(loc="outside lower center", ncols=2)
+    axis.set_title(_wrapped(title, figure.get_figwidth() - _MARGIN))
     return figure
 
 
@@ -173,7 +179,7 @@ def draw_precision(table: pd.DataFrame, title: str, *, divergences: bool) -> Fig
     _draw_scatter(scatter, table, predicted, real)
     scatter.set(xlabel=f"predicted {what}", ylabel=f"real {what}", title="each row of the table")
     shades = f"colours: predicted {what}, {bits} bits, {quantiser}"
-    figure.suptitle(f"{literal(title)}; {shades}", fontsize=10)
+    figure.suptitle(_wrapped(f"{title}; {shades}", figure.get_figwidth()), fontsize=10)
     return figure
 
 

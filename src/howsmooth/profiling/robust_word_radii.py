@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -78,7 +77,8 @@ class WordRadii(Result):
     @property
     def statement(self) -> str:
         """One sentence that says what the radii prove about the answer of the classifier."""
-        moved = "one token moves and the others stand still"
+        one = "one token" if self.moving == "all" else f"one of the {self._which}"
+        moved = f"{one if len(self.table) > 1 else f'token {self.moving}'} moves and the others stand still"
         if self.jointly:
             moved = f"{self._which} move jointly"
         norm = "Euclidean norm" if self.norm == 2 else "largest entry"
@@ -159,7 +159,9 @@ class WordRadii(Result):
 
 def _attack(size: float | None, digits: int = 4) -> str:
     """Format the size of an attack rounded up, so that a change of this size was found."""
-    return "none" if size is None or not math.isfinite(size) else limit_in_digits(size, digits, upper=True)
+    if size is None or math.isnan(size):
+        return "not searched"
+    return "none" if math.isinf(size) else limit_in_digits(size, digits, upper=True)
 
 
 def _beside(row: Mapping[str, Any]) -> str:
@@ -212,7 +214,8 @@ def word_radii(
         2 is fast; 3 reaches further.
     seconds
         With ``order=2``: after all tokens, so many seconds are spent on the third order, the smallest radius
-        first. The larger radius of a token counts. What has begun is finished.
+        first. The larger radius of a token counts. What has begun is finished, and what ``file`` has of the
+        third order counts as spent.
     span
         Which tokens of a text or of token ids the model reads, as for :func:`howsmooth.profile`. By default
         all, or the first 32 of a longer input.
@@ -280,16 +283,14 @@ def word_radii(
             guess = scale * radius(position, order, guess) or 0.05
         told(len(every), len(every))
         if seconds is not None:
-            end = time.monotonic() + seconds
-            weakest = sorted(every, key=lambda position: kept.rows[position, 2]["radius"])
-            for position in weakest:
-                if time.monotonic() < end:
+            # What earlier calls spent counts too, so that a finished call gives the same result again.
+            spent = 0.0
+            for position in sorted(every, key=lambda position: kept.rows[position, 2]["radius"]):
+                if spent < seconds:
                     radius(position, 3, scale * 1.5 * float(kept.rows[position, 2]["radius"]))
-    orders = {order} if seconds is None else {2, 3}
-    rows = [
-        max((row for (p, o), row in kept.rows.items() if p == position and o in orders), key=_size)
-        for position in every
-    ]
+                    spent += kept.rows[position, 3]["seconds"]
+    orders = (order,) if seconds is None else (2, 3)
+    rows = [_best([kept.rows[p, o] for o in orders if (p, o) in kept.rows]) for p in every]
     table = PrintedTable(rows).astype({"position": "Int64", "label": "Int64", "rival": "Int64"})
     words = given.words if given.words is not None and len(given.words) == len(at.x) else []
     if words and not jointly:
@@ -314,8 +315,10 @@ def _class_name(module: nn.Module, label: int | None) -> str:
     return "" if name == f"LABEL_{label}" else name  # the name that transformers gives where there is none
 
 
-def _size(row: Mapping[str, Any]) -> float:
-    return float(row["radius"])
+def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row with the largest radius of one token, with the smallest attack of all its rows."""
+    found = [row["attack"] for row in rows if row["attack"] is not None]
+    return max(rows, key=lambda row: float(row["radius"])) | {"attack": min(found, default=None)}
 
 
 def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
