@@ -222,6 +222,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no such text": (["measure", "small", "--text", "nothing"], "text: 'nothing' is not there"),
     "no such scope": ([*BASE, "--scope", "everything"], "scope: expected one of head, heads, att"),
     "no such option": ([*BASE, "--foo"], "No such option: --foo"),
+    "option of a plan": (
+        ["study", "plan.toml", "--bounds", "all"],
+        "What a study measures is set in its plan",
+    ),
     "no such command": (
         ["meazure"],
         "No such command 'meazure'. Did you mean 'measure'? See howsmooth --help.",

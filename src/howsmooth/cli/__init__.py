@@ -162,6 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = next((word for word in typed[2:] if sentence.endswith(f"extra argument(s) ({word})")), "")
         if file and Path(file).is_file():
             stop += f" Is {'--data' if typed[0] == 'certify' else '--text'} {file} meant?"
+        if typed[0] == "study" and sentence.startswith("No such option"):
+            stop += " What a study measures is set in its plan file."
         return _refuse(f"{sentence}{stop} See {place} --help.")
     return code if isinstance(code, int) else 0
 

@@ -111,7 +111,7 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
         yield (
             f"Bounds of {counted(outcome.left_out, 'attention')} were left out, because bounds may take at "
             "most a fifth of the measuring time. --bounds all computes all bounds, --bounds none computes "
-            "none."
+            "none; in a plan file, bounds."
         )
     if unsettled:
         yield "To narrow their intervals, measure with a larger --max-iterations into another --out."

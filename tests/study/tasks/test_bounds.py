@@ -232,7 +232,7 @@ def test_the_command_says_what_was_left_out_and_how_to_have_it(
     assert "were left out" not in typed("--bounds", "none")
     said = " ".join(typed().split())
     assert "Bounds of 4 attentions were left out, because bounds may take at most a fifth of" in said
-    assert "--bounds all computes all bounds, --bounds none computes none." in said
+    assert "--bounds all computes all bounds, --bounds none computes none; in a plan file, bounds." in said
     assert json.loads(typed("--json"))["bounds"] == {"made": 0, "kept": 5, "left_out": 4}
     assert "were left out" not in typed("--bounds", "all")
 
