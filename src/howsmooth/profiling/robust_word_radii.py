@@ -223,7 +223,8 @@ def word_radii(
         A tokenizer of transformers, for a model that was not loaded by its name.
     file
         A file of JSON lines in which each finished radius is kept. A later call with the same model, input
-        and options reads the finished radii from it.
+        and options reads the finished radii from it. A model given as a module counts as another than its
+        folder: give the folder to read what ``howsmooth radius`` has kept.
     on_token
         Called with the number of radii that are done, and the number of all; with ``jointly`` during the
         search for the one radius, with its steps and about how many there are. By default a progress bar is
