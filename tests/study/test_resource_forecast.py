@@ -204,9 +204,8 @@ def test_each_head_has_a_figure_and_overviews_take_longer(tmp_path: Path, clock:
     tools, _ = timed(clock, lambda n: 0.0)
     plan = make_plan(scopes=("attention", "head"), bounds="none")
     layers, heads = 3, 2
-    figures = (
-        layers + 1 + layers * heads + 2
-    )  # each, and overviews of 3 and of 6 that take as long as 1 and 2
+    # One figure for each, and overviews of 3 and of 6 parts, which take as long as 1 and 2 figures.
+    figures = layers + 1 + layers * heads + 2
     found = told(plan, tmp_path, tools)
     assert found.drawing == pytest.approx(1.0 + 0.65 * figures)
     assert told(plan, tmp_path, tools, draw=False).drawing == 1.0

@@ -207,10 +207,11 @@ def products_needed(in_shape: Sequence[int], out_shape: Sequence[int], outputs: 
     """Return how many products with a Jacobian or its transpose the blocks of some output tokens take, if
     they have no closed form.
 
-    ``in_shape`` is (n, d), and ``out_shape`` (n_out, d_out) or (d_out,).
+    ``in_shape`` is (n, d), and ``out_shape`` (n_out, d_out) or (d_out,). The Jacobian is in float64, as of
+    maps of this library.
     """
     n, d = in_shape
-    by_columns, groups = _groups(n, d, out_shape[-1], outputs, torch.float32)
+    by_columns, groups = _groups(n, d, out_shape[-1], outputs, torch.float64)
     return n * d * len(groups) if by_columns else outputs * out_shape[-1]
 
 

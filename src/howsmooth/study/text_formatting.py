@@ -114,7 +114,7 @@ def kind_in_words(kind: str) -> str:
 
 
 def unit_in_words(kind: str) -> str:
-    """Return the unit of the length of a sequence for a kind of input, such as "tokens"."""
+    """Return what the length of a sequence counts, such as "tokens", for a kind of input."""
     return _UNITS.get(kind, "tokens")
 
 
