@@ -97,7 +97,9 @@ def measured(
         study={"seed": 0, "dtype": "float32", "rtol": 1e-4, "confidence": 0.999, "max_iterations": 200},
         sensitivities=pd.DataFrame(columns=SENSITIVITY_COLUMNS),
         bounds=pd.DataFrame(columns=BOUND_COLUMNS),
-        published=pd.DataFrame(columns=PUBLISHED_COLUMNS).astype({"settled": bool, "lower": float}),
+        published=pd.DataFrame(columns=PUBLISHED_COLUMNS).astype(
+            {"settled": bool, "lower": float, "lipschitz": float}
+        ),
     )  # fmt: skip
 
 
@@ -351,7 +353,9 @@ def test_bounds_are_compared_with_what_was_measured(contents: Contents) -> None:
         assert row["upper"]["ratio"] == pytest.approx(1.25, rel=1e-5)
         assert row["lower"]["name"] == "measured"  # not the one that speaks of the ball
         there = known.loc[[(row["model"], row["text"], row["scope"], row["layer"], row["n"], 0)]]
-        assert any(row["measured"] == pytest.approx(value, rel=1e-6) for value in there["lipschitz"])
+        (value,) = [one for one in there["lipschitz"] if row["measured"] == pytest.approx(one, rel=1e-6)]
+        assert row["lower"]["value"] <= value
+        assert row["upper"]["value"] >= 1.25 * value
 
 
 @given(st.text(max_size=300))
@@ -502,6 +506,8 @@ def test_keys_and_pointer_reach_every_point_where_its_numbers_are(page: Any, con
     for sample, n, radius, *interval in found:
         row = rows.loc[(sample, n)]
         assert interval == pytest.approx(row[["lipschitz", "lower", "upper"]].tolist(), rel=1e-5)
+        assert interval[1] <= row["lower"]
+        assert row["upper"] <= interval[2]
         assert radius == pytest.approx(row["radius_mean"], rel=1e-3)
     assert len(set(found)) == 20
     # Both axes are logarithmic: pixels are a line in the logarithms.
@@ -683,7 +689,7 @@ def test_all_bounds_at_a_sequence_are_on_one_scale(page: Any) -> None:
     assert by_name["near"][2].startswith("≤ ")
     assert by_name["elsewhere"][1] == "the ball"
     assert by_name["elsewhere"][2].startswith("≥ ")
-    assert by_name["enormous"][2] == "≤ 10^2171"
+    assert by_name["enormous"][2] == "≤ 10^2172"
     assert by_name["refused"][2] == "none"
     assert by_name["refused"][5] == "Theorem of refused"
     ends = page.locator("#bounds-rows tr").evaluate_all(
@@ -700,6 +706,33 @@ def test_all_bounds_at_a_sequence_are_on_one_scale(page: Any) -> None:
     step = (place["far"] - line) / math.log(8)
     assert step > 20
     assert place["near"] - line == pytest.approx(step * math.log(1.25), abs=0.1)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_bounds_are_shown_rounded_outwards(page: Any, contents: Contents, n: int) -> None:
+    choose(page, "bounds-fields", "n", f"n = {n}")
+    in_cells = "(all) => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
+    lines = page.locator("#bounds-rows tr").evaluate_all(in_cells)
+    shown = {name: float(words[2:]) for name, _, words, *_ in lines if words[2:].replace(".", "").isdigit()}
+    place = ["model", "text", "scope", "layer", "head"]
+    rows = contents.bounds[contents.bounds["n"] == n]
+    first = next(iter(rows.groupby(place, dropna=False, sort=False)))[1]
+    bounds = first.set_index("name")["value"]
+    assert shown == pytest.approx(bounds[list(shown)].to_dict(), rel=1e-3)
+    assert all((shown[name] >= bounds[name]) == (name in ("near", "far")) for name in shown)
+
+    said = page.locator("#bounds-said").inner_text().partition("here: ")[2]
+    value, low, high = map(float, re.findall(r"[\d.]*\d", said))
+    row = contents.measurements.merge(first.head(1)[[*place, "n", "sample"]]).iloc[0]
+    assert low <= row["lower"]
+    assert row["upper"] <= high
+    assert [value, low, high] == pytest.approx(row[["lipschitz", "lower", "upper"]].tolist(), rel=1e-5)
+
+    table = page.locator("table", has=page.locator("caption", has_text="The sharpest bounds"))
+    cells = table.locator("tbody tr:not(.family)").evaluate_all(in_cells)
+    at_least, at_most = next((float(one[3]), float(one[5])) for one in cells if one[2] == str(n))
+    assert bounds["measured"] * 0.99 < at_least <= bounds["measured"]
+    assert bounds["near"] <= at_most < bounds["near"] * 1.01
 
 
 def test_what_was_published_is_beside_what_is_right(page: Any, contents: Contents) -> None:

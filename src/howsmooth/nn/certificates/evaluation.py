@@ -89,7 +89,8 @@ class Evaluation:
             f"{self.certificate.length} tokens {where}",
             f"{total} inputs, the longest token of norm {self.table['longest'].max():.4g}"
             + (f"; {self.correct} of the class of their label" if self.labelled else ""),
-            f"{self.certified(0.0)} with a certified radius: median of all {radii.median():.4g}, largest "
+            f"{self.certified(0.0)} with a certified radius: median of all "
+            f"{limit_in_digits(radii.median(), 4, upper=False)}, largest "
             f"{limit_in_digits(radii.max(), 4, upper=False)}",
         ]
         if self.reach > self.certificate.radius:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.exponents import GROUP
 from howsmooth.study.records import PLACE, plain_rows
 from howsmooth.study.report.tables import CONFIDENCE, chance, plain, slope
@@ -79,7 +80,7 @@ def scatter_data(
     group = rows[keys].merge(groups[keys].reset_index(), how="left", on=keys)["index"]
     step = math.ceil(len(rows) / MOST_POINTS)
     kept = rows.iloc[::step]
-    columns = {"radius": "radius_mean", "value": "lipschitz", "lower": "lower", "upper": "upper"}
+    columns = {"radius": "radius_mean", "value": "lipschitz"}
     names, groups = _numbered(groups, "model", "text", "scope", "quantity")
     return {
         "names": names,
@@ -89,6 +90,7 @@ def scatter_data(
             "n": kept["n"].tolist(),
             "sample": kept["sample"].tolist(),
             **{name: _rounded(kept[column]) for name, column in columns.items()},
+            **{end: _rounded(kept[end], upper=end == "upper") for end in ("lower", "upper")},
             "converged": kept["converged"].astype(int).tolist(),
         },
         "total": len(rows),
@@ -127,12 +129,13 @@ def bounds_data(bounds: pd.DataFrame, measurements: pd.DataFrame) -> dict[str, A
     places = []
     for _, rows in table.groupby(_PLACE, sort=False, dropna=False):
         first, *_ = listed = plain_rows(rows)
-        measured = _rounded(first[name] for name in ("lipschitz", "lower", "upper"))
+        (value,) = _rounded([first["lipschitz"]])
+        (low,), (high,) = (_rounded([first[end]], upper=end == "upper") for end in ("lower", "upper"))
         places.append(
             {
                 **{name: first[name] for name in _PLACE},
                 "radius": _rounded([first["radius"]])[0],
-                "measured": None if measured[0] is None else measured,
+                "measured": None if value is None else [value, low, high],
                 "rows": [_bound(row) for row in listed],
             }
         )
@@ -142,7 +145,7 @@ def bounds_data(bounds: pd.DataFrame, measurements: pd.DataFrame) -> dict[str, A
 
 def _bound(row: dict[str, Any]) -> tuple[Any, ...]:
     power = None if row["log_value"] is None else row["log_value"] / math.log(10)
-    numbers = _rounded([row["value"], power])
+    numbers = _rounded([row["value"], power], upper=row["side"] == "upper")
     return (
         row["name"],
         row["side"] == "upper",
@@ -250,8 +253,13 @@ def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]],
     return names, table.assign(**numbers)
 
 
-def _rounded(values: Iterable[Any], digits: int = 7) -> list[float | None]:
-    """Round numbers to a few digits; NaN, infinite and missing numbers become None."""
-    return [
-        None if value is None or not np.isfinite(value) else float(f"{value:.{digits}g}") for value in values
-    ]
+def _rounded(values: Iterable[Any], digits: int = 7, *, upper: bool | None = None) -> list[float | None]:
+    """Round numbers to a few digits; NaN, infinite and missing numbers become None.
+
+    Upper limits (``upper=True``) are rounded up and lower limits (``upper=False``) down.
+    """
+
+    def rounded(value: float) -> float:
+        return float(f"{value:.{digits}g}" if upper is None else limit_in_digits(value, digits, upper=upper))
+
+    return [None if value is None or not np.isfinite(value) else rounded(value) for value in values]

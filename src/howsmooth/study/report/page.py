@@ -100,6 +100,7 @@ def _template(contents: Contents) -> jinja2.Template:
     environment.globals |= {"amount": amount_in_words, "place": place_in_words, "scope": scope_in_words}
     environment.filters |= {
         "number": tables.number,
+        "limit": tables.limit,
         "slope": tables.slope,
         "chance": tables.chance,
         "plain": tables.plain,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from howsmooth.roundoff import limit_in_digits
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.records import plain_rows
@@ -15,8 +16,8 @@ from howsmooth.study.text_formatting import decimal, place_in_words, readable
 from howsmooth.study.window_placement import bounded_lengths
 
 __all__ = [
-    "CONFIDENCE", "ITEM_MEANINGS", "chance", "convergence", "headline", "items_of", "maskings", "number",
-    "plain", "runs", "sharpest", "slope", "without_bounds",
+    "CONFIDENCE", "ITEM_MEANINGS", "chance", "convergence", "headline", "items_of", "limit", "maskings",
+    "number", "plain", "runs", "sharpest", "slope", "without_bounds",
 ]  # fmt: skip
 
 CONFIDENCE = f"{LEVEL * 100:.0f} %"
@@ -35,6 +36,11 @@ ITEM_MEANINGS = {
 def number(value: float | None) -> str:
     """Format a number with three significant digits; return an empty string for a missing number."""
     return "" if value is None or math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}"
+
+
+def limit(value: float, *, upper: bool) -> str:
+    """Format an upper limit rounded up, or a lower limit rounded down, with three significant digits."""
+    return limit_in_digits(value, 3, upper=upper)
 
 
 def slope(value: float | None) -> str:

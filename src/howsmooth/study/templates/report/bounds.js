@@ -18,7 +18,8 @@ begin("bounds", ["bounds-explore"], ({ names, labels, sources, places }) => {
       const scale = make("div", { class: "scale", "aria-hidden": "true" });
       if (value > 0) scale.append(mark("measured", value, ""));
       if (bound > 0) scale.append(mark("bound", bound, above ? "▼" : "▲"));
-      const words = bound === null ? `10^${shown(power)}` : shown(bound);
+      const limit = (one) => shown(one, 4, above ? "ceil" : "floor");
+      const words = bound === null ? `10^${limit(power)}` : limit(bound);
       return row(
         ["name", labels[label]],
         ["", here ? "this sequence" : "the ball"],
@@ -30,6 +31,6 @@ begin("bounds", ["bounds-explore"], ({ names, labels, sources, places }) => {
     }));
     find("bounds-said").textContent = `The ball has the radius ${shown(radius)}. ` + (measured === null
       ? "Not measured here."
-      : `Measured here: ${shown(value, 6)}, interval ${shown(measured[1], 6)} to ${shown(measured[2], 6)}.`);
+      : `Measured here: ${shown(value, 6)}, ${interval(measured[1], measured[2])}.`);
   });
 });

@@ -11,10 +11,15 @@ function make(tag, attributes = {}, ...children) {
 
 const row = (...cells) => make("tr", {}, ...cells.map(([name, content]) => make("td", { class: name }, content)));
 
-// A number with so many digits: a true minus sign, no zeros at the end.
-function shown(value, digits = 4) {
-  return value === null ? "none" : String(Number(value.toPrecision(digits))).replace("-", "−");
+// A number with so many digits: a true minus sign, no zeros at the end. Lower limits are rounded by "floor" and
+// upper limits by "ceil", so that what is shown is still a limit.
+function shown(value, digits = 4, roundingMode = "halfExpand") {
+  if (value === null) return "none";
+  const format = new Intl.NumberFormat("en", { maximumSignificantDigits: digits, useGrouping: false, roundingMode });
+  return String(Number(format.format(value))).replace("-", "−");
 }
+
+const interval = (lower, upper) => `interval ${shown(lower, 6, "floor")} to ${shown(upper, 6, "ceil")}`;
 
 // The order of numbers; null, which is no head or no radius, comes first.
 const upwards = (a, b) => (a ?? -1) - (b ?? -1);

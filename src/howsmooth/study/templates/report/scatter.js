@@ -154,13 +154,13 @@ class Scatter {
     const { group, n, sample, radius, value, lower, upper, converged } = this.points;
     const one = this.groups[group[index]];
     const [model, text, scope, quantity] = Object.keys(this.names).map((axis) => this.names[axis][one[axis]]);
-    const interval = lower[index] === null || upper[index] === null ? "no interval"
-      : `interval ${shown(lower[index], 6)} to ${shown(upper[index], 6)}${converged[index] ? "" : ", not converged"}`;
+    const known = lower[index] === null || upper[index] === null ? "no interval"
+      : `${interval(lower[index], upper[index])}${converged[index] ? "" : ", not converged"}`;
     return [
       `${model}, ${one.where}, scope ${scope}`,
       `text ${text}, sample ${sample[index]}`,
       `n = ${n[index]}, radius ${shown(radius[index])}`,
-      `${quantity === "measured" ? "constant" : quantity} ${shown(value[index], 6)}, ${interval}`,
+      `${quantity === "measured" ? "constant" : quantity} ${shown(value[index], 6)}, ${known}`,
       one.exponent,
     ];
   }
