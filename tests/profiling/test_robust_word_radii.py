@@ -105,6 +105,8 @@ def test_with_time_the_third_order_raises_the_smallest_radii(
     far = hs.word_radii(model, ids, seconds=600, **options)
     assert set(far.table["order"]) == {3}
     assert (far.table["radius"] > fast.table["radius"]).all()
+    # What is proved stays: without the time, the larger radii of the file are not replaced by smaller ones.
+    assert hs.word_radii(model, ids, **options).table.equals(far.table)
 
 
 def test_the_smallest_attack_of_both_orders_stands_beside_the_larger_radius(

@@ -76,7 +76,7 @@ class RadiusPlan(OneInputPlan):
         None,
         number(positive=True),
         "After all tokens in second order, spend so many seconds on the third, the smallest radius first; "
-        "what --out has of it counts.",
+        "what --out has of it counts, and the larger radius of a token is kept.",
         panel=HOW,
     )
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)

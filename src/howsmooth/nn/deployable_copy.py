@@ -40,8 +40,8 @@ def deploy(model: nn.Module) -> nn.Module:
     radius, for which the certificate says nothing; the copy computes an output for them. Put
     :class:`~howsmooth.nn.ClipTokens` with the certified radius in front of the copy (behind ``Patches``,
     which with a ``Linear`` takes the place of a ``Conv2d``), and the certificate holds for all inputs; or
-    call the model itself on inputs that are not trusted. Masks that are arguments of a call are checked as
-    before.
+    give inputs that are not trusted to :func:`~howsmooth.nn.evaluate`, which refuses tokens beyond the
+    radius. Masks that are arguments of a call are checked as before.
 
     Parameters
     ----------

@@ -223,8 +223,9 @@ def word_radii(
         A tokenizer of transformers, for a model that was not loaded by its name.
     file
         A file of JSON lines in which each finished radius is kept. A later call with the same model, input
-        and options reads the finished radii from it. A model given as a module counts as another than its
-        folder: give the folder to read what ``howsmooth radius`` has kept.
+        and options reads the finished radii from it; of a token that has one of each order the larger
+        counts, whatever ``order`` and ``seconds`` are now. A model given as a module counts as another than
+        its folder: give the folder to read what ``howsmooth radius`` has kept.
     on_token
         Called with the number of radii that are done, and the number of all; with ``jointly`` during the
         search for the one radius, with its steps and about how many there are. By default a progress bar is
@@ -290,8 +291,7 @@ def word_radii(
                 if spent < seconds:
                     radius(position, 3, scale * 1.5 * float(kept.rows[position, 2]["radius"]))
                     spent += kept.rows[position, 3]["seconds"]
-    orders = (order,) if seconds is None else (2, 3)
-    rows = [_best([kept.rows[p, o] for o in orders if (p, o) in kept.rows]) for p in every]
+    rows = [_best([kept.rows[p, o] for o in (2, 3) if (p, o) in kept.rows]) for p in every]
     table = PrintedTable(rows).astype({"position": "Int64", "label": "Int64", "rival": "Int64"})
     words = given.words if given.words is not None and len(given.words) == len(at.x) else []
     if words and not jointly:
