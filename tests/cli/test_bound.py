@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import ViTConfig, ViTModel
+from transformers import BertConfig, ViTConfig, ViTModel
 
 import howsmooth as hs
 from howsmooth.bounds import ball_upper_bound, norm_radius, table
@@ -227,6 +227,20 @@ def test_a_bound_that_overflows_is_null_with_its_logarithm(
     assert (other["value"], other["log_value"], other["holds"]) == (None, None, False)
     _, out, _ = howsmooth("bound", "head.safetensors", *options, "-q")
     assert "2.7264e+347" in out
+
+
+def test_a_classifier_of_embedded_tokens_names_its_encoder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    BertConfig(vocab_size=1, pad_token_id=0, **sizes).save_pretrained("bert")
+    np.save("x.npy", np.random.default_rng(0).standard_normal((5, 8), dtype=np.float32))
+    given = ["bound", "bert", "--random-init", "--embeddings", "x.npy", "--lengths", "5", "-q"]
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert "is a placeholder of one row, got the whole model, which reads token ids. Take the encoder" in said
+    assert main([*given, "--part", "encoder"]) == 0
 
 
 SMALL = ["bound", "small", "--text", "prose", "--lengths", "6"]

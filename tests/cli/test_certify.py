@@ -440,6 +440,33 @@ def test_json(howsmooth: Howsmooth, files: Any) -> None:
     assert said(out)["data"] is None
 
 
+@pytest.mark.parametrize("saved", [math.inf, 2.0])
+def test_a_model_that_clips_is_certified_for_all_inputs(
+    howsmooth: Howsmooth, tmp_path: Path, saved: float
+) -> None:
+    patches, *rest = vit()
+    model = nn.Sequential(patches, hs.nn.ClipTokens(2.0), *rest).eval()
+    hs.nn.save(model, tmp_path / "clips.safetensors", length=4, radius=saved)
+    np.save(tmp_path / "far.npy", images(largest=9.0).numpy())
+    arguments = [
+        "clips.safetensors",
+        "--data",
+        "far.npy",
+        *([] if saved == math.inf else ["--radius", "inf"]),
+    ]
+    code, out, _ = howsmooth(*arguments)
+    assert code == 0
+    wanted = hs.nn.evaluate(model, images(largest=9.0), length=4, radius=math.inf)
+    constant = limit_in_digits(wanted.certificate.constant, 6, upper=True)
+    assert out.startswith(f"clips.safetensors: Lipschitz constant at most {constant} on 4 tokens\n")
+    assert "The counts are proved for all perturbed inputs." in out
+    found = said(howsmooth(*arguments, "--json")[1])
+    assert (found["radius"], found["constant"]) == (None, wanted.certificate.constant)
+    code, _, err = howsmooth(*arguments, "--clip")
+    assert code == 2
+    assert "radius: expected a finite number > 0, got inf" in err
+
+
 def test_data_beyond_the_radius(howsmooth: Howsmooth, files: Any) -> None:
     x = images(largest=1.5)
     np.save("far.npy", x.numpy())
@@ -525,10 +552,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "data: expected inputs of 4 tokens, the length of the certificate, got 2 inputs of 8",
     ),
     "length zero": (["model.safetensors", "--length", "0"], "length: expected at least 1, got 0"),
-    "radius zero": (["model.safetensors", "--radius", "0"], "radius: expected a finite number > 0, got 0.0"),
+    "radius zero": (["model.safetensors", "--radius", "0"], "radius: expected a number > 0, or inf, got 0.0"),
     "radius nan": (
         ["model.safetensors", "--radius", "nan"],
-        "radius: expected a finite number > 0, got nan",
+        "radius: expected a number > 0, or inf, got nan",
     ),
     "radii of words": (
         ["model.safetensors", "--radii", "a"],

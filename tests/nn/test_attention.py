@@ -617,6 +617,8 @@ def test_beyond_the_radius() -> None:
     torch.testing.assert_close(clip(far)[0], refuse(x)[0], rtol=1e-11, atol=1e-11)
     with pytest.raises(ArgumentError, match="at most 2, the radius of the layer"):
         refuse.lipschitz_bound(N, 2.5)
+    with pytest.raises(ArgumentError, match=r"layer, got 2\.0000002\. .* larger radius, such as 2\.002,"):
+        refuse.lipschitz_bound(N, 2.0000002)
     # What is clipped is Lipschitz everywhere: the attack is on a larger ball
     assert clip.lipschitz_bound(N, 100.0).value == clip.lipschitz_bound(N, R).value
     assert steepest(clip, N, 3 * R, D, starts=2, steps=15) <= 1.0

@@ -349,8 +349,8 @@ def test_arguments_of_save(tmp_path: Path) -> None:
     for length in (0, -3, True, 2**60):
         with pytest.raises(ArgumentError, match="length: expected a whole number"):
             hs.nn.save(model, path, length=length)
-    for radius in (0.0, -3.0, float("nan"), float("inf")):
-        with pytest.raises(ArgumentError, match="radius: expected a finite number"):
+    for radius in (0.0, -3.0, float("nan"), -float("inf")):
+        with pytest.raises(ArgumentError, match="radius: expected a number > 0, or None"):
             hs.nn.save(model, path, radius=radius)
     with pytest.raises(ArgumentError, match=r"path: expected a name that ends in \.safetensors"):
         hs.nn.save(model, tmp_path / "m.pt")
@@ -517,7 +517,8 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "a length of words": (lambda d: d.update(length="3"), "length: expected a whole number"),
     "no tokens": (lambda d: d.update(length=0), "length: expected a whole number"),
-    "a radius below zero": (lambda d: d.update(radius=-1), "radius: expected a finite number"),
+    "a radius below zero": (lambda d: d.update(radius=-1), "radius: expected a number > 0"),
+    "a radius of words": (lambda d: d.update(radius="wide"), "radius: expected a number > 0"),
     "orders of no tensor": (lambda d: d.update(orders={"x": [0]}), "orders of axes"),
     "orders that are none": (lambda d: d.update(orders={"0.weight": [0, 0]}), "orders of axes"),
     "orders of words": (lambda d: d.update(orders={"0.weight": "01"}), "orders of axes"),

@@ -168,6 +168,8 @@ def _remarks(found: Certified) -> list[str]:
             f"{'was' if evaluation.clipped == 1 else 'were'} clipped. Perturbed inputs are clipped too, so "
             "they may have tokens of any norm."
         )
+    elif math.isinf(found.radius):
+        remarks.append("The counts are proved for all perturbed inputs.")
     else:
         proved = (
             "The counts are proved for perturbed inputs whose tokens have norms of at most "

@@ -58,6 +58,7 @@ _DTYPES = (
 _SPARE_NUMBERS = 2**20
 _SPARE_COPIES = 16
 _LARGEST_LENGTH = 2**53
+_INFINITE = "inf"  # JSON has no number for it.
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +112,8 @@ def save(
         Path of the file, which must end in ``.safetensors``. The file is replaced atomically, so a reader
         never finds a part of it.
     length, radius
-        Number of tokens and their largest norm for the certificate. They are the defaults of ``howsmooth
-        certify``.
+        Number of tokens and their largest norm for the certificate, which is ``math.inf`` for all tokens.
+        They are the defaults of ``howsmooth certify``.
     notes
         Texts to save with the model, by name, such as how it was trained.
     classes
@@ -146,7 +147,7 @@ def save(
         described = {
             "tree": describe(model, known),
             "length": _length(length),
-            "radius": _radius(radius),
+            "radius": _INFINITE if radius == math.inf else _radius(radius),
             "notes": words,
             "orders": {name: order for name, t in tensors.items() if (order := _order(t)) != sorted(order)},
         }
@@ -214,7 +215,8 @@ def load_saved(path: str | os.PathLike[str], *, classes: Sequence[type[nn.Module
         raise ModelError(f"There is no model file {_shown(path)}.")
     try:
         described, tensors = _read(path)
-        length, radius = _length(described.get("length")), _radius(described.get("radius"))
+        length, radius = _length(described.get("length")), described.get("radius")
+        radius = math.inf if radius == _INFINITE else _radius(radius)
         model = _built(described.get("tree"), known, tensors)
         _check_tensors(model, tensors)
         _fill(model, _laid_out(tensors, described.get("orders", {})))
@@ -399,12 +401,8 @@ def _length(length: Any) -> int | None:
 def _radius(radius: Any) -> float | None:
     if radius is None:
         return None
-    if (
-        isinstance(radius, bool)
-        or not isinstance(radius, int | float)
-        or not (math.isfinite(radius) and radius > 0)
-    ):
-        raise ArgumentError("radius", expected="a finite number > 0, or None", got=repr(radius)[:80])
+    if isinstance(radius, bool) or not isinstance(radius, int | float) or not radius > 0:
+        raise ArgumentError("radius", expected="a number > 0, or None", got=repr(radius)[:80])
     return float(radius)
 
 

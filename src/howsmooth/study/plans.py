@@ -759,7 +759,11 @@ class CertificationPlan(Options):
         metavar="N",
     )
     radius: float | None = option(
-        None, number(positive=True), "Largest norm of a token. Default: as saved.", metavar="R"
+        None,
+        number(positive=True, infinite=True),
+        "Largest norm of a token, or inf for all tokens, as of a model that itself clips them. Default: as "
+        "saved.",
+        metavar="R",
     )
     clip: bool = option(
         False,

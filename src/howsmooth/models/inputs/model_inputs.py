@@ -222,7 +222,7 @@ def _token_ids(model: nn.Module, ids: Tensor) -> Tensor:
         raise ArgumentError(
             "inputs",
             expected="inputs_embeds (batch, n, d): this model's embedding table is a placeholder of one row",
-            got="token ids",
+            got="the whole model, which reads token ids",
             remedy="Take the encoder alone (part='encoder', --part encoder), which reads embedded tokens.",
         )
     low, high = int(ids.min()), int(ids.max())

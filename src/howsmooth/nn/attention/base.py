@@ -289,11 +289,14 @@ class LipschitzAttention(LipschitzModule):
         self._check_count(n, "length")
         if self.radius is not None and rounded_up(self.radius) < R:
             if self.beyond == "refuse":
+                # What layers before it let through may exceed its radius by their rounding alone.
+                got = repr(R) if f"{R:g}" == f"{self.radius:g}" else f"{R:g}"
                 raise ArgumentError(
                     "radius",
                     expected=f"at most {self.radius:g}, the radius of the layer",
-                    got=f"{R:g}",
-                    remedy="Build the layer with a larger radius, or with beyond='clip'.",
+                    got=got,
+                    remedy=f"Build the layer with a larger radius, such as {1.001 * R:.4g}, or with "
+                    "beyond='clip'.",
                 )
             R = self.radius
         return n, R
