@@ -11,6 +11,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention import TokenMap
+from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.closed_form import _Form, _linearise
 from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
@@ -72,6 +73,15 @@ def test_a_value_bias_costs_the_frozen_derivative_no_digits() -> None:
         for b in (None, torch.ones(1, 3, dtype=torch.float64))
     )
     torch.testing.assert_close(biased, plain, rtol=1e-12, atol=0)
+
+
+def test_a_kink_has_no_constant() -> None:
+    clip, directions = hs.nn.ClipTokens(2.0), tokens(4, 5, 6)
+    at_the_radius = 2.0 * directions / directions.norm(dim=-1, keepdim=True)
+    with pytest.raises(NonFiniteError, match="has a kink at these tokens"):
+        hs.local_lipschitz(clip, at_the_radius, batch_dims=0)
+    found = hs.local_lipschitz(clip, 0.99 * at_the_radius, batch_dims=0)
+    assert float(found.value) == pytest.approx(1.0)
 
 
 def test_values_that_are_zero_give_zero() -> None:

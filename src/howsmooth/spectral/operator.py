@@ -282,7 +282,8 @@ def checked_rounding(operator: LinearOperator) -> np.ndarray:
             "f",
             expected=f"a Jacobian of which {operator.dtype} products keep a digit",
             got=f"a relative rounding of {slack.max():.1e}",
-            remedy="Attention scores are too large for it, or terms cancel; measure "
+            remedy="Attention scores are too large for it, terms cancel, or f has a kink at these tokens, as "
+            "where it clips tokens of exactly its radius; measure "
             + ("" if "64" in str(operator.dtype) else "in float64 or ")
             + "at smaller tokens.",
         )
