@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import howsmooth as hs
 from howsmooth import batching
@@ -480,6 +482,30 @@ def test_an_estimate_prints_its_numbers_and_gives_tables() -> None:
         float(found)
     with pytest.raises(IndexError):
         one[0]
+
+
+class Wrapping(torch.Tensor):
+    """A tensor without storage that wraps another, as libraries of quantised weights make them."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapping:
+        found: Wrapping = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        found.inner = inner
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map_only(cls, lambda t: t.inner, args), **(kwargs or {}))
+
+
+def test_weights_may_be_tensors_that_wrap_others() -> None:
+    weight, x = tokens(3, D, D), tokens(4, 3, D)
+    wrapping = Wrapping(weight)
+    found = hs.local_lipschitz(lambda x: x.tanh() @ wrapping, x, batch_dims=0)
+    dense = torch.autograd.functional.jacobian(lambda x: x.tanh() @ weight, x).reshape(x.numel(), -1)
+    assert float(found.lower) <= torch.linalg.matrix_norm(dense, 2) <= float(found.upper)
 
 
 def test_the_tokens_of_an_estimate_are_the_shares_of_its_directions() -> None:

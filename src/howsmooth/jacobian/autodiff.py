@@ -349,7 +349,8 @@ class _Linearisation:
         kept: dict[int, int] = {}
 
         def counted(t: Tensor) -> Tensor:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            storage = t.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()  # Tensors that wrap others have no data pointer.
             return t
 
         with torch.enable_grad(), one_backend(), saved_tensors_hooks(counted, lambda t: t):
