@@ -360,7 +360,7 @@ _STUDY = 'models = ["builtin-encoder"]\ntexts = ["alice"]\nlengths = [4]\nsample
 def test_the_first_example_of_the_help_runs(installed: Path, tmp_path: Path, name: str) -> None:
     plain = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
     shown = _run([installed / "howsmooth", name, "--help"], tmp_path, **plain).stdout
-    example = re.search(rf"Examples:\s+howsmooth ({name}.*?)  ", shown)
+    example = re.search(rf"Examples:.*?^ +howsmooth ({name} .*?) *$", shown, re.DOTALL | re.MULTILINE)
     assert example is not None, shown
     (tmp_path / "sweep.toml").write_text(_STUDY)
     if name == "certify":

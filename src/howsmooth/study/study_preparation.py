@@ -394,9 +394,10 @@ def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> 
     heads = plan.heads_of(spec).resolve(head_count, label, "heads") if "head" in plan.scopes else ()
     feed = feed_of(source, model, layers)
     # A worker may have another working directory, so make the path of a folder absolute.
-    folder = Path(spec.name)
+    # Unlike Path.is_dir, os.path.isdir is False for a name that is too long for a path.
+    folder = os.path.isdir(spec.name)  # noqa: PTH112
     return Subject(
-        spec=replace(spec, name=str(folder.absolute())) if folder.is_dir() else spec,
+        spec=replace(spec, name=str(Path(spec.name).absolute())) if folder else spec,
         model=ModelRecord(
             label=label,
             name=encodable(spec.name),
