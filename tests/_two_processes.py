@@ -16,8 +16,8 @@ def begin_peak() -> int:
     """Forget the largest resident size so far, and return the present one in bytes; Linux only, else 0."""
     forget = Path("/proc/self/clear_refs")
     if forget.exists():
-        # What the parent process has freed would be taken again, and not count.
-        with suppress(AttributeError):  # glibc's
+        # Give back what the parent process has freed. A fork would use it again, and the peak not show it.
+        with suppress(AttributeError):  # The function is one of glibc.
             ctypes.CDLL(None).malloc_trim(0)
         forget.write_text("5")
     return peak()

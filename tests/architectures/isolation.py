@@ -16,12 +16,12 @@ from tests.architectures.measure import Row, measure
 
 SECONDS = 60  # of the processor's time
 PATIENCE = 10  # times as many by the clock, on a machine that is busy
-GIGABYTES = 3  # besides what the process has from the one that forked it
+GIGABYTES = 3  # beyond the memory that a fork inherits
 
 
 def _inherited() -> int:
-    """Return the bytes of data that this process has from the start; after hours of tests they are many."""
-    statm = Path("/proc/self/statm")  # of Linux; the sixth number counts pages of data
+    """Return how many bytes of data this fork has from its parent, which after hours of tests has many."""
+    statm = Path("/proc/self/statm")  # a file of Linux, whose sixth number counts pages of data
     return int(statm.read_text().split()[5]) * resource.getpagesize() if statm.exists() else 0
 
 

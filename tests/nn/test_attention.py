@@ -617,7 +617,7 @@ def test_beyond_the_radius() -> None:
     torch.testing.assert_close(clip(far)[0], refuse(x)[0], rtol=1e-11, atol=1e-11)
     with pytest.raises(ArgumentError, match="at most 2, the radius of the layer"):
         refuse.lipschitz_bound(N, 2.5)
-    with pytest.raises(ArgumentError, match=r"layer, got 2\.0000002\. .* larger radius, such as 2\.002,"):
+    with pytest.raises(ArgumentError, match=r"layer, got 2\.0000002\. .* larger radius"):
         refuse.lipschitz_bound(N, 2.0000002)
     # What is clipped is Lipschitz everywhere: the attack is on a larger ball
     assert clip.lipschitz_bound(N, 100.0).value == clip.lipschitz_bound(N, R).value

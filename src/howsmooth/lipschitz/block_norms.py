@@ -207,8 +207,8 @@ def products_needed(in_shape: Sequence[int], out_shape: Sequence[int], outputs: 
     """Return how many products with a Jacobian or its transpose the blocks of some output tokens take, if
     they have no closed form.
 
-    ``in_shape`` is (n, d), and ``out_shape`` (n_out, d_out) or (d_out,). The Jacobian is in float64, as of
-    maps of this library.
+    ``in_shape`` is (n, d), and ``out_shape`` (n_out, d_out) or (d_out,). The count is that of a
+    Jacobian in float64, the dtype in which ``influence`` differentiates models.
     """
     n, d = in_shape
     by_columns, groups = _groups(n, d, out_shape[-1], outputs, torch.float64)
@@ -316,7 +316,11 @@ def _products(
     numbers: Int[Tensor, " products"],
     told: Callable[[float], None],
 ) -> Float[Tensor, "products *shape"]:
-    """Compute products with a Jacobian or its transpose for the coordinates ``numbers``, some together."""
+    """Compute those columns or rows of a Jacobian whose numbers are given, several at the same time if the
+    map allows it.
+
+    ``product`` maps the number of a column or row to it.
+    """
     found: list[Tensor] = []
     together = isinstance(jacobian, AutodiffJacobian)
     for part in numbers.to(jacobian.device).split(_TOGETHER):

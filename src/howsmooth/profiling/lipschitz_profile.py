@@ -21,7 +21,7 @@ from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs,
 from howsmooth.profiling.result_base_classes import Result, in_interval
 from howsmooth.profiling.token_influence import Influence
 from howsmooth.profiling.token_influence import influence as influence_of
-from howsmooth.roundoff import COLUMNS_IN_DIGITS, limit_in_digits
+from howsmooth.roundoff import COLUMNS_IN_DIGITS, interval_in_digits
 from howsmooth.seeds import derive_seed
 from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.plans import PROFILE_RTOL, Plan
@@ -178,11 +178,8 @@ class Profile(Result):
         ]
         pictured = token_wise = None
         if self.influence is not None:
-            most_moved = self.influence.token_wise
-            token_wise = [
-                limit_in_digits(most_moved.lower, 4, upper=False),
-                limit_in_digits(most_moved.upper, 4, upper=True),
-            ]
+            ends = self.influence.token_wise
+            token_wise = interval_in_digits(ends.lower, ends.upper, digits=4)
             words = self.words if len(self.words) == self.influence.value.shape[1] else None
             pictured = data_url(png(self.influence.plot(words)))
         return {

@@ -289,14 +289,13 @@ class LipschitzAttention(LipschitzModule):
         self._check_count(n, "length")
         if self.radius is not None and rounded_up(self.radius) < R:
             if self.beyond == "refuse":
-                # What layers before it let through may exceed its radius by their rounding alone.
-                got = repr(R) if f"{R:g}" == f"{self.radius:g}" else f"{R:g}"
+                # Rounding in the layers before may lengthen tokens by less than six digits show.
+                same = f"{R:g}" == f"{self.radius:g}"
                 raise ArgumentError(
                     "radius",
                     expected=f"at most {self.radius:g}, the radius of the layer",
-                    got=got,
-                    remedy=f"Build the layer with a larger radius, such as {1.001 * R:.4g}, or with "
-                    "beyond='clip'.",
+                    got=repr(R) if same else f"{R:g}",
+                    remedy="Build the layer with a larger radius, or with beyond='clip'.",
                 )
             R = self.radius
         return n, R

@@ -130,7 +130,7 @@ def bounds_data(bounds: pd.DataFrame, measurements: pd.DataFrame) -> dict[str, A
     for _, rows in table.groupby(_PLACE, sort=False, dropna=False):
         first, *_ = listed = plain_rows(rows)
         (value,) = _rounded([first["lipschitz"]])
-        (low,), (high,) = (_rounded([first[end]], upper=end == "upper") for end in ("lower", "upper"))
+        (low,), (high,) = _rounded([first["lower"]], upper=False), _rounded([first["upper"]], upper=True)
         places.append(
             {
                 **{name: first[name] for name in _PLACE},

@@ -7,6 +7,7 @@ no other style and runs no other script, even if the data contain HTML.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
+from howsmooth.roundoff import limit_in_digits
 from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.exponents import STRATA
 from howsmooth.study.figures import Picture
@@ -100,7 +102,7 @@ def _template(contents: Contents) -> jinja2.Template:
     environment.globals |= {"amount": amount_in_words, "place": place_in_words, "scope": scope_in_words}
     environment.filters |= {
         "number": tables.number,
-        "limit": tables.limit,
+        "limit": partial(limit_in_digits, digits=3),
         "slope": tables.slope,
         "chance": tables.chance,
         "plain": tables.plain,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 
-from howsmooth.roundoff import limit_in_digits
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.records import plain_rows
@@ -16,7 +15,7 @@ from howsmooth.study.text_formatting import decimal, place_in_words, readable
 from howsmooth.study.window_placement import bounded_lengths
 
 __all__ = [
-    "CONFIDENCE", "ITEM_MEANINGS", "chance", "convergence", "headline", "items_of", "limit", "maskings",
+    "CONFIDENCE", "ITEM_MEANINGS", "chance", "convergence", "headline", "items_of", "maskings",
     "number", "plain", "runs", "sharpest", "slope", "without_bounds",
 ]  # fmt: skip
 
@@ -36,11 +35,6 @@ ITEM_MEANINGS = {
 def number(value: float | None) -> str:
     """Format a number with three significant digits; return an empty string for a missing number."""
     return "" if value is None or math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}"
-
-
-def limit(value: float, *, upper: bool) -> str:
-    """Format an upper limit rounded up, or a lower limit rounded down, with three significant digits."""
-    return limit_in_digits(value, 3, upper=upper)
 
 
 def slope(value: float | None) -> str:
