@@ -82,7 +82,7 @@ def test_the_scores_of_what_is_read_are_those_of_the_layer(
     read = _read(*queries_and_keys(X), () if norm is None else (RMS, CENTRED))
     assert read is not None
     a, b, found = read
-    assert a.factor * b.factor == pytest.approx(factor, rel=1e-14)
+    assert found.factor == pytest.approx(factor, rel=1e-14)
     if factor != 0.37:
         assert a.factor == factor  # not what rounding left of it
     assert (found.rotary is None) == (layout is None)
@@ -90,7 +90,7 @@ def test_the_scores_of_what_is_read_are_those_of_the_layer(
     attention = SelfAttention(
         *weights,
         torch.eye(D, dtype=torch.float64)[None].expand(KV_HEADS, D, D),
-        scale=a.factor * b.factor,
+        scale=found.factor,
         rotary=found.rotary,
         query_norm=reordered(a.norm, found.order),
         key_norm=reordered(b.norm, found.order),
@@ -99,6 +99,20 @@ def test_the_scores_of_what_is_read_are_those_of_the_layer(
     q, k = queries_and_keys(other)
     p = (q @ k.repeat_interleave(2, dim=0).mT).softmax(dim=-1)
     torch.testing.assert_close(attention(other), (p @ other).transpose(0, 1).flatten(1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("factor", [1.0, DIM**-0.5])
+def test_tables_in_float32_with_a_factor_of_their_own_are_read_in_float64(factor: float) -> None:
+    cos, sin = ((1.3466 * table).float().double().repeat(1, 2) for table in (ANGLES.cos(), ANGLES.sin()))
+    turn = Rotary(cos, sin).rotate
+    q, k = factor * turn(_heads(W_Q)), turn(_heads(W_K))
+    read = _read(q, k)
+    assert read is not None
+    a, b, found = read
+    assert found.rotary is not None
+    q_read, k_read = (found.rotary.rotate(one.base[..., found.order]) for one in (a, b))
+    scores = found.factor * (q_read @ k_read.repeat_interleave(2, dim=0).mT)
+    torch.testing.assert_close(scores, q @ k.repeat_interleave(2, dim=0).mT, rtol=0, atol=1e-12)
 
 
 def test_no_rotation_is_found_where_there_is_none_in_common() -> None:
