@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, Literal
 
 import torch
@@ -59,11 +59,14 @@ class Output:
     """The kind of output of a map: ``hidden`` states, ``logits``, or the ``margin`` of a classifier.
 
     The kind ``tokens`` means the first tensor that a module returns. With ``last`` only the last token is
-    kept. A margin is the largest logit minus the second largest, at the last token.
+    kept. A margin is the largest logit minus the second largest, at the last token. ``unnamed`` says that the
+    model need not name its logits, as those of transformers do: a tensor, or the first of a tuple, is taken
+    for them.
     """
 
     kind: str
     last: bool = False
+    unnamed: bool = False
 
     def of(self, returned: Any) -> Tensor:
         """Extract this kind of output (n_out, d_out) from the value that a module returned for one sequence.
@@ -73,14 +76,7 @@ class Output:
         CaptureError
             If the module returned no output of this kind.
         """
-        name = {"hidden": "last_hidden_state", "tokens": None}.get(self.kind, "logits")
-        found = None if name is None else getattr(returned, name, None)
-        if found is None and name == "logits":
-            raise CaptureError(
-                f"{type(returned).__name__} has no logits: the model has no head. Load it with its head "
-                "(hs.load_model(..., head=True)), or choose the output 'hidden'."
-            )
-        y = rows(first_tensor(returned) if found is None else found)
+        y = rows(first_tensor(returned) if self.kind == "tokens" else self._named(returned))
         if self.last or self.kind == "margin":
             y = y[-1:]
         if self.kind != "margin":
@@ -89,6 +85,30 @@ class Output:
             raise CaptureError("A margin is the difference of two logits, and the model has one logit.")
         top = y.topk(2, dim=-1).values
         return top[:, :1] - top[:, 1:]
+
+    def _named(self, returned: Any) -> Tensor:
+        name = "last_hidden_state" if self.kind == "hidden" else "logits"
+        found = returned.get(name) if isinstance(returned, Mapping) else getattr(returned, name, None)
+        if isinstance(found, Tensor):
+            return found
+        # A base model that is told to return a tuple has its hidden states first in it.
+        if (self.unnamed or self.kind == "hidden") and isinstance(returned, Tensor | tuple | list):
+            return first_tensor(returned)
+        kind = type(returned).__name__
+        if self.kind == "hidden":
+            fields = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else "none with a name"
+            part = "capture a part of the model that returns one, such as an encoder"
+            remedy = "choose the output 'logits'" if "logits" in fields.split(", ") else part
+            raise CaptureError(f"{kind} has no last_hidden_state among its outputs ({fields}): {remedy}.")
+        if self.unnamed:
+            raise CaptureError(
+                f"{kind} has no logits. Let the model return them as a tensor, as the first of a tuple or "
+                "under the name logits; or choose the output 'hidden', which is the first tensor it returns."
+            )
+        raise CaptureError(
+            f"{kind} has no logits: the model has no head. Load it with its head "
+            "(hs.load_model(..., head=True)), or choose the output 'hidden'."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +198,7 @@ def _answered(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
     calls = itertools.count()
     own: Any = module.forward
 
+    @wraps(own)  # the arguments of a later call of the module are found by the names of its signature
     def forward(*args: Any, **kwargs: Any) -> Any:
         number = next(calls)
         return outputs[number] if number < len(outputs) else own(*args, **kwargs)

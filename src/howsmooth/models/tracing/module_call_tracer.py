@@ -275,8 +275,13 @@ class _ForwardTracer:
             self.newest[1].softmaxes += 1
             return
         root = enclosing_layer(innermost.name)
-        start = next((i for i, call in enumerate(self.stack) if call.name == root), 0)
-        calls = self.stack[start:]
+        starts = (
+            i
+            for i, call in enumerate(self.stack)
+            if call.name == root
+            or isinstance(call.module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        )
+        calls = self.stack[max(starts, default=0) :]
         layer = AttentionLayer(
             index=len(self.layers),
             name=innermost.name,
