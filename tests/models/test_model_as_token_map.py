@@ -234,6 +234,14 @@ def test_the_hidden_state_of_an_encoder_decoder_with_a_head_is_its_decoders() ->
         _holds(site, _norm(own, site.x[0]), 1e-6)
 
 
+def test_the_hidden_state_of_a_model_that_returns_one_is_not_its_base_models() -> None:
+    model = build("dinov3_vit").requires_grad_(False)
+    assert model.base_model is not model  # a stack without the last norm
+    images = inputs_of("dinov3_vit", model)["pixel_values"][:1]
+    (site,) = hs.capture(model, images, scope="model")
+    assert torch.allclose(site.map(site.x), model(images).last_hidden_state)
+
+
 def test_a_model_without_a_hidden_state_is_refused() -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
     pictures = {**sizes, "image_size": 8, "patch_size": 4}
@@ -322,6 +330,41 @@ def test_logits_under_another_name_are_refused() -> None:
     model = _Own(_Block(), lambda logits: {"scores": logits}).eval()
     with pytest.raises(hs.errors.CaptureError, match="under the name logits"):
         hs.capture(model, torch.arange(5)[None], scope="model", output="logits")
+
+
+class _InPlace(nn.Module):
+    """A block that adds to its argument, as transformers' MoonshineStreamingDecoder does to its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1.0
+        return x + self.attention(x, x, x)[0]
+
+
+def test_what_a_model_changes_in_place_is_its_own_copy() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_InPlace(), _InPlace(), _InPlace()).double().eval().requires_grad_(False)
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
+    for scope, layers in (("model", None), ("span", (1, 2))):
+        (site,) = hs.capture(model, x, scope=scope, layers=layers)
+        given, wanted = site.x.clone(), model(x.clone())
+        assert torch.allclose(site.map(site.x), wanted)
+        assert torch.allclose(site.map(site.x), wanted)
+        assert torch.equal(site.x, given)
+        part = model if scope == "model" else model[1:]
+        _holds(site, _norm(lambda x, part=part: part(x[None].clone())[0], site.x[0]), 1e-6)
+
+
+def test_answers_that_a_model_changes_in_place_stay_as_they_were() -> None:
+    model = build("moonshine_streaming").requires_grad_(False)
+    inputs = {name: t[:1] for name, t in inputs_of("moonshine_streaming", model).items()}
+    (site,) = hs.capture(model, inputs, scope="model", side="queries")
+    wanted = model(**inputs).last_hidden_state
+    for _ in range(2):
+        assert torch.allclose(site.map(site.x), wanted, atol=1e-5)
 
 
 class _KnowsItself(nn.Module):

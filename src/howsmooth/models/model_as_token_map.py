@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
@@ -28,6 +27,7 @@ from howsmooth.models.identification.model_part_map import (
     Output,
     Passage,
     Place,
+    copied,
     frozen_copy,
     observed,
     replaced,
@@ -97,12 +97,16 @@ class ModelParts:
             if isinstance(module, nn.Embedding):
                 self._embedded.append((module, calls[module], args[0] if args else None))
 
+        def ends(module: nn.Module, args: Any, output: Any) -> None:
+            self._returns_hidden = getattr(output, "last_hidden_state", None) is not None
+
         def seen(layer: AttentionLayer) -> None:
             self.blocks.append(Place(layer.root_name, "output", calls[layer.root]))
 
         with ExitStack() as stack:
             for module in model.modules():
                 stack.enter_context(module.register_forward_pre_hook(starts))
+            stack.enter_context(model.register_forward_hook(ends))
             self.layers, _ = trace_forward_pass(model, given.named, (), seen)
         self._calls = calls  # the number of the last call of each module that ran
 
@@ -254,7 +258,7 @@ class ModelParts:
         module returns the hidden states or the logits; a margin is computed from logits.
         """
         end: Any = self.model
-        if output == "hidden" and self._known:
+        if output == "hidden" and self._known and not self._returns_hidden:
             end = end.base_model
             headed = end is self.model and end.get_output_embeddings() is not None
             if (
@@ -413,8 +417,8 @@ class _Run:
         found: list[Any] = []
         with ExitStack() as stack:
             for place in before:
-                stack.enter_context(observed(model, place, lambda v: self.answers.append(_copied(v))))
-            stack.enter_context(observed(model, start, lambda value: found.append(_copied(value))))
+                stack.enter_context(observed(model, place, lambda v: self.answers.append(copied(v))))
+            stack.enter_context(observed(model, start, lambda value: found.append(copied(value))))
             self.returned = self._ended()
         if not found or found[0] is None:
             raise CaptureError(f"The forward pass did not reach {start}.")
@@ -431,7 +435,7 @@ class _Run:
         found: list[Any] = []
 
         def reached(value: Any) -> None:
-            found.append(_copied(value))
+            found.append(copied(value))
             raise StopForward
 
         with observed(self.model, self.end, reached):
@@ -439,13 +443,6 @@ class _Run:
         if not found:
             raise CaptureError(f"The forward pass did not reach {self.end}.")
         return found[0]
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of all tensors in the output of a module, because the model may change them in place
-    later.
-    """
-    return tree_map_only(Tensor, Tensor.clone, value)
 
 
 def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:

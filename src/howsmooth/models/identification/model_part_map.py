@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, CaptureError
@@ -27,9 +27,10 @@ from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.models.measurement_mode import set_permanently
 from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
+from howsmooth.models.tracing.module_call_tracer import own_copies
 from howsmooth.models.tracing.module_replay import first_tensor
 
-__all__ = ["ModelMap", "Output", "Passage", "Place", "frozen_copy", "observed", "replaced", "rows"]
+__all__ = ["ModelMap", "Output", "Passage", "Place", "copied", "frozen_copy", "observed", "replaced", "rows"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,13 @@ class Passage:
     words: str  # the passage in words
 
 
+def copied(value: Any) -> Any:
+    """Return a copy of all tensors in the output of a module, because the model may change them in place
+    later.
+    """
+    return tree_map_only(Tensor, Tensor.clone, value)
+
+
 def rows(tokens: Tensor) -> Tensor:
     """Reshape the tokens (..., d) of one sequence to (n, d)."""
     return tokens.reshape(-1, tokens.shape[-1])
@@ -172,7 +180,7 @@ def replaced(model: nn.Module, place: Place, x: Tensor) -> Iterator[None]:
     def swapped(old: Any, where: Any) -> Any:
         if not isinstance(old, Tensor) or old.numel() != x.numel():
             raise CaptureError(f"The tokens of {place} are not found in every forward pass.")
-        new = x.reshape(old.shape)
+        new = x.reshape(old.shape).clone()  # the model may change it in place
         return tree_map(lambda leaf: new if leaf is old else leaf, where)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -201,7 +209,7 @@ def _answered(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
     @wraps(own)  # the arguments of a later call of the module are found by the names of its signature
     def forward(*args: Any, **kwargs: Any) -> Any:
         number = next(calls)
-        return outputs[number] if number < len(outputs) else own(*args, **kwargs)
+        return copied(outputs[number]) if number < len(outputs) else own(*args, **kwargs)
 
     before = module.__dict__.get("forward")
     module.forward = forward
@@ -370,7 +378,7 @@ class ModelMap(TokenMap):
             stack.enter_context(replaced(self.model, part.start, x))
             stack.enter_context(observed(self.model, part.end, reached))
             try:
-                self.model(**self.inputs)
+                self.model(**own_copies(self.inputs))
             except _StopRun as end:
                 return part.output.of(end.value)
         raise CaptureError(f"The forward pass did not reach {part.end}.")
