@@ -30,7 +30,7 @@ class ProjectionReading:
     """
 
     columns: Int64[Tensor, " wanted"]
-    norm: Norm | None  # the norm of each head after the projection
+    norm: Norm | None  # the norm of each head, or of all heads as one vector, after the projection
     base: Float[Tensor, "heads n dim"]  # the columns after the norm
     given: Float[Tensor, "heads n dim"]  # the queries or keys of the softmax, divided by the factor
     factor: float  # the scale s
@@ -79,10 +79,11 @@ def projection_readings(
     )  # a float64 model may compute norms and rotary tables in float32
     for columns in slices:
         plain = outputs[:, columns]
-        # Only norms of single heads: a norm over all heads is left to the map with the model's own code.
-        for norm in (None, *(norm for norm in norms if norm.d == dim)):
-            base = plain.reshape(n, heads, dim).transpose(0, 1)
-            base = base if norm is None else norm(base)
+        for norm in (None, *(norm for norm in norms if norm.d in (dim, heads * dim))):
+            over_all = norm is not None and norm.d != dim  # OLMo 2 norms all heads as one vector
+            base = (plain if norm is None or not over_all else norm(plain)).reshape(n, heads, dim)
+            base = base.transpose(0, 1)
+            base = base if norm is None or over_all else norm(base)
             lengths, own = (torch.linalg.vector_norm(t, dim=-1) for t in (given, base))
             factor = float(torch.linalg.vector_norm(given) / torch.linalg.vector_norm(base))
             if not 0.0 < factor < float("inf") or relative_error(own * factor, lengths) > loose:
@@ -151,12 +152,13 @@ def _rotary(
 
 
 def reordered(norm: Norm | None, order: Int64[Tensor, " dim"]) -> Norm | None:
-    """Return a norm layer with the entries of its weight and bias in another order, or None if ``norm`` is
-    None.
+    """Return a norm layer with the entries of its weight and bias in another order in each head, or None if
+    ``norm`` is None.
     """
     if norm is None:
         return None
-
+    starts = torch.arange(0, norm.d, len(order), device=order.device)  # of each head, if it is over all
+    order = (starts[:, None] + order).flatten()
     if isinstance(norm, LayerNorm):
         return LayerNorm(norm.weight[order], None if norm.bias is None else norm.bias[order], norm.eps)
     return RMSNorm(norm.weight[order], norm.eps)
