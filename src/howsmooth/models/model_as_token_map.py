@@ -258,14 +258,14 @@ class ModelParts:
         module returns the hidden states or the logits; a margin is computed from logits.
         """
         end: Any = self.model
-        if output == "hidden" and self._known and not self._returns_hidden:
-            end = end.base_model
-            headed = end is self.model and end.get_output_embeddings() is not None
-            if (
-                headed or end not in self._calls
-            ):  # T5 with its head has no base model; BART's decoder passes it
-                end = self.model.get_decoder()
-                end = end.get_decoder() if isinstance(end, PreTrainedModel) else end  # without its own head
+        if output == "hidden" and isinstance(end, PreTrainedModel) and not self._returns_hidden:
+            base: Any = end.base_model
+            headed = base is end and end.get_output_embeddings() is not None
+            # T5 with its head has no base model, and BART's decoder alone never calls it.
+            if headed or base not in self._calls:
+                base = end.get_decoder()  # it may have a head of its own
+                base = base.get_decoder() if isinstance(base, PreTrainedModel) else base
+            end = base
         return Place(self._path(end), "output")
 
     def _path(self, wanted: object) -> str:

@@ -252,8 +252,9 @@ def _path(self_attention: SelfAttentionModule, call: ModuleCall | None) -> str |
 
 def norms_all_heads(f: CapturedMap) -> bool:
     """Return True if a norm of the queries or keys acts on all heads together, as in OLMo 2."""
-    norms = (f.query_norm, f.key_norm) if isinstance(f, SelfAttention) else ()
-    return any(norm is not None and norm.d != f.key_dim for norm in norms)
+    if not isinstance(f, SelfAttention):
+        return False
+    return any(norm is not None and norm.d != f.key_dim for norm in (f.query_norm, f.key_norm))
 
 
 # ---------------------------------------------------------------- shapes and masks
