@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -34,9 +34,11 @@ __all__ = [
     "SiteLike",
     "largest_distance",
     "log_largest_weight",
+    "log_spectral_norm",
     "parameters_of",
     "row_blocks",
     "spectral_norm",
+    "unit",
 ]
 
 ROTARY = "rotary positions, with which A depends on the distance of the tokens"
@@ -54,6 +56,26 @@ def spectral_norm(matrix: Tensor) -> float:
     if matrix.numel() == 0:
         return 0.0
     return float(torch.linalg.matrix_norm(matrix.double(), 2)) * (1 + _NORM_MARGIN)
+
+
+def log_spectral_norm(*factors: Tensor) -> float:
+    """Return the logarithm of the spectral norm of a product of float64 matrices, rounded up.
+
+    Each factor is divided by its largest entry, so that the product neither overflows nor underflows.
+    """
+    sizes = [float(factor.abs().max()) if factor.numel() else 0.0 for factor in factors]
+    if 0.0 in sizes:
+        return -math.inf
+    product = reduce(torch.matmul, (unit(factor) for factor in factors))
+    norm = spectral_norm(product)
+    return math.fsum(map(math.log, sizes)) + math.log(norm) + _NORM_MARGIN if norm > 0 else -math.inf
+
+
+def unit(tensor: Tensor) -> Tensor:
+    """Return a tensor divided by its largest absolute entry, or the tensor itself if it is zero or empty."""
+    size = float(tensor.abs().max()) if tensor.numel() else 0.0
+    # The inverse of the smallest numbers overflows, and their quotients do not.
+    return tensor / size if size > 0 else tensor
 
 
 def row_blocks(n: int) -> Iterator[slice]:

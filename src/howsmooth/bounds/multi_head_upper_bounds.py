@@ -14,11 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of, spectral_norm
+from howsmooth.bounds.attention_parameters import Head, Parameters, log_spectral_norm, parameters_of
 from howsmooth.bounds.ball_upper_bounds import (
     OURS,
     PAPER,
-    log,
     log_product,
     log_sum,
     mean_field_upper_bound,
@@ -111,7 +110,7 @@ def lemma_3_8(
     parameters = parameters_of(attention)
     logs, hypotheses = _bounds_of_heads(parameters, length, radius, head_bound)
     terms = [
-        log_product(log(spectral_norm(W)), log_l) for W, log_l in zip(parameters.outputs, logs, strict=True)
+        log_product(log_spectral_norm(W), log_l) for W, log_l in zip(parameters.outputs, logs, strict=True)
     ]
     return upper("lemma_3_8", _quantity(parameters), f"{PAPER}, Lemma 3.8", log_sum(*terms), *hypotheses)
 
@@ -150,7 +149,7 @@ def output_norm_upper_bound(
         "output_norm_upper_bound",
         _quantity(parameters),
         f"{OURS}, Several heads",
-        log_product(log(spectral_norm(parameters.W)), 0.5 * squares),
+        log_product(log_spectral_norm(parameters.W), 0.5 * squares),
         *hypotheses,
     )
 
@@ -253,9 +252,9 @@ def log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
     """
     terms = []
     for h, M in enumerate(maps):
-        terms.append(log_product(2 * log(spectral_norm(M)), 2 * logs[h]))
+        terms.append(log_product(2 * log_spectral_norm(M), 2 * logs[h]))
         terms += [
-            log_product(math.log(2) + log(spectral_norm(M.mT @ maps[g])), logs[h] + logs[g]) for g in range(h)
+            log_product(math.log(2) + log_spectral_norm(M.mT, maps[g]), logs[h], logs[g]) for g in range(h)
         ]
     return 0.5 * log_sum(*terms)
 
