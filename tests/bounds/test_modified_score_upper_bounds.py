@@ -147,7 +147,10 @@ def test_values_of_zero_with_a_bias_and_a_sink_have_the_constant_of_the_sink_s_w
     one = torch.ones(1, 1, 1, dtype=torch.float64)
     f = hs.SelfAttention(one, one, 0 * one, value_bias=one[0], sinks=torch.zeros(1, dtype=torch.float64))
     s = 1 / (1 + math.exp(-1))
-    assert any_scores_ball_upper_bound(f, 1, 1.0).value == pytest.approx(2 * s * (1 - s), rel=1e-9)
+    x = torch.ones(1, 1, dtype=torch.float64)
+    assert best(f, x).value == pytest.approx(2 * s * (1 - s), rel=1e-9)
+    # On the ball, scores of both signs are reckoned with, and s(1 − s) is largest at s = 1/2.
+    assert any_scores_ball_upper_bound(f, 1, 1.0).value == pytest.approx(0.5, rel=1e-9)
     # One head without values among several does not hide the others, nor they it.
     pair = f._rebuilt(
         query=torch.cat((one, one)), key=torch.cat((one, one)), value=torch.cat((0 * one, one)),
