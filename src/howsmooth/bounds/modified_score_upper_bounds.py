@@ -19,7 +19,7 @@ from howsmooth.attention.masks import Visibility
 from howsmooth.bounds.attention_parameters import SiteLike, log_spectral_norm, unit
 from howsmooth.bounds.ball_upper_bounds import log, log_product, log_sum, upper
 from howsmooth.bounds.bilinear_score_norms import BilinearScoreNorms
-from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
+from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius, exp
 from howsmooth.bounds.masked_ball_upper_bounds import mask_blocks
 from howsmooth.bounds.multi_head_upper_bounds import log_quadratic_form
 from howsmooth.errors import ArgumentError
@@ -138,7 +138,7 @@ class _Sizes:
         if not ways or f.rotary is not None:
             ways.append(_of_lengths(f, h, n, R))
         own, other, *logs = (min(sizes) for sizes in zip(*ways, strict=True))
-        size, spread = (math.exp(one) * (1 + _MARGIN) if one < 709 else math.inf for one in logs)
+        size, spread = (exp(one) * (1 + _MARGIN) for one in logs)
         if f.softcap is not None:
             size = min(size, f.softcap * math.tanh(size / f.softcap) * (1 + _MARGIN))
             spread = min(spread, 2.0 * size)

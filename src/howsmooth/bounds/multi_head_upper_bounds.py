@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, Parameters, log_spectral_norm, parameters_of
+from howsmooth.bounds.attention_parameters import Head, Parameters, log_size, log_spectral_norm, parameters_of, unit
 from howsmooth.bounds.ball_upper_bounds import (
     OURS,
     PAPER,
@@ -227,13 +227,15 @@ def folded_gram_upper_bound(
 
     """
     parameters = parameters_of(attention)
-    heads, maps = [], []
+    heads, maps, sizes = [], [], []
     for head, W in zip(parameters.heads, parameters.outputs, strict=True):
-        rows, triangle = torch.linalg.qr(head.V.mT)  # V = triangleᵀ rowsᵀ
+        rows, triangle = torch.linalg.qr(unit(head.V).mT)  # V = triangleᵀ rowsᵀ, up to its size
         heads.append(Head((head.left, head.right), rows.mT, head.b))
-        maps.append(W @ triangle.mT)
+        maps.append(unit(W) @ triangle.mT)
+        sizes.append(log_size(W) + log_size(head.V))
     balanced = replace(parameters, heads=tuple(heads), outputs=tuple(maps))
     logs, hypotheses = _bounds_of_heads(balanced, length, radius, head_bound)
+    logs = [log_product(*pair) for pair in zip(logs, sizes, strict=True)]
     return upper(
         "folded_gram_upper_bound",
         _quantity(parameters),
