@@ -186,7 +186,7 @@ def large_radius(head: Head, X: object, radius: float, *, masked: bool) -> Large
         gap = min(gap, float(differences.scatter(1, best[:, None], math.inf).min()))
         chosen.append(best)
     count = int(torch.bincount(torch.cat(chosen), minlength=n).max())
-    log_limit = log_product(log(head.V_norm), 0.5 * math.log(count))
+    log_limit = log_product(head.log_V_norm, 0.5 * math.log(count))
     if n == 1:
         return LargeRadius(log_limit, -math.inf, math.inf)
     diameter = largest_distance(x) * (1 + 1e-12)
@@ -198,8 +198,8 @@ def large_radius(head: Head, X: object, radius: float, *, masked: bool) -> Large
     log_eta = min(t, 0.0) - math.log1p(math.exp(-abs(t)))
     log_r2 = 2 * math.log(radius)
     outside = log_sum(0.0, log_r2 + log(diameter) + log(longest))
-    inside = log_sum(0.5 * math.log(2 * n) + outside, log_r2 + 2 * log(diameter) + log(head.A_norm))
-    return LargeRadius(log_limit, log_product(log(head.V_norm), log_eta, inside), gap)
+    inside = log_sum(0.5 * math.log(2 * n) + outside, log_r2 + 2 * log(diameter) + head.log_A_norm)
+    return LargeRadius(log_limit, log_product(head.log_V_norm, log_eta, inside), gap)
 
 
 def _bound(
