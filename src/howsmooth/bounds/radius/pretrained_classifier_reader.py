@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius.symbolic_network import Symbolic, check_operations, known_activation
+from howsmooth.bounds.radius.symbolic_tensor import fast_path
 from howsmooth.bounds.radius.symbolic_terms import OTHER
 from howsmooth.bounds.radius.transformer_layers import (
     ACTIVATIONS,
@@ -473,6 +475,7 @@ def _norm(module: Any, names: dict[nn.Module, str]) -> Norm:
     bias = getattr(module, "bias", None)
     bias = torch.zeros_like(gain) if bias is None else bias.detach().double().cpu()
     epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    epsilon = torch.finfo(module.weight.dtype).eps if epsilon is None else epsilon
     return Norm(gain, bias, float(epsilon), centred)
 
 
@@ -542,9 +545,11 @@ def model_logits(model: nn.Module, x: Tensor) -> Tensor:
     """Return the logits (classes,) that the original model computes for tokens x (n, d) at its
     first layer.
     """
-    if encoder_layers(model):
+    if layers := encoder_layers(model):
+        # The fast path needs biases, which an RMSNorm in place of a LayerNorm does not have.
+        fast = all(hasattr(norm, "bias") for layer in layers for norm in (layer.norm1, layer.norm2))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nullcontext() if fast else fast_path(False):
                 logits: Tensor = model(x[None])[0]
         except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
             got = f"tokens {tuple(x.shape)} that it does not take ({reason(error)})"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.bounds.radius.symbolic_tensor import SymbolicTensor, run_on_symbols
+from howsmooth.bounds.radius.symbolic_tensor import SymbolicTensor, refusal, run_on_symbols
 from howsmooth.bounds.radius.symbolic_terms import Terms
 from howsmooth.bounds.radius.transformer_layers import (
     ACTIVATIONS,
@@ -25,6 +25,8 @@ from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import CertificateError
 
 __all__ = ["check_operations", "known_activation"]
+
+_OTHERWISE = "is not reproduced by its stages: it does not perform the operations"
 
 Symbolic = Callable[[Tensor], SymbolicTensor]
 
@@ -43,8 +45,8 @@ def known_activation(function: Callable[[Tensor], Tensor], names: dict[nn.Module
     why = "has no remainder"
     try:
         found = run_on_symbols(lambda symbolic: function(symbolic(z)), terms, names)
-        for name, activation in ACTIVATIONS.items():
-            if torch.equal(found, terms.applied(name, z)):
+        for known, activation in ACTIVATIONS.items():
+            if torch.equal(found, terms.applied(known, z)):
                 return activation
     except CertificateError as error:
         why += f", since it {error.reason}"
@@ -97,15 +99,10 @@ def check_operations(
             output = terms.add(output, rows[:, stage.residual])
         state = torch.cat([rows, output], 1) if stage.keep else output
         if terms.newest(output) >= known:
-            raise _different(names, f"the stage '{stage.name}'")
+            raise refusal(names, f"{_OTHERWISE} of the stage '{stage.name}'")
     pooled = state[0] if token is not None or len(state) == 1 else terms.mean(state, 0)
     if not torch.equal(found, terms.linear(pooled, *readout)):
-        raise _different(names, "the readout")
-
-
-def _different(names: dict[nn.Module, str], where: str) -> CertificateError:
-    why = f"is not reproduced by its stages: it does not perform the operations of {where}"
-    return CertificateError("", kind=type(next(iter(names))).__name__, reason=why)
+        raise refusal(names, f"{_OTHERWISE} of the readout")
 
 
 def _output(terms: Terms, layer: Map, u: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from howsmooth.bounds.radius.symbolic_terms import OTHER, DifferentOperationError, Terms
 from howsmooth.errors import CertificateError, HowsmoothError, reason
 
-__all__ = ["SymbolicTensor", "run_on_symbols"]
+__all__ = ["SymbolicTensor", "fast_path", "refusal", "run_on_symbols"]
 
 # Operations that only rearrange entries, which are done on the numbers of the terms.
 _REARRANGING = frozenset(
@@ -97,13 +99,13 @@ class _Run(TorchFunctionMode):
 
     def _refuse(self, why: str) -> None:
         """Raise CertificateError with the name of the module whose code is running."""
-        frame, module = sys._getframe(), None
-        while frame is not None and module is None:
+        frame: FrameType | None = sys._getframe()
+        module = None
+        while frame is not None and module not in self._names:
             own = frame.f_locals.get("self")
-            module = own if isinstance(own, nn.Module) and own in self._names else None
-            frame = frame.f_back  # type: ignore[assignment]
-        name, kind = (self._names[module], type(module).__name__) if module is not None else ("", "a function")
-        self.refused = self.refused or CertificateError(name, kind=kind, reason=why)
+            module = own if isinstance(own, nn.Module) else None
+            frame = frame.f_back
+        self.refused = self.refused or refusal(self._names, why, module)
         raise self.refused
 
     def _wrapped(self, entries: Tensor) -> SymbolicTensor:
@@ -114,11 +116,6 @@ class _Run(TorchFunctionMode):
         known = [t for t in tensors if isinstance(t, SymbolicTensor)]
         if name in _SHAPE_ALONE:
             return func(*tree_map_only(SymbolicTensor, _blank, args), **kwargs)
-        if name == "_to_copy" and kwargs.get("dtype") in (None, torch.float64):
-            return self._wrapped(args[0].entries.clone())
-        if name in _REARRANGING:
-            found = func(tree_map_only(Tensor, _rearranged, args[0]), *args[1:], **kwargs)
-            return tree_map_only(Tensor, self._wrapped, found)
         in_place = func._schema.is_mutable and name.endswith("_") and isinstance(args[0], SymbolicTensor)
         # Before the first layer, anything may be computed; it is not followed.
         if all(bool((t.entries == OTHER).all()) for t in known) and (in_place or not func._schema.is_mutable):
@@ -129,6 +126,11 @@ class _Run(TorchFunctionMode):
             if all(isinstance(t, Tensor) and t.dtype == torch.float64 for t in results):
                 found = [self._wrapped(torch.full(t.shape, OTHER)) for t in results]
                 return found[0] if len(found) == 1 else found
+        if name == "_to_copy" and kwargs.get("dtype") in (None, torch.float64):
+            return self._wrapped(args[0].entries.clone())
+        if name in _REARRANGING and func._overloadname != "dtype":
+            found = func(tree_map_only(Tensor, _rearranged, args[0]), *args[1:], **kwargs)
+            return tree_map_only(Tensor, self._wrapped, found)
         base = name.removesuffix("_") if in_place else name
         if base in _ELEMENTWISE and not kwargs and len(args) == 1:
             found = self.terms.applied(base, args[0].entries)
@@ -176,6 +178,10 @@ class _Run(TorchFunctionMode):
         weights = self.terms.softmax(self.terms.plus(scores, mask))
         return _batched(self.terms.weighted, weights, v)
 
+    def _fused_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        found = self._attention(*args[:3], kwargs.pop("attn_mask", None), *args[3:], **kwargs)
+        return found, torch.full(found.shape[:-1], OTHER)
+
     def _product(self, a: Any, b: Any) -> Tensor:
         if not isinstance(a, SymbolicTensor):
             raise DifferentOperationError("multiplies the tokens by a matrix from the left")
@@ -205,7 +211,7 @@ class _Run(TorchFunctionMode):
     def _div(self, a: Any, b: Any) -> Tensor:
         if not isinstance(a, SymbolicTensor) or isinstance(b, SymbolicTensor):
             raise DifferentOperationError("divides by something that depends on the tokens")
-        return self.terms.times(a.entries, 1 / b)
+        return self.terms.times(a.entries, 1 / torch.as_tensor(b, dtype=torch.float64))
 
     def _pow(self, a: Any, power: Any) -> Tensor:
         if not isinstance(a, SymbolicTensor) or power not in (2, 3):
@@ -255,10 +261,28 @@ _RULES: dict[str, Callable[..., Any]] = {
     "pow": _Run._pow,
     "gelu": _Run._gelu,
     "_softmax": _Run._softmax,
+    "_scaled_dot_product_flash_attention_for_cpu": _Run._fused_attention,
     "native_layer_norm": _Run._layer_norm,
     "mean": _Run._mean,
     "sum": _Run._sum,
 }
+
+
+def refusal(names: dict[nn.Module, str], why: str, module: nn.Module | None = None) -> CertificateError:
+    """Return the error that names a module, or else the model, which is the first of the names."""
+    module = module if module in names else next(iter(names))
+    return CertificateError(names[module], kind=type(module).__name__, reason=why)
+
+
+@contextmanager
+def fast_path(enabled: bool) -> Iterator[None]:
+    """Return a context manager that allows or forbids PyTorch's one operation for a whole encoder layer."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _blank(t: SymbolicTensor) -> Tensor:
@@ -295,21 +319,15 @@ def run_on_symbols(
 
     """
     run = _Run(terms, names)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one operation for a whole layer of PyTorch
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), run:
+        with torch.no_grad(), fast_path(False), torch.compiler.set_stance("force_eager"), run:
             found = function(run._wrapped)
     except Exception as error:
         if run.refused is None and isinstance(error, HowsmoothError):
             raise
-        if run.refused is None:
-            why = f"does not run on tensors without values ({reason(error)})"
-            raise CertificateError("", kind="a function", reason=why) from None
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        raise run.refused or refusal(names, f"does not run without values ({reason(error)})") from None
     if run.refused is not None:
         raise run.refused from None
     if not isinstance(found, SymbolicTensor):
-        raise CertificateError("", kind="", reason="has an output that does not depend on its tokens")
+        raise refusal(names, "has an output that is not computed from its tokens")
     return found.entries

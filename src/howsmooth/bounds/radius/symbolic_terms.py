@@ -104,11 +104,13 @@ class Terms:
         self._learn_activations(row)
         if bool((factor == 1).all()):
             return row
+        if len(row) > 1 and self._kinds(row) == {"total"}:  # a sum of n tokens, divided by n, is their mean
+            return torch.cat([self._times(*pair) for pair in zip(row.split(1), factor.split(1), strict=True)])
         kind, *of = self._term(row)
         if kind == "dot" and bool((factor == factor[0]).all()):
             return self._scaled(row, float(factor[0]))
         whole = bool((row == self._vector(int(row[0]) // _PLACES, len(row))).all())
-        if kind == "norm" and whole and of[2:] == [_bytes(torch.ones_like(factor)), _bytes(0 * factor)]:
+        if kind == "norm" and whole and of[2:4] == [_bytes(torch.ones_like(factor)), _bytes(0 * factor)]:
             return self._named(len(row), "norm", *of[:2], _bytes(factor), *of[3:])
         return self._named(len(row), "times", _key(row), _bytes(factor))
 
