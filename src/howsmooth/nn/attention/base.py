@@ -317,9 +317,12 @@ class LipschitzAttention(LipschitzModule):
         )
 
     @property
-    def _divisor_key(self) -> tuple[int, float | None, float | None]:
-        """The length, radius and constant of the layer, which determine the rescaling of its output."""
-        return self.length, self.radius, self.constant
+    def _divisor_key(self) -> tuple[object, ...]:
+        """All settings of the layer, which determine the rescaling of its output beside the weights: its
+        attributes that are numbers or words, and its masks.
+        """
+        own = [(k, v) for k, v in self.__dict__.items() if isinstance(v, int | float | str) and k != "training"]
+        return self.masking, *own
 
     def _log(self, weights: Weights) -> Tensor:
         """Return the logarithm of the Lipschitz bound that the layer has before its output is rescaled.
