@@ -97,8 +97,8 @@ def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -
 
 
 def hash_settings(digest: Any, model: nn.Module) -> None:
-    """Add to a digest what the weights of a model do not say: the classes of its modules, and their attributes
-    that are numbers, words, functions or configurations of transformers.
+    """Add to a digest what the weights of a model do not say: the classes of its modules, and their
+    attributes that are numbers, words, functions or configurations of transformers.
     """
     configurations = set[int]()
     for path, module in model.named_modules():

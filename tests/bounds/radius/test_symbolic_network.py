@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-from howsmooth.bounds.radius import ACTIVATIONS, NetworkAtInput
+from howsmooth.bounds.radius import NetworkAtInput
 from howsmooth.bounds.radius.pretrained_classifier_reader import model_logits, read_classifier
 from howsmooth.bounds.radius.symbolic_network import known_activation
 from howsmooth.errors import CertificateError
@@ -34,7 +34,12 @@ class Encoder(nn.Module):
     def __init__(self, twist: Twist | None = None, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        options = {"activation": "gelu", "norm_first": True, "batch_first": True, "dtype": torch.float64} | options
+        options = {
+            "activation": "gelu",
+            "norm_first": True,
+            "batch_first": True,
+            "dtype": torch.float64,
+        } | options
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 6, **options) for _ in range(2))
         self.head, self.twist = nn.Linear(4, 2, dtype=torch.float64), twist
 
@@ -266,7 +271,15 @@ def test_activations_of_transformers_are_known_or_refused(name: str) -> None:
     try:
         found = known_activation(module, {module: name})
     except CertificateError:
-        assert name not in ("gelu", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "quick_gelu", "silu", "relu")
+        assert name not in (
+            "gelu",
+            "gelu_new",
+            "gelu_python",
+            "gelu_pytorch_tanh",
+            "quick_gelu",
+            "silu",
+            "relu",
+        )
     else:
         torch.testing.assert_close(found.value(z), module(z), rtol=1e-12, atol=1e-12)
 
@@ -293,7 +306,9 @@ def test_attention_that_changes_large_scores_is_refused() -> None:
 class Beside(GPT2ForSequenceClassification):
     """A model in which the embedded tokens reach the logits past the layers, once they are large."""
 
-    def forward(self, inputs_embeds: Tensor | None = None, input_ids: Tensor | None = None, **other: Any) -> Any:
+    def forward(
+        self, inputs_embeds: Tensor | None = None, input_ids: Tensor | None = None, **other: Any
+    ) -> Any:
         table = self.transformer.wte
         embeds = table(input_ids) if inputs_embeds is None else inputs_embeds
         found = super().forward(inputs_embeds=embeds, **other)
@@ -327,7 +342,11 @@ def test_an_rms_norm_without_epsilon_has_that_of_the_dtype_it_computes_with(dtyp
     class Last(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.norm, self.head = Encoder().layers[0].to(dtype), norm, nn.Linear(4, 2, dtype=dtype)
+            self.layer, self.norm, self.head = (
+                Encoder().layers[0].to(dtype),
+                norm,
+                nn.Linear(4, 2, dtype=dtype),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.norm(self.layer(x)).mean(1))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -224,6 +224,10 @@ def _read_encoder(
         raise CertificateError("", kind=type(model).__name__, reason=why, remedy=OF_ITS_OWN)
     weight, offset = _linear(readouts[0])
     n, error = len(x), math.inf
+
+    def logits(symbolic: Symbolic) -> Any:
+        return model(symbolic(torch.arange(x.numel()).view(1, *x.shape)))[0]
+
     for token in (None, 0, n - 1):
         stages: list[Stage] = []
         for index, layer in enumerate(layers):
@@ -252,9 +256,7 @@ def _read_encoder(
         check_network(network, x, OF_ITS_OWN)
         error = _difference(model, network, x, None)
         if error <= _AGREEMENT:
-            entries = torch.arange(x.numel()).view(1, *x.shape)
-            run = lambda symbolic: model(symbolic(entries))[0]  # noqa: E731
-            check_operations(run, network, (weight, offset), token, x, names)
+            check_operations(logits, network, (weight, offset), token, x, names)
             return network
     raise _other(model, error)
 
@@ -603,12 +605,16 @@ def _symbolic_logits(
         return symbolic(torch.full(found.shape, OTHER))
 
     given = dict(_stand_in(model, x) if inputs is None else inputs)
-    given |= {name: other(value) for name, value in given.items() if value.is_floating_point()}
+    main = {"inputs_embeds", "pixel_values"} & given.keys()
+    given |= {name: other(given[name]) for name in main}
     tokens = symbolic(torch.arange(x.numel()).view(1, *x.shape))
-    table = getattr(model, "get_input_embeddings", lambda: None)()
-    if table is None or "input_ids" not in given:
+    if main:
         return _logits_from(model, tokens, given)
-    hook = table.register_forward_hook(lambda module, args, output: other(output))
+    hook = (
+        cast("Any", model)
+        .get_input_embeddings()
+        .register_forward_hook(lambda module, args, output: other(output))
+    )
     try:
         return _logits_from(model, tokens, given)
     finally:

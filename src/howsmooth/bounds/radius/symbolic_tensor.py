@@ -1,8 +1,8 @@
 """Run a model on tensors without values, to learn what it computes from its tokens.
 
-Where the model's code reads a value, for instance to branch on it, or performs an operation that no known layer
-has, the run is refused: whatever stands in the forward pass, whether in modules, hooks or patched methods, is
-seen, since nothing can be computed from such a tensor without its operations.
+Where the model's code reads a value, for instance to branch on it, or performs an operation that no known
+layer has, the run is refused: whatever stands in the forward pass, whether in modules, hooks or patched
+methods, is seen, since nothing can be computed from such a tensor without its operations.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ from howsmooth.errors import CertificateError, HowsmoothError, reason
 __all__ = ["SymbolicTensor", "fast_path", "refusal", "run_on_symbols"]
 
 # Operations that only rearrange entries, which are done on the numbers of the terms.
-_REARRANGING = frozenset(
-    "alias cat chunk clone detach expand flatten index index_select lift_fresh narrow permute repeat reshape "
-    "select slice split split_with_sizes squeeze stack t transpose unbind unflatten unsafe_split unsqueeze "
-    "view _unsafe_view _reshape_alias".split()
-)
-_SHAPE_ALONE = frozenset("new_empty new_zeros new_ones new_full zeros_like ones_like full_like empty_like".split())
+_REARRANGING = {
+    *("alias", "cat", "chunk", "clone", "detach", "expand", "flatten", "index", "index_select", "lift_fresh"),
+    *("narrow", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze"),
+    *("stack", "t", "transpose", "unbind", "unflatten", "unsafe_split", "unsqueeze", "view", "_unsafe_view"),
+    "_reshape_alias",
+}
+_SHAPE_ALONE = {
+    *("new_empty", "new_zeros", "new_ones", "new_full"),
+    *("zeros_like", "ones_like", "full_like", "empty_like"),
+}
 _ELEMENTWISE = {"sigmoid", "tanh", "silu", "relu", "erf", "neg", "rsqrt"}
 # Ways to the memory of a tensor past its operations.
-_READING = frozenset(
-    "numpy tolist __array__ __dlpack__ data_ptr untyped_storage storage _typed_storage __reduce_ex__ "
-    "__deepcopy__ item __bool__ __float__ __int__ __index__ __contains__".split()
-)
+_READING = {
+    *("numpy", "tolist", "item", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
+    *("__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
+    *("__bool__", "__float__", "__int__", "__index__", "__contains__"),
+}
 
 
 class SymbolicTensor(Tensor):
@@ -48,16 +53,18 @@ class SymbolicTensor(Tensor):
     @staticmethod
     def __new__(cls, entries: Tensor, run: _Run) -> SymbolicTensor:
         """Make a tensor of the entries' shape and strides."""
-        found: SymbolicTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, entries.shape, strides=entries.stride(), dtype=torch.float64, device="cpu"
+        found: SymbolicTensor = Tensor._make_wrapper_subclass(
+            cls, entries.shape, strides=entries.stride(), dtype=torch.float64, device=torch.device("cpu")
         )
         found.entries, found.run = entries, run
         return found
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Perform an operation on terms."""
         first = next(t for t in tree_flatten((args, kwargs))[0] if isinstance(t, SymbolicTensor))
         return first.run.operation(func, args, kwargs or {})
@@ -94,7 +101,14 @@ class _Run(TorchFunctionMode):
             return perform()
         except DifferentOperationError as error:
             self._refuse(str(error))
-        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            IndexError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             self._refuse(f"computes '{name}' in a way that is not known ({reason(error)})")
 
     def _refuse(self, why: str) -> None:
@@ -124,8 +138,8 @@ class _Run(TorchFunctionMode):
             if in_place:
                 return args[0]
             if all(isinstance(t, Tensor) and t.dtype == torch.float64 for t in results):
-                found = [self._wrapped(torch.full(t.shape, OTHER)) for t in results]
-                return found[0] if len(found) == 1 else found
+                others = [self._wrapped(torch.full(t.shape, OTHER)) for t in results]
+                return others[0] if len(others) == 1 else others
         if name == "_to_copy" and kwargs.get("dtype") in (None, torch.float64):
             return self._wrapped(args[0].entries.clone())
         if name in _REARRANGING and func._overloadname != "dtype":
@@ -162,7 +176,9 @@ class _Run(TorchFunctionMode):
     ) -> Tensor:
         q, k, v = query.entries, key.entries, value.entries
         if dropout_p or isinstance(attn_mask, SymbolicTensor):
-            raise DifferentOperationError("computes attention with dropout, or a mask that depends on the tokens")
+            raise DifferentOperationError(
+                "computes attention with dropout, or a mask that depends on the tokens"
+            )
         n, m = q.shape[-2], k.shape[-2]
         mask = torch.zeros(n, m, dtype=torch.float64)
         if is_causal:
@@ -178,8 +194,10 @@ class _Run(TorchFunctionMode):
         weights = self.terms.softmax(self.terms.plus(scores, mask))
         return _batched(self.terms.weighted, weights, v)
 
-    def _fused_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        found = self._attention(*args[:3], kwargs.pop("attn_mask", None), *args[3:], **kwargs)
+    def _fused_attention(
+        self, q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        found = self._attention(q, k, v, dropout_p=dropout, is_causal=causal, **kwargs)
         return found, torch.full(found.shape[:-1], OTHER)
 
     def _product(self, a: Any, b: Any) -> Tensor:

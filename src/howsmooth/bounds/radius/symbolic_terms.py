@@ -1,10 +1,10 @@
-"""The class ``Terms``: entries of tensors as numbered terms, so that two computations are the same if and only
-if they are written with the same operations.
+"""The class ``Terms``: entries of tensors as numbered terms, so that two computations are known to be equal if
+they consist of the same operations.
 
-A term stands for a vector and is an operation with its operands, such as a linear map of a vector. An entry is
-the number of its term, times 2³², plus its place in the vector; a tensor is an int64 tensor of entries. Equal
-terms have equal numbers. The few rewritings (a factor of a query goes into the weights, a mask removes keys)
-are identities of real numbers, so that equal entries are equal functions of the tokens everywhere.
+A term stands for a vector and is an operation with its operands, such as a linear map of a vector. An entry
+is the number of its term, times 2³², plus its place in the vector; a tensor is an int64 tensor of entries.
+Equal terms have equal numbers. The few rewritings (a factor of a query goes into the weights, a mask removes
+keys) are identities of real numbers, so that equal entries are equal functions of the tokens everywhere.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Terms:
         return _with_constant(self._plus, u, offset)
 
     def _plus(self, row: Tensor, offset: Tensor) -> Tensor:
-        hidden = sum(offset == mask for mask in _MASKS) > 0
+        hidden = torch.isin(offset, torch.tensor(_MASKS, dtype=torch.float64))
         if bool(((offset == 0) | hidden).all()) and (not bool(hidden.any()) or self._kinds(row) == {"dot"}):
             return torch.where(hidden, _HIDDEN, row)
         return self._named(len(row), "plus", _key(row), _bytes(offset))

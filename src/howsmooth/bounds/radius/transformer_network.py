@@ -160,8 +160,8 @@ class Network:
             yield x
 
     def digest(self) -> str:
-        """Return a SHA-256 hash of everything that the network computes with: the kinds of its layers, how they
-        are connected, and all their weights and settings.
+        """Return a SHA-256 hash of everything that the network computes with: the kinds of its layers, how
+        they are connected, and all their weights and settings.
         """
         digest = hashlib.sha256()
         for stage in self.stages:

@@ -22,7 +22,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
 from howsmooth.models.builtin import BUILTIN_MODELS
-from howsmooth.models.float32_weights import HALF, computing_dtype, hash_settings, hash_weights, stored_dtype, without_origin
+from howsmooth.models.float32_weights import (
+    HALF,
+    computing_dtype,
+    hash_settings,
+    hash_weights,
+    stored_dtype,
+    without_origin,
+)
 from howsmooth.models.inputs.model_inputs import (
     check_model,
     max_length,
