@@ -549,6 +549,33 @@ def _parametrised(layer: Layer) -> None:
     nn.utils.parametrizations.orthogonal(layer.out_proj, "weight")
 
 
+SETTINGS: list[tuple[type[Any], dict[str, Any], str, float]] = [
+    (hs.nn.CosineAttention, {}, "temperature", 5.0),
+    (hs.nn.CosineAttention, {}, "gain", 5.0),
+    (hs.nn.CosineAttention, {}, "eps", 0.1),
+    (hs.nn.EnergyAttention, {}, "num_heads", 1),
+    (hs.nn.EnergyAttention, {}, "scale", 3.0),
+    (hs.nn.L2Attention, {}, "num_heads", 1),
+    (hs.nn.QueryKeyNormAttention, {"radius": R}, "eps", 0.1),
+    (hs.nn.SigmoidAttention, {"radius": R}, "shift", 2.0),
+]
+
+
+@pytest.mark.parametrize(("cls", "how", "name", "value"), SETTINGS)
+def test_the_divisor_is_that_of_the_settings_of_now(
+    cls: type[Any], how: dict[str, Any], name: str, value: float
+) -> None:
+    layer = cls(8, 2, length=N, constant=1.0, **how).eval()
+    before = layer._log_divisor(layer._weights())
+    setattr(layer, name, value)
+    fresh = cls(8, 2, length=N, constant=1.0, **how).eval()
+    setattr(fresh, name, value)
+    fresh.load_state_dict(layer.state_dict())
+    found = layer._log_divisor(layer._weights())
+    assert found == pytest.approx(fresh._log_divisor(fresh._weights()), rel=1e-12)
+    assert found != pytest.approx(before, rel=1e-4)
+
+
 @pytest.mark.parametrize("change", [_step, _in_place, _through_data, _replaced, _loaded, _parametrised])
 def test_the_divisor_is_kept_until_weights_change(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = made(SoftmaxAttention, constant=1.0)
