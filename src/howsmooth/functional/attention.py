@@ -116,7 +116,7 @@ def attention(
 
     if not isinstance(causal, bool):
         raise ArgumentError("causal", expected="True or False", got=repr(causal))
-    if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
+    if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt) or offset < 0:
         raise ArgumentError("offset", expected="a whole number >= 0", got=repr(offset))
     names = ["q", "k", "v"]
     # Query heads that share a key head are put on an axis of their own, the group.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from howsmooth.attention.masks import Visibility
 from howsmooth.errors import ArgumentError
@@ -133,7 +134,7 @@ def evaluated(tensors: Sequence[Tensor], *settings: Any) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return apply(attention_function(tensors, *settings), *tensors)[0]
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0:
         return attention_operator(list(tensors), *settings, "")[0]
     if settings[-1]:
         raise ArgumentError("kernels", expected="False within torch.func in a compiled function", got="True")
