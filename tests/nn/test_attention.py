@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -159,6 +160,18 @@ def test_the_mask_of_a_layer_is_always_there(kind: str) -> None:
     for output, weights in (layer(x), layer(x, is_causal=kind == "causal")):
         torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(weights, expected_weights, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, N])
+def test_a_fixed_mask_of_any_length_warns_of_nothing(n: int) -> None:
+    """NumPy's diagonals are read-only, of which PyTorch warns."""
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            SoftmaxAttention(D, 2, length=n, radius=R, mask=torch.zeros(n, n, dtype=torch.bool))
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_one_sequence_and_no_weights() -> None:

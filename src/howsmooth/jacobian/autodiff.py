@@ -13,12 +13,15 @@ the two products are adjoint to each other, and finite differences of the map ag
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import cast
+from functools import cached_property, partial
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,6 +31,7 @@ from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LinearOperator
+from howsmooth.spectral.scaling import PowersOfTwo, in_range, out_of_range, shifted
 
 __all__ = [
     "MULTIPLES",
@@ -96,12 +100,15 @@ class AutodiffJacobian(LinearOperator):
     Attributes
     ----------
     graph_bytes
-        How many bytes the kept graph takes, weights included.
+        How many bytes the kept graph takes, weights included; infinite where they cannot be counted.
     image
-        The product with ``start``, which the solver need not compute again; None without a check.
+        The product with ``start``, which the solver need not compute again; None without a check, and where
+        it leaves the range in which all digits are kept.
     judged
         Whether a float64 operator fits into ``float64_bytes``. If so, rounding is estimated from a single
         repeated product.
+    powers
+        The powers of two by which the checks multiplied the products to bring them into that range.
 
     Raises
     ------
@@ -112,7 +119,7 @@ class AutodiffJacobian(LinearOperator):
         If forward or reverse mode is not available, if the two do not agree, or if finite differences
         of ``f`` contradict them.
     NonFiniteError
-        If f(x) is not finite.
+        If f(x) is not finite, or the products underflow whatever vectors they are taken with.
 
     """
 
@@ -163,6 +170,7 @@ class AutodiffJacobian(LinearOperator):
         # The weights and the graph take twice as many bytes in float64.
         self.judged = x.dtype == torch.float32 and 2 * self.graph_bytes <= float64_bytes
         self.image: Tensor | None = None
+        self.powers = PowersOfTwo.ones(self.batch)
         if rounding is None:
             self.image = self._check_derivatives(y, start)
 
@@ -232,8 +240,10 @@ class AutodiffJacobian(LinearOperator):
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         with one_backend(), as_derivative_errors("reverse"):
-            cotangent = self._kept.adjoint_product(u.reshape(self._y_shape))
-        return cotangent.reshape(self.batch, *self.in_shape)
+            return self._transposed(self._kept, u)
+
+    def _transposed(self, at: _Linearisation, u: Tensor) -> Tensor:
+        return at.adjoint_product(u.reshape(self._y_shape)).reshape(self.batch, *self.in_shape)
 
     def _forward_product(self, e: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return f(x) and the product J e of the Jacobian of f with the tangent ``e``, both computed in
@@ -264,8 +274,8 @@ class AutodiffJacobian(LinearOperator):
 
         def products() -> Iterator[Tensor]:
             for c, x in zip(MULTIPLES, moved_by_rounding(self._x), strict=True):
-                moved = _Linearisation(self._f, x, -1).adjoint_product(c * u.reshape(self._y_shape))
-                yield moved.reshape(jtu.shape) / c
+                moved = partial(self._transposed, _Linearisation(self._f, x, -1))
+                yield self.powers.adjoint_product(moved, c * u) / c
 
         with one_backend(), as_derivative_errors("reverse"):
             made = products()
@@ -276,13 +286,15 @@ class AutodiffJacobian(LinearOperator):
                     return generous
             return allowance_for_rounding(itertools.chain([first], made), jtu)
 
-    def _check_derivatives(self, y: Tensor, start: Tensor | None) -> Tensor:
+    def _check_derivatives(self, y: Tensor, start: Tensor | None) -> Tensor | None:
         """Check the forward-mode and reverse-mode derivatives of the map ``f`` against each other and against
         finite differences. Return the product of the Jacobian with the tangent ``start``, or with a random
         tangent if ``start`` is None.
 
         Forward and reverse mode agree if ⟨J e, u⟩ = ⟨e, Jᵀu⟩. Members of a batch must not depend on each
-        other. The rounding errors of the products are estimated and stored. The argument ``y`` is f(x).
+        other. The rounding errors of the products are estimated and stored. The argument ``y`` is f(x). The
+        result is None if the product leaves the range in which all digits are kept; then the products are
+        checked with other powers of two.
         """
         generator = torch.Generator().manual_seed(0)
         e = start
@@ -292,26 +304,33 @@ class AutodiffJacobian(LinearOperator):
         e, u = e.to(self._x), u.to(self._x)
         again, je = self._forward_product(e)
         self._refuse_other_outputs(again)
-        jtu = self._adjoint_product(u)
-        first = self._product(e) if self._kept.twice else je
+        unscaled = first = self._product(e) if self._kept.twice else je
+        self.powers, first = in_range(self, e, first)
+        if self.powers:
+            je = self.powers.product(lambda e: self._forward_product(e)[1], e)
+        jtu = self.powers.adjoint_product(self._adjoint_product, u)
+        self._refuse_underflow(first, u, jtu)
         reverse = self._conditioning(u, jtu)
+        product = partial(self.powers.product, self._product)
         if self.judged and float(reverse.max()) <= _SMALL:
             forward = reverse
         else:
-            forward = allowance_for_rounding((self._product(c * e) / c for c in MULTIPLES), first)
+            forward = allowance_for_rounding((product(c * e) / c for c in MULTIPLES), first)
         self.rounding = torch.stack((self.rounding, forward, reverse)).amax(dim=0)
         # The check sums over the whole batch. A map that mixes the batch passes it, and gets the error below.
         check_adjoint(e, je, u, jtu, forward, reverse)
+        # Where only scaled products are not zero, the values of f have underflowed, too, and show nothing.
+        shown = e if not self.powers else _where_any(unscaled, e)
         check_against_differences(
             lambda x: cast(Tensor, self._evaluate(x)),
             self._x,
             y,
-            e.reshape(self._x.shape),
-            self._product,
+            shown.reshape(self._x.shape),
+            lambda e: shifted(product(e.reshape(self.batch, *self.in_shape)), -self.powers.total),
             float(self.rounding.max()),
-            first,
+            _where_any(unscaled, shifted(first, -self.powers.total)) if self.powers else first,
         )
-        if _mixes(self._product, e):
+        if _mixes(product, e):
             raise ArgumentError(
                 "f",
                 expected="members of the batch that do not depend on each other",
@@ -319,7 +338,27 @@ class AutodiffJacobian(LinearOperator):
                 remedy="Measure one member at a time, or put batch statistics in evaluation mode, or say "
                 "with batch_dims how many of the first axes of x are batch axes.",
             )
-        return first
+        return None if self.powers else first
+
+    def _refuse_underflow(self, je: Tensor, u: Tensor, jtu: Tensor) -> None:
+        """Raise NonFiniteError if a product is zero only because numbers inside the map underflow.
+
+        The arguments are products of the scaled map. A map whose Jacobian is zero passes.
+        """
+        lost = ~(je.flatten(1).any(dim=1) & jtu.flatten(1).any(dim=1))
+        if not bool(lost.any()):
+            return
+        alone = torch.where(lost.view(-1, *(1,) * (u.ndim - 1)), shifted(u, self.powers.adjoint_before), 0.0)
+        if self._kept.underflows(alone.reshape(self._y_shape)):
+            double = self.dtype == torch.float64
+            raise NonFiniteError(
+                "f",
+                expected=f"a Jacobian whose products stay in the range of {self.dtype}",
+                got="products that underflow to zero inside f",
+                remedy="Multiply small weights by a constant, and divide the result by it."
+                if double
+                else "Measure f and x in float64.",
+            )
 
     def keeps_rows_apart(self) -> bool:
         """Return True if the map acts on each token separately, so that row i of J E depends only on row i of
@@ -332,7 +371,11 @@ class AutodiffJacobian(LinearOperator):
             return False
         generator = torch.Generator().manual_seed(0)
         e = torch.randn(self.in_shape, generator=generator, dtype=torch.float64).to(self._x)
-        return bool(self._product(e[None]).any()) and not _mixes(lambda e: self._product(e[None])[0], e)
+
+        def product(e: Tensor) -> Tensor:
+            return self.powers.product(self._product, e[None])[0]
+
+        return bool(product(e).any()) and not _mixes(product, e)
 
 
 class _Linearisation:
@@ -353,10 +396,18 @@ class _Linearisation:
             kept[storage._cdata] = storage.nbytes()  # Tensors that wrap others have no data pointer.
             return t
 
-        with torch.enable_grad(), one_backend(), saved_tensors_hooks(counted, lambda t: t):
-            self.y = f(self._x)
-        # How many bytes PyTorch keeps for reverse mode, weights included
-        self.graph_bytes = sum(kept.values())
+        try:
+            with torch.enable_grad(), one_backend(), saved_tensors_hooks(counted, lambda t: t):
+                self.y = f(self._x)
+            # How many bytes PyTorch keeps for reverse mode, weights included
+            self.graph_bytes: float = sum(kept.values())
+        except RuntimeError as error:
+            # A map that is itself a gradient by torch.func refuses to be counted.
+            if "saved tensor hooks" not in str(error):
+                raise
+            with torch.enable_grad(), one_backend():
+                self.y = f(self._x)
+            self.graph_bytes = math.inf
         self._jtu: Tensor | None = None
 
     @cached_property
@@ -390,6 +441,47 @@ class _Linearisation:
         """
         found = _gradient(self.y, self._x, u)
         return torch.zeros_like(self._x) if found is None else found
+
+    def underflows(self, u: Tensor) -> bool:
+        """Return True if in Jᵀu numbers become zero although their exact values are not.
+
+        Each step of reverse mode is linear. Where a step returns zeros, it is repeated with numbers multiplied
+        by a power of two, and shows whether they remain zero.
+        """
+        seen: set[Any] = set()
+        found: list[bool] = []
+
+        def watch(node: Any) -> Callable[[Any, Any], None]:
+            def lifted(made: Any, given: Any) -> None:
+                largest = max((float(g.abs().max()) for g in given if g is not None and g.numel()), default=0.0)
+                if found or not 0.0 < largest < math.inf or all(m is None or bool(m.all()) for m in made):
+                    return
+                exponent = math.frexp(torch.finfo(u.dtype).max ** 0.75 / largest)[1] // 2
+                again = given
+                for _ in range(2):  # twice half of it, as the whole may be no number
+                    again = tuple(g if g is None else g * 2.0**exponent for g in again)
+                with contextlib.suppress(Exception):  # some steps cannot be called alone
+                    again = node(*again)
+                    again = again if isinstance(again, tuple) else (again,)
+                    pairs = [(a, m) for a, m in zip(again, made, strict=True) if a is not None]
+                    if any(m is not None and bool(((m == 0) & (a != 0)).any()) for a, m in pairs):
+                        found.append(True)
+
+            return lifted
+
+        left, hooks = [self.y.grad_fn], []
+        while left:
+            node = left.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                left += [parent for parent, _ in node.next_functions]
+                hooks.append(node.register_hook(watch(node)))
+        try:
+            self.adjoint_product(u)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return bool(found)
 
 
 def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor | None:
@@ -441,10 +533,31 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float =
     ``je`` (batch, ...) is the product, and ``moved`` are its repetitions, each with other rounding errors.
     The result is (batch,), float64 on the CPU.
     """
+    exponents = np.zeros(len(je), dtype=np.int64)
+    if je.dtype == torch.float64:  # squares of float32 numbers are in range
+        exponents = -out_of_range(je)
+    je = shifted(je, exponents)
     size = je.double().flatten(1).norm(dim=1)
-    changes = [(product - je).double().flatten(1).norm(dim=1) for product in moved]
+    changes = [(shifted(product, exponents) - je).double().flatten(1).norm(dim=1) for product in moved]
     change = torch.stack(changes).amax(dim=0)
     return allowed * torch.where(size > 0, change / size, 0.0).cpu()
+
+
+def _where_any(shown: Tensor, t: Tensor) -> Tensor:
+    """Set to zero the members of a batch ``t`` for which those of ``shown`` are zero or not finite."""
+    sizes = torch.linalg.vector_norm(shown.flatten(1), ord=math.inf, dim=1)
+    there = (sizes > 0) & torch.isfinite(sizes)
+    return torch.where(there.view(-1, *(1,) * (t.ndim - 1)), t, 0.0)
+
+
+def _length(t: Tensor) -> float:
+    """Return the Euclidean norm of a tensor, also where squares leave the range of float64."""
+    t = t.double()
+    length = float(t.norm())
+    if 1e-140 < length < 1e140:
+        return length
+    largest = float(t.abs().max())
+    return largest * float((t / largest).norm()) if 0 < largest < math.inf else length
 
 
 def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor, reverse: Tensor) -> None:
@@ -457,7 +570,7 @@ def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor
     left, right = (je * u).sum(dtype=torch.float64), (e * jtu).sum(dtype=torch.float64)
     least = 1e4 * torch.finfo(e.dtype).eps
     sides = ((forward, je), (reverse, jtu))
-    allowed = sum((least + float(error.max())) * float(t.double().norm()) for error, t in sides)
+    allowed = sum((least + float(error.max())) * _length(t) for error, t in sides)
     if not float((left - right).abs()) <= allowed + torch.finfo(e.dtype).tiny:
         raise DerivativeError(
             "f: forward and reverse mode disagree (⟨J e, u⟩ is not ⟨e, Jᵀ u⟩). An in-place change or a "
@@ -486,23 +599,26 @@ def check_against_differences(
     is defined, the steps are taken towards the inside of the ball. The arguments ``y`` and ``je`` are f(x)
     and, if it is known, the product with e.
     """
-    scale = float(x.double().square().mean().sqrt()) or 1.0
+    scale = _length(x) / math.sqrt(x.numel()) or 1.0
     step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
     steps, at = (step / 4, 0.6 * step, step), y.detach()
 
-    def explained(fine: Tensor, along: Tensor, kink: Tensor) -> bool:
+    # Values of f are rounded, and lose all digits below the smallest normal number.
+    tiny = torch.finfo(x.dtype).tiny * math.sqrt(at.numel())
+    blurred = (16 * torch.finfo(x.dtype).eps * _length(at) + tiny) / steps[0]
+
+    def explained(fine: Tensor, along: Tensor, kink: float) -> bool:
         known = je if along is e and je is not None else product(along)
         known = known.reshape(fine.shape)
-        blurred = 16 * torch.finfo(x.dtype).eps * at.norm() / steps[0]
-        rough = (0.2 + rounding) * torch.maximum(fine.norm(), known.norm())
-        return not bool((fine - known).norm() > torch.stack((4 * kink, blurred, rough)).amax())
+        rough = (0.2 + rounding) * max(_length(fine), _length(known))
+        return not _length(fine - known) > max(4 * kink, blurred, rough)
 
     try:
         ahead = (f(x + steps[0] * e) - at) / steps[0]
     except Exception:  # f accepts x, so it refuses an input near x
         pass
     else:
-        if explained(ahead, e, at.new_zeros(())):
+        if explained(ahead, e, 0.0):
             return
     # The longer steps are taken only if the difference of the shortest one is not explained.
     for some in (steps[:1], steps):
@@ -514,7 +630,7 @@ def check_against_differences(
             return
     fine = found[0]
     # Reliable if all steps agree to 5 %
-    if bool(torch.stack([(one - fine).norm() for one in found]).amax() <= 0.05 * fine.norm()):
+    if max(_length(one - fine) for one in found) <= 0.05 * _length(fine):
         raise DerivativeError(
             "f: finite differences contradict its derivative. A detach, a no_grad or a custom "
             "derivative inside f makes the derivative wrong; measure a map without them."
@@ -523,7 +639,7 @@ def check_against_differences(
 
 def _differences(
     f: Callable[[Tensor], Tensor], x: Tensor, at: Tensor, e: Tensor, steps: Sequence[float]
-) -> tuple[Tensor, list[Tensor], Tensor] | None:
+) -> tuple[Tensor, list[Tensor], float] | None:
     """Compute finite differences of the map ``f`` at ``x``, or return None if f refuses all inputs near
     ``x``.
 
@@ -542,9 +658,9 @@ def _differences(
             found = [(4 * f(x + h * e) - 3 * at - f(x + 2 * h * e)) / (2 * h) for h in steps]
         except Exception:
             return None
-        return e, found, at.new_zeros(())
+        return e, found, 0.0
     found = [(ahead + behind) / (2 * h) for h, (ahead, behind) in zip(steps, sides, strict=True)]
-    return e, found, (sides[0][0] - sides[0][1]).norm() / steps[0]
+    return e, found, _length(sides[0][0] - sides[0][1]) / steps[0]
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
