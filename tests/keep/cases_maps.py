@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import howsmooth as hs
-from tests.keep.numbers import Number, case, digest_of, interval, numbers
+from tests.keep.numbers import Interval, Number, case, digest_of, interval, numbers
 
 D, N = 6, 7
 
@@ -111,17 +112,52 @@ MAPS: dict[str, Callable[[], Any]] = {
 }
 
 
+# Their largest singular value is repeated.
+_WITHOUT_DIRECTION = ("layer scale",)
+
+
 def _constant(name: str) -> Mapping[str, Number]:
     f, x = MAPS[name](), numbers(50, N, D)
     found = hs.local_lipschitz(f, x, rtol=1e-6)
     single = hs.local_lipschitz(f.to(dtype=torch.float32), x.float(), rtol=1e-3)
-    return {
+    given: dict[str, Number] = {
         "float64": interval(found),
         "float32": interval(single, None),
         "image": digest_of(f(x)),
-        "direction": digest_of(found.input_direction * found.input_direction, rtol=1e-5),
     }
+    if name not in _WITHOUT_DIRECTION:
+        given["direction"] = digest_of(found.input_direction.square(), rtol=1e-5)
+    return given
 
 
 for _name in MAPS:
-    case(f"maps/{_name}")(lambda name=_name: _constant(name))
+    case(f"maps/{_name}")(partial(_constant, _name))
+
+
+@case("maps/schedules")
+def _schedules() -> Mapping[str, Number]:
+    """Probabilities that are kept, and streamed from 1,024 tokens on; several sequences at once."""
+    found: dict[str, Number] = {}
+    for causal in (False, True):
+        f = attention(51, heads=2, causal=causal, temperature=2.0)
+        words = "causal" if causal else "unmasked"
+        for n in (300, 1030):
+            x = numbers(52, n, D)
+            found[f"{words}, {n} tokens"] = interval(hs.local_lipschitz(f, x, rtol=1e-6))
+        single = hs.local_lipschitz(f.to(dtype=torch.float32), x.float(), rtol=1e-3)
+        found[f"{words}, 1030 tokens, float32"] = interval(single, None)
+    together = hs.local_lipschitz(f, [numbers(53 + n, n, D) for n in (3, 7, 5)], rtol=1e-6)
+    for k in range(3):
+        ends = (float(getattr(together, name)[k]) for name in ("lower", "value", "upper"))
+        found[f"sequence {k} of three"] = Interval(*ends)
+    return found
+
+
+@case("maps/by autodiff")
+def _autodiff() -> Mapping[str, Number]:
+    found: dict[str, Number] = {}
+    for name in ("causal", "sinks", "pre-norm"):
+        found[name] = interval(hs.local_lipschitz(MAPS[name](), numbers(50, N, D), rtol=1e-6, method="autodiff"))
+    x = numbers(50, N, D)
+    plain = hs.local_lipschitz(lambda x: torch.sin(x.roll(1, -2)) * x, x, rtol=1e-6, batch_dims=0)
+    return {**found, "a function of PyTorch": interval(plain)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 #: Two evaluations of one formula in float64 differ by rounding alone, on any processor.
 RTOL = 1e-9
 
-#: An interval may become this much wider: its end depends on the random start of the solver.
+#: An interval may become this much wider than it was, or as wide as was asked for: its upper end depends on
+#: the random start of the solver.
 WIDER = 10.0
 
 
@@ -38,14 +40,16 @@ class Close:
 class Interval:
     """A measured constant with its interval.
 
-    The old and the new interval overlap, and the new one is no wider than ten times the old; in float64 the
-    values agree as well. In float32 the value has no tolerance of its own: the interval says what it is worth.
+    The old and the new interval overlap, and the new one is as narrow as ``asked``, or not much wider than the
+    old; in float64 the values agree as well. In float32 the value has no tolerance of its own: the interval
+    says what it is worth.
     """
 
     lower: float
     value: float
     upper: float
     rtol: float | None = RTOL
+    asked: float = 1e-6
 
     def stored(self) -> list[float]:
         return [self.lower, self.value, self.upper]
@@ -56,7 +60,7 @@ class Interval:
             return f"{self.value!r} is outside of its own interval [{self.lower!r}, {self.upper!r}]"
         if self.lower > upper or self.upper < lower:
             return f"[{self.lower!r}, {self.upper!r}] does not meet [{lower!r}, {upper!r}]"
-        if self.upper - self.lower > WIDER * (upper - lower) + 1e-14 * abs(value):
+        if self.upper - self.lower > max(WIDER * (upper - lower), self.asked * abs(value)):
             return f"an interval of width {self.upper - self.lower:g} where it was {upper - lower:g}"
         return "" if self.rtol is None else Close(self.value, self.rtol).differs(value)
 
@@ -84,7 +88,7 @@ Case = Callable[[], Mapping[str, Number]]
 CASES: dict[str, Case] = {}
 
 
-def case(name: str, function: Case | None = None) -> Callable[[Case], Case]:
+def case(name: str) -> Callable[[Case], Case]:
     """Add a function of no arguments that computes named numbers."""
 
     def add(made: Case) -> Case:
@@ -99,10 +103,10 @@ def as_number(found: Number) -> Close | Interval | AtLeast:
     return found if isinstance(found, Close | Interval | AtLeast) else Close(float(found))
 
 
-def interval(estimate: object, rtol: float | None = RTOL) -> Interval:
+def interval(estimate: Any, rtol: float | None = RTOL) -> Interval:
     """Read an estimate of one constant."""
     lower, value, upper = (float(getattr(estimate, name)) for name in ("lower", "value", "upper"))
-    return Interval(lower, value, upper, rtol)
+    return Interval(lower, value, upper, rtol, float(estimate.rtol))
 
 
 def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
