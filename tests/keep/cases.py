@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.keep import cases_maps, cases_models
+from tests.keep import cases_bounds, cases_maps, cases_models
 from tests.keep.numbers import CASES
 
-__all__ = ["CASES", "cases_maps", "cases_models"]
+__all__ = ["CASES", "cases_bounds", "cases_maps", "cases_models"]

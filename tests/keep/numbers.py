@@ -67,21 +67,47 @@ class Interval:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """What a search found: it may become better, and not worse by more than its tolerance."""
+    """What a search found, a lower bound or a worst input: it may become better, up to the bound ``most`` that
+    nothing exceeds, and not worse by more than its tolerance. Searches choose among near ties, so that their
+    ends differ from processor to processor.
+    """
 
     value: float
-    rtol: float = 1e-2
+    most: float
+    rtol: float = 2e-3
 
     def stored(self) -> float:
         return self.value
 
     def differs(self, golden: float) -> str:
+        if not self.value <= self.most * (1 + RTOL):
+            return f"{self.value!r} is more than can be, {self.most!r}"
         if self.value >= golden * (1 - self.rtol):
             return ""
         return f"only {self.value!r} where {golden!r} was found"
 
 
-Number = float | Close | Interval | AtLeast
+@dataclass(frozen=True)
+class AtMost:
+    """An upper bound that a search made small: the mirror image of ``AtLeast``."""
+
+    value: float
+    least: float
+    rtol: float = 5e-3
+
+    def stored(self) -> float:
+        return self.value
+
+    def differs(self, golden: float) -> str:
+        if not self.value >= self.least * (1 - RTOL):
+            return f"{self.value!r} is less than what it bounds, {self.least!r}"
+        if self.value <= golden * (1 + self.rtol):
+            return ""
+        return f"{self.value!r} where {golden!r} sufficed"
+
+
+Kind = Close | Interval | AtLeast | AtMost
+Number = float | Kind
 Case = Callable[[], Mapping[str, Number]]
 
 #: name -> the numbers of a case; the part before the slash is the group.
@@ -99,8 +125,8 @@ def case(name: str) -> Callable[[Case], Case]:
     return add
 
 
-def as_number(found: Number) -> Close | Interval | AtLeast:
-    return found if isinstance(found, Close | Interval | AtLeast) else Close(float(found))
+def as_number(found: Number) -> Kind:
+    return found if isinstance(found, Kind) else Close(float(found))
 
 
 def interval(estimate: Any, rtol: float | None = RTOL) -> Interval:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.keep.cases import CASES
 from tests.keep.names import NAMES
-from tests.keep.numbers import AtLeast, Close, Interval, as_number
+from tests.keep.numbers import AtLeast, AtMost, Close, Interval, Kind, as_number
 from tests.keep.write import merged, read
 
 GOLDEN = read()
@@ -71,11 +71,15 @@ def _is_there(path: str) -> bool:
         (Interval(1.0, 1.05, 1.09, None), [1.1, 1.15, 1.2], False),
         (Interval(0.0, 1.15, 2.0, None), [1.1, 1.15, 1.2], False),
         (Interval(1.0, 0.9, 1.2, None), [1.0, 1.1, 1.2], False),
-        (AtLeast(1.2), 1.0, True),
-        (AtLeast(0.98), 1.0, False),
+        (AtLeast(1.2, 1.3), 1.0, True),
+        (AtLeast(1.2, 1.1), 1.0, False),
+        (AtLeast(0.99, 1.3), 1.0, False),
+        (AtMost(0.8, 0.7), 1.0, True),
+        (AtMost(0.8, 0.9), 1.0, False),
+        (AtMost(1.01, 0.7), 1.0, False),
     ],
 )
-def test_numbers_are_compared_as_they_say(number: Close | Interval | AtLeast, golden: object, fits: bool) -> None:
+def test_numbers_are_compared_as_they_say(number: Kind, golden: object, fits: bool) -> None:
     assert (number.differs(golden) == "") == fits  # type: ignore[arg-type]
 
 
