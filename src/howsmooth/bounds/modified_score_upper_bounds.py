@@ -167,7 +167,8 @@ def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: float) -> list[_Sco
     b_q, b_k = (None if b is None else b[i] for b, i in ((f.query_bias, h), (f.key_bias, group)))
     # The norms are linear in each of these four, which are divided by their largest entries.
     logs = [-math.inf if t is None else log(float(t.abs().max())) for t in (Q, K, b_q, b_k)]
-    Q, K, b_q, b_k = (None if t is None else unit(t) for t in (Q, K, b_q, b_k))
+    Q, K = unit(Q), unit(K)
+    b_q, b_k = (None if b is None else unit(b) for b in (b_q, b_k))
     if f.rotary is None:
         norms: BilinearScoreNorms | None = BilinearScoreNorms.without_positions(Q, K, b_q, b_k)
     else:

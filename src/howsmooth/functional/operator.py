@@ -117,7 +117,9 @@ def _backward(ctx: Any, cotangents: list[Tensor | None]) -> tuple[Any, ...]:
     none: list[Tensor | None] = [None] * len(wanted)
     if given and any(wanted):
         *settings, path = ctx.settings
-        marks = ("".join(str(int(f)) for f in flags) for flags in (wanted, [c is not None for c in cotangents]))
+        marks = (
+            "".join(str(int(f)) for f in flags) for flags in (wanted, [c is not None for c in cotangents])
+        )
         found = iter(attention_operator([*saved, *given], *settings, f"{path}{':'.join(marks)};"))
         none = [next(found) if w else None for w in wanted]
     return (none, *(None,) * len(ctx.settings))

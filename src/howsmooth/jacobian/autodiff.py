@@ -453,7 +453,9 @@ class _Linearisation:
 
         def watch(node: Any) -> Callable[[Any, Any], None]:
             def lifted(made: Any, given: Any) -> None:
-                largest = max((float(g.abs().max()) for g in given if g is not None and g.numel()), default=0.0)
+                largest = max(
+                    (float(g.abs().max()) for g in given if g is not None and g.numel()), default=0.0
+                )
                 if found or not 0.0 < largest < math.inf or all(m is None or bool(m.all()) for m in made):
                     return
                 exponent = math.frexp(torch.finfo(u.dtype).max ** 0.75 / largest)[1] // 2

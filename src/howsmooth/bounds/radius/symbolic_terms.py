@@ -1,5 +1,5 @@
-"""The class ``Terms``: entries of tensors as numbered terms, so that two computations are known to be equal if
-they consist of the same operations.
+"""The class ``Terms``: entries of tensors as numbered terms, so that two computations are known to be
+equal if they consist of the same operations.
 
 A term stands for a vector and is an operation with its operands, such as a linear map of a vector. An entry
 is the number of its term, times 2³², plus its place in the vector; a tensor is an int64 tensor of entries.
