@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from tests.keep import cases_bounds, cases_maps, cases_models
+from tests.keep import (
+    cases_bounds,
+    cases_functional,
+    cases_maps,
+    cases_measures,
+    cases_models,
+    cases_search,
+)
 from tests.keep.numbers import CASES
 
-__all__ = ["CASES", "cases_bounds", "cases_maps", "cases_models"]
+__all__ = [
+    "CASES",
+    "cases_bounds",
+    "cases_functional",
+    "cases_maps",
+    "cases_measures",
+    "cases_models",
+    "cases_search",
+]
