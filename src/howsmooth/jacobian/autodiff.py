@@ -13,15 +13,13 @@ the two products are adjoint to each other, and finite differences of the map ag
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
-from typing import Any, cast
+from functools import cached_property
+from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,7 +29,6 @@ from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LinearOperator
-from howsmooth.spectral.scaling import PowersOfTwo, in_range, out_of_range, shifted
 
 __all__ = [
     "MULTIPLES",
@@ -102,13 +99,10 @@ class AutodiffJacobian(LinearOperator):
     graph_bytes
         How many bytes the kept graph takes, weights included; infinite where they cannot be counted.
     image
-        The product with ``start``, which the solver need not compute again; None without a check, and where
-        it leaves the range in which all digits are kept.
+        The product with ``start``, which the solver need not compute again; None without a check.
     judged
         Whether a float64 operator fits into ``float64_bytes``. If so, rounding is estimated from a single
         repeated product.
-    powers
-        The powers of two by which the checks multiplied the products to bring them into that range.
 
     Raises
     ------
@@ -119,7 +113,7 @@ class AutodiffJacobian(LinearOperator):
         If forward or reverse mode is not available, if the two do not agree, or if finite differences
         of ``f`` contradict them.
     NonFiniteError
-        If f(x) is not finite, or the products underflow whatever vectors they are taken with.
+        If f(x) is not finite.
 
     """
 
@@ -170,7 +164,6 @@ class AutodiffJacobian(LinearOperator):
         # The weights and the graph take twice as many bytes in float64.
         self.judged = x.dtype == torch.float32 and 2 * self.graph_bytes <= float64_bytes
         self.image: Tensor | None = None
-        self.powers = PowersOfTwo.ones(self.batch)
         if rounding is None:
             self.image = self._check_derivatives(y, start)
 
@@ -240,10 +233,8 @@ class AutodiffJacobian(LinearOperator):
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         with one_backend(), as_derivative_errors("reverse"):
-            return self._transposed(self._kept, u)
-
-    def _transposed(self, at: _Linearisation, u: Tensor) -> Tensor:
-        return at.adjoint_product(u.reshape(self._y_shape)).reshape(self.batch, *self.in_shape)
+            cotangent = self._kept.adjoint_product(u.reshape(self._y_shape))
+        return cotangent.reshape(self.batch, *self.in_shape)
 
     def _forward_product(self, e: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return f(x) and the product J e of the Jacobian of f with the tangent ``e``, both computed in
@@ -274,8 +265,8 @@ class AutodiffJacobian(LinearOperator):
 
         def products() -> Iterator[Tensor]:
             for c, x in zip(MULTIPLES, moved_by_rounding(self._x), strict=True):
-                moved = partial(self._transposed, _Linearisation(self._f, x, -1))
-                yield self.powers.adjoint_product(moved, c * u) / c
+                moved = _Linearisation(self._f, x, -1).adjoint_product(c * u.reshape(self._y_shape))
+                yield moved.reshape(jtu.shape) / c
 
         with one_backend(), as_derivative_errors("reverse"):
             made = products()
@@ -286,15 +277,13 @@ class AutodiffJacobian(LinearOperator):
                     return generous
             return allowance_for_rounding(itertools.chain([first], made), jtu)
 
-    def _check_derivatives(self, y: Tensor, start: Tensor | None) -> Tensor | None:
+    def _check_derivatives(self, y: Tensor, start: Tensor | None) -> Tensor:
         """Check the forward-mode and reverse-mode derivatives of the map ``f`` against each other and against
         finite differences. Return the product of the Jacobian with the tangent ``start``, or with a random
         tangent if ``start`` is None.
 
         Forward and reverse mode agree if ⟨J e, u⟩ = ⟨e, Jᵀu⟩. Members of a batch must not depend on each
-        other. The rounding errors of the products are estimated and stored. The argument ``y`` is f(x). The
-        result is None if the product leaves the range in which all digits are kept; then the products are
-        checked with other powers of two.
+        other. The rounding errors of the products are estimated and stored. The argument ``y`` is f(x).
         """
         generator = torch.Generator().manual_seed(0)
         e = start
@@ -304,33 +293,26 @@ class AutodiffJacobian(LinearOperator):
         e, u = e.to(self._x), u.to(self._x)
         again, je = self._forward_product(e)
         self._refuse_other_outputs(again)
-        unscaled = first = self._product(e) if self._kept.twice else je
-        self.powers, first = in_range(self, e, first)
-        if self.powers:
-            je = self.powers.product(lambda e: self._forward_product(e)[1], e)
-        jtu = self.powers.adjoint_product(self._adjoint_product, u)
-        self._refuse_underflow(first, u, jtu)
+        jtu = self._adjoint_product(u)
+        first = self._product(e) if self._kept.twice else je
         reverse = self._conditioning(u, jtu)
-        product = partial(self.powers.product, self._product)
         if self.judged and float(reverse.max()) <= _SMALL:
             forward = reverse
         else:
-            forward = allowance_for_rounding((product(c * e) / c for c in MULTIPLES), first)
+            forward = allowance_for_rounding((self._product(c * e) / c for c in MULTIPLES), first)
         self.rounding = torch.stack((self.rounding, forward, reverse)).amax(dim=0)
         # The check sums over the whole batch. A map that mixes the batch passes it, and gets the error below.
         check_adjoint(e, je, u, jtu, forward, reverse)
-        # Where only scaled products are not zero, the values of f have underflowed, too, and show nothing.
-        shown = e if not self.powers else _where_any(unscaled, e)
         check_against_differences(
             lambda x: cast(Tensor, self._evaluate(x)),
             self._x,
             y,
-            shown.reshape(self._x.shape),
-            lambda e: shifted(product(e.reshape(self.batch, *self.in_shape)), -self.powers.total),
+            e.reshape(self._x.shape),
+            self._product,
             float(self.rounding.max()),
-            _where_any(unscaled, shifted(first, -self.powers.total)) if self.powers else first,
+            first,
         )
-        if _mixes(product, e):
+        if _mixes(self._product, e):
             raise ArgumentError(
                 "f",
                 expected="members of the batch that do not depend on each other",
@@ -338,27 +320,7 @@ class AutodiffJacobian(LinearOperator):
                 remedy="Measure one member at a time, or put batch statistics in evaluation mode, or say "
                 "with batch_dims how many of the first axes of x are batch axes.",
             )
-        return None if self.powers else first
-
-    def _refuse_underflow(self, je: Tensor, u: Tensor, jtu: Tensor) -> None:
-        """Raise NonFiniteError if a product is zero only because numbers inside the map underflow.
-
-        The arguments are products of the scaled map. A map whose Jacobian is zero passes.
-        """
-        lost = ~(je.flatten(1).any(dim=1) & jtu.flatten(1).any(dim=1))
-        if not bool(lost.any()):
-            return
-        alone = torch.where(lost.view(-1, *(1,) * (u.ndim - 1)), shifted(u, self.powers.adjoint_before), 0.0)
-        if self._kept.underflows(alone.reshape(self._y_shape)):
-            double = self.dtype == torch.float64
-            raise NonFiniteError(
-                "f",
-                expected=f"a Jacobian whose products stay in the range of {self.dtype}",
-                got="products that underflow to zero inside f",
-                remedy="Multiply small weights by a constant, and divide the result by it."
-                if double
-                else "Measure f and x in float64.",
-            )
+        return first
 
     def keeps_rows_apart(self) -> bool:
         """Return True if the map acts on each token separately, so that row i of J E depends only on row i of
@@ -371,11 +333,7 @@ class AutodiffJacobian(LinearOperator):
             return False
         generator = torch.Generator().manual_seed(0)
         e = torch.randn(self.in_shape, generator=generator, dtype=torch.float64).to(self._x)
-
-        def product(e: Tensor) -> Tensor:
-            return self.powers.product(self._product, e[None])[0]
-
-        return bool(product(e).any()) and not _mixes(product, e)
+        return bool(self._product(e[None]).any()) and not _mixes(lambda e: self._product(e[None])[0], e)
 
 
 class _Linearisation:
@@ -442,6 +400,7 @@ class _Linearisation:
         found = _gradient(self.y, self._x, u)
         return torch.zeros_like(self._x) if found is None else found
 
+<<<<<<< HEAD
     def underflows(self, u: Tensor) -> bool:
         """Return True if in Jᵀu numbers become zero although their exact values are not.
 
@@ -485,6 +444,8 @@ class _Linearisation:
                 hook.remove()
         return bool(found)
 
+=======
+>>>>>>> parent of 9fb91d5e (Work in progress: products of autodiff scaled by powers of two)
 
 def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor | None:
     """Return (∂y/∂x)ᵀ u by autograd without freeing the graph, or None if y does not depend on x."""
@@ -535,31 +496,10 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float =
     ``je`` (batch, ...) is the product, and ``moved`` are its repetitions, each with other rounding errors.
     The result is (batch,), float64 on the CPU.
     """
-    exponents = np.zeros(len(je), dtype=np.int64)
-    if je.dtype == torch.float64:  # squares of float32 numbers are in range
-        exponents = -out_of_range(je)
-    je = shifted(je, exponents)
     size = je.double().flatten(1).norm(dim=1)
-    changes = [(shifted(product, exponents) - je).double().flatten(1).norm(dim=1) for product in moved]
+    changes = [(product - je).double().flatten(1).norm(dim=1) for product in moved]
     change = torch.stack(changes).amax(dim=0)
     return allowed * torch.where(size > 0, change / size, 0.0).cpu()
-
-
-def _where_any(shown: Tensor, t: Tensor) -> Tensor:
-    """Set to zero the members of a batch ``t`` for which those of ``shown`` are zero or not finite."""
-    sizes = torch.linalg.vector_norm(shown.flatten(1), ord=math.inf, dim=1)
-    there = (sizes > 0) & torch.isfinite(sizes)
-    return torch.where(there.view(-1, *(1,) * (t.ndim - 1)), t, 0.0)
-
-
-def _length(t: Tensor) -> float:
-    """Return the Euclidean norm of a tensor, also where squares leave the range of float64."""
-    t = t.double()
-    length = float(t.norm())
-    if 1e-140 < length < 1e140:
-        return length
-    largest = float(t.abs().max())
-    return largest * float((t / largest).norm()) if 0 < largest < math.inf else length
 
 
 def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor, reverse: Tensor) -> None:
@@ -572,7 +512,7 @@ def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor
     left, right = (je * u).sum(dtype=torch.float64), (e * jtu).sum(dtype=torch.float64)
     least = 1e4 * torch.finfo(e.dtype).eps
     sides = ((forward, je), (reverse, jtu))
-    allowed = sum((least + float(error.max())) * _length(t) for error, t in sides)
+    allowed = sum((least + float(error.max())) * float(t.double().norm()) for error, t in sides)
     if not float((left - right).abs()) <= allowed + torch.finfo(e.dtype).tiny:
         raise DerivativeError(
             "f: forward and reverse mode disagree (⟨J e, u⟩ is not ⟨e, Jᵀ u⟩). An in-place change or a "
@@ -601,26 +541,23 @@ def check_against_differences(
     is defined, the steps are taken towards the inside of the ball. The arguments ``y`` and ``je`` are f(x)
     and, if it is known, the product with e.
     """
-    scale = _length(x) / math.sqrt(x.numel()) or 1.0
+    scale = float(x.double().square().mean().sqrt()) or 1.0
     step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
     steps, at = (step / 4, 0.6 * step, step), y.detach()
 
-    # Values of f are rounded, and lose all digits below the smallest normal number.
-    tiny = torch.finfo(x.dtype).tiny * math.sqrt(at.numel())
-    blurred = (16 * torch.finfo(x.dtype).eps * _length(at) + tiny) / steps[0]
-
-    def explained(fine: Tensor, along: Tensor, kink: float) -> bool:
+    def explained(fine: Tensor, along: Tensor, kink: Tensor) -> bool:
         known = je if along is e and je is not None else product(along)
         known = known.reshape(fine.shape)
-        rough = (0.2 + rounding) * max(_length(fine), _length(known))
-        return not _length(fine - known) > max(4 * kink, blurred, rough)
+        blurred = 16 * torch.finfo(x.dtype).eps * at.norm() / steps[0]
+        rough = (0.2 + rounding) * torch.maximum(fine.norm(), known.norm())
+        return not bool((fine - known).norm() > torch.stack((4 * kink, blurred, rough)).amax())
 
     try:
         ahead = (f(x + steps[0] * e) - at) / steps[0]
     except Exception:  # f accepts x, so it refuses an input near x
         pass
     else:
-        if explained(ahead, e, 0.0):
+        if explained(ahead, e, at.new_zeros(())):
             return
     # The longer steps are taken only if the difference of the shortest one is not explained.
     for some in (steps[:1], steps):
@@ -632,7 +569,7 @@ def check_against_differences(
             return
     fine = found[0]
     # Reliable if all steps agree to 5 %
-    if max(_length(one - fine) for one in found) <= 0.05 * _length(fine):
+    if bool(torch.stack([(one - fine).norm() for one in found]).amax() <= 0.05 * fine.norm()):
         raise DerivativeError(
             "f: finite differences contradict its derivative. A detach, a no_grad or a custom "
             "derivative inside f makes the derivative wrong; measure a map without them."
@@ -641,7 +578,7 @@ def check_against_differences(
 
 def _differences(
     f: Callable[[Tensor], Tensor], x: Tensor, at: Tensor, e: Tensor, steps: Sequence[float]
-) -> tuple[Tensor, list[Tensor], float] | None:
+) -> tuple[Tensor, list[Tensor], Tensor] | None:
     """Compute finite differences of the map ``f`` at ``x``, or return None if f refuses all inputs near
     ``x``.
 
@@ -660,9 +597,9 @@ def _differences(
             found = [(4 * f(x + h * e) - 3 * at - f(x + 2 * h * e)) / (2 * h) for h in steps]
         except Exception:
             return None
-        return e, found, 0.0
+        return e, found, at.new_zeros(())
     found = [(ahead + behind) / (2 * h) for h, (ahead, behind) in zip(steps, sides, strict=True)]
-    return e, found, _length(sides[0][0] - sides[0][1]) / steps[0]
+    return e, found, (sides[0][0] - sides[0][1]).norm() / steps[0]
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
