@@ -53,7 +53,8 @@ def attention_function(
 
     """
     q, k, v = tensors[:3]
-    grid = Grid(*q.shape[:4], Visibility(k.shape[-2], causal, window, offset=offset))
+    lead, kv_heads, group, m = q.shape[:4]
+    grid = Grid(lead, kv_heads, group, m, Visibility(k.shape[-2], causal, window, offset=offset))
     scores = Scores(grid, scale, softcap, tuple(names.split(",")), dropout)
     fused = None
     if kernels:
@@ -137,7 +138,8 @@ def evaluated(tensors: Sequence[Tensor], *settings: Any) -> Tensor:
     if not torch.compiler.is_compiling():
         return apply(attention_function(tensors, *settings), *tensors)[0]
     if not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0:
-        return attention_operator(list(tensors), *settings, "")[0]
+        found: Tensor = attention_operator(list(tensors), *settings, "")[0]
+        return found
     if settings[-1]:
         raise ArgumentError("kernels", expected="False within torch.func in a compiled function", got="True")
     return whole(attention_function(tensors, *settings), *tensors)

@@ -400,52 +400,6 @@ class _Linearisation:
         found = _gradient(self.y, self._x, u)
         return torch.zeros_like(self._x) if found is None else found
 
-<<<<<<< HEAD
-    def underflows(self, u: Tensor) -> bool:
-        """Return True if in Jᵀu numbers become zero although their exact values are not.
-
-        Each step of reverse mode is linear. Where a step returns zeros, it is repeated with numbers multiplied
-        by a power of two, and shows whether they remain zero.
-        """
-        seen: set[Any] = set()
-        found: list[bool] = []
-
-        def watch(node: Any) -> Callable[[Any, Any], None]:
-            def lifted(made: Any, given: Any) -> None:
-                largest = max(
-                    (float(g.abs().max()) for g in given if g is not None and g.numel()), default=0.0
-                )
-                if found or not 0.0 < largest < math.inf or all(m is None or bool(m.all()) for m in made):
-                    return
-                exponent = math.frexp(torch.finfo(u.dtype).max ** 0.75 / largest)[1] // 2
-                again = given
-                for _ in range(2):  # twice half of it, as the whole may be no number
-                    again = tuple(g if g is None else g * 2.0**exponent for g in again)
-                with contextlib.suppress(Exception):  # some steps cannot be called alone
-                    again = node(*again)
-                    again = again if isinstance(again, tuple) else (again,)
-                    pairs = [(a, m) for a, m in zip(again, made, strict=True) if a is not None]
-                    if any(m is not None and bool(((m == 0) & (a != 0)).any()) for a, m in pairs):
-                        found.append(True)
-
-            return lifted
-
-        left, hooks = [self.y.grad_fn], []
-        while left:
-            node = left.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                left += [parent for parent, _ in node.next_functions]
-                hooks.append(node.register_hook(watch(node)))
-        try:
-            self.adjoint_product(u)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return bool(found)
-
-=======
->>>>>>> parent of 9fb91d5e (Work in progress: products of autodiff scaled by powers of two)
 
 def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor | None:
     """Return (∂y/∂x)ᵀ u by autograd without freeing the graph, or None if y does not depend on x."""
