@@ -8,6 +8,7 @@ from tests.keep import (
     cases_maps,
     cases_measures,
     cases_models,
+    cases_nn,
     cases_search,
 )
 from tests.keep.numbers import CASES
@@ -19,5 +20,6 @@ __all__ = [
     "cases_maps",
     "cases_measures",
     "cases_models",
+    "cases_nn",
     "cases_search",
 ]
