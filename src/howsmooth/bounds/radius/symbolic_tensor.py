@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -303,6 +303,13 @@ def fast_path(enabled: bool) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+def _eager() -> AbstractContextManager[Any]:
+    """Return a context manager in which compiled modules run their own code."""
+    # Without a compiled module, the compiler need not be imported, which takes seconds.
+    known = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if known else nullcontext()
+
+
 def _blank(t: SymbolicTensor) -> Tensor:
     return torch.zeros(t.shape, dtype=torch.float64).as_strided(t.shape, t.stride())
 
@@ -338,7 +345,7 @@ def run_on_symbols(
     """
     run = _Run(terms, names)
     try:
-        with torch.no_grad(), fast_path(False), torch.compiler.set_stance("force_eager"), run:
+        with torch.no_grad(), fast_path(False), _eager(), run:
             found = function(run._wrapped)
     except Exception as error:
         if run.refused is None and isinstance(error, HowsmoothError):
