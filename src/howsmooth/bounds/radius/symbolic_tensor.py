@@ -39,6 +39,7 @@ _ELEMENTWISE = {"sigmoid", "tanh", "silu", "relu", "erf", "neg", "rsqrt"}
 # Ways to the memory of a tensor past its operations.
 _READING = {
     *("numpy", "tolist", "item", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
+    *("apply_", "map_", "map2_", "set_", "share_memory_", "to_dlpack", "_to_dlpack", "from_dlpack"),
     *("__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
     *("__bool__", "__float__", "__int__", "__index__", "__contains__"),
 }
@@ -83,7 +84,7 @@ class _Run(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _READING and args and isinstance(args[0], SymbolicTensor):
+        if name in _READING and any(isinstance(t, SymbolicTensor) for t in args):
             self._refuse("reads values of the tokens")
         if name == "scaled_dot_product_attention" and any(isinstance(t, SymbolicTensor) for t in args[:3]):
             return self._guarded(name, lambda: self._wrapped(self._attention(*args, **kwargs)))
