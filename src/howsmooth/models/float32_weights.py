@@ -106,6 +106,8 @@ def hash_settings(digest: Any, model: nn.Module) -> None:
         for name, value in sorted(vars(module).items()):
             if name.startswith("_") or name in ("training", "name_or_path"):
                 continue
+            if name in ("forward", "to", "cuda") and hasattr(module, "_hf_hook"):
+                continue  # what accelerate sets to load the weights of a module for each call
             parts = value if isinstance(value, tuple) else (value,)
             if all(isinstance(part, int | float | str) or part is None for part in parts):
                 digest.update(f"{name} {value!r}".encode())

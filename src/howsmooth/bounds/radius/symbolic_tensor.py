@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -39,6 +39,7 @@ _ELEMENTWISE = {"sigmoid", "tanh", "silu", "relu", "erf", "neg", "rsqrt"}
 # Ways to the memory of a tensor past its operations.
 _READING = {
     *("numpy", "tolist", "item", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
+    *("apply_", "map_", "map2_", "set_", "share_memory_", "to_dlpack", "_to_dlpack", "from_dlpack"),
     *("__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
     *("__bool__", "__float__", "__int__", "__index__", "__contains__"),
 }
@@ -83,7 +84,7 @@ class _Run(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _READING and args and isinstance(args[0], SymbolicTensor):
+        if name in _READING and any(isinstance(t, SymbolicTensor) for t in args):
             self._refuse("reads values of the tokens")
         if name == "scaled_dot_product_attention" and any(isinstance(t, SymbolicTensor) for t in args[:3]):
             return self._guarded(name, lambda: self._wrapped(self._attention(*args, **kwargs)))
@@ -303,6 +304,13 @@ def fast_path(enabled: bool) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+def _eager() -> AbstractContextManager[Any]:
+    """Return a context manager in which compiled modules run their own code."""
+    # Without a compiled module, the compiler need not be imported, which takes seconds.
+    known = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if known else nullcontext()
+
+
 def _blank(t: SymbolicTensor) -> Tensor:
     return torch.zeros(t.shape, dtype=torch.float64).as_strided(t.shape, t.stride())
 
@@ -338,7 +346,7 @@ def run_on_symbols(
     """
     run = _Run(terms, names)
     try:
-        with torch.no_grad(), fast_path(False), torch.compiler.set_stance("force_eager"), run:
+        with torch.no_grad(), fast_path(False), _eager(), run:
             found = function(run._wrapped)
     except Exception as error:
         if run.refused is None and isinstance(error, HowsmoothError):

@@ -1,5 +1,5 @@
-"""The class ``Terms``: entries of tensors as numbered terms, so that two computations are known to be
-equal if they consist of the same operations.
+"""The class ``Terms``: entries of tensors as numbered terms, so that two computations are known to be equal
+if they consist of the same operations.
 
 A term stands for a vector and is an operation with its operands, such as a linear map of a vector. An entry
 is the number of its term, times 2³², plus its place in the vector; a tensor is an int64 tensor of entries.
@@ -40,7 +40,8 @@ class Terms:
         self._numbers: dict[tuple[Any, ...], int] = {("tokens",): TOKENS}
         self._terms: list[tuple[Any, ...]] = [("tokens",)]
         self._places: dict[tuple[str, bytes], int] = {}
-        self._weights: list[tuple[Tensor, Tensor]] = []
+        self._weights: list[tuple[Tensor, Tensor, int]] = []
+        self._multiplied: dict[tuple[bytes, float], Tensor] = {}
         self._seen: set[bytes] = set()
 
     def __len__(self) -> int:
@@ -78,16 +79,20 @@ class Terms:
     def linear(self, u: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return W u + b for entries u (..., d), a weight (d_out, d) and a bias (d_out,)."""
         bias = weight.new_zeros(len(weight)) if bias is None else bias
-        places = torch.tensor([self._weight(*row) for row in zip(weight, bias, strict=True)])
+        places = self._weight_places(weight, bias)
         return _rows(lambda row: self._number("linear", _key(row)) * _PLACES + places, u)
 
-    def _weight(self, row: Tensor, bias: Tensor) -> int:
-        """Return the number of a row of a weight together with its entry of the bias."""
-        digest = hashlib.blake2b(_bytes(row) + _bytes(bias), digest_size=20).digest()
-        found = self._places.setdefault(("weight", digest), len(self._weights))
-        if found == len(self._weights):
-            self._weights.append((row, bias))
-        return found
+    def _weight_places(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return the numbers of the rows of a weight, each together with its entry of the bias."""
+        places = []
+        joined = torch.cat([weight.detach(), bias.detach()[:, None]], 1).double() + 0.0  # no −0
+        for i, row in enumerate(joined.numpy()):
+            digest = hashlib.blake2b(row.data, digest_size=20).digest()
+            place = self._places.setdefault(("weight", digest), len(self._weights))
+            if place == len(self._weights):
+                self._weights.append((weight, bias, i))
+            places.append(place)
+        return torch.tensor(places)
 
     def norm(self, u: Tensor, centred: bool, eps: float, gain: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the outputs of a LayerNorm, or of an RMSNorm if ``centred`` is false."""
@@ -204,9 +209,7 @@ class Terms:
             places = row[here] % _PLACES
             kind, *of = self._terms[number] if number >= 0 else ("",)
             if kind == "linear":
-                each = [self._weights[i] for i in places.tolist()]
-                places = torch.tensor([self._weight(w * factor, b * factor) for w, b in each])
-                found[here] = number * _PLACES + places
+                found[here] = number * _PLACES + self._scaled_weights(places, factor)
             elif kind == "dot":
                 own = self._scaled(_entries(of[0]), factor)
                 found[here] = self._number("dot", _key(own)) * _PLACES + places
@@ -220,6 +223,15 @@ class Terms:
             else:
                 raise DifferentOperationError("multiplies scores that are not of linear queries and keys")
         return found
+
+    def _scaled_weights(self, places: Tensor, factor: float) -> Tensor:
+        """Return the numbers of rows of weights, given by their numbers, times a number."""
+        key = (_key(places), factor)
+        if key not in self._multiplied:  # once for all tokens
+            rows = [(w[i], b[i]) for w, b, i in (self._weights[place] for place in places.tolist())]
+            weight, bias = (torch.stack(parts) * factor for parts in zip(*rows, strict=True))
+            self._multiplied[key] = self._weight_places(weight, bias)
+        return self._multiplied[key]
 
     def softmax(self, scores: Tensor) -> Tensor:
         """Return the attention weights of scores (..., keys), some of which may be hidden."""
