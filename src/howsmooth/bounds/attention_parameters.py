@@ -192,7 +192,7 @@ class Head:
     @cached_property
     def b_norm(self) -> float:
         """The Euclidean norm of the query bias b, rounded up."""
-        return float(torch.linalg.vector_norm(self.b)) * (1 + _NORM_MARGIN)
+        return exp(log_spectral_norm(self.b[None]))
 
     def __repr__(self) -> str:
         return f"Head(d={self.d}, ‖A‖={self.A_norm:.4g}, ‖V‖={self.V_norm:.4g}, |b|={self.b_norm:.4g})"

@@ -14,7 +14,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, Parameters, log_size, log_spectral_norm, parameters_of, unit
+from howsmooth.bounds.attention_parameters import (
+    Head,
+    Parameters,
+    log_size,
+    log_spectral_norm,
+    parameters_of,
+    unit,
+)
 from howsmooth.bounds.ball_upper_bounds import (
     OURS,
     PAPER,
