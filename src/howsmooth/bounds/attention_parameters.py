@@ -70,8 +70,10 @@ def log_spectral_norm(*factors: Tensor) -> float:
     Each factor is divided by its largest entry, so that the product neither overflows nor underflows.
     """
     norm = spectral_norm(reduce(torch.matmul, map(unit, factors)))
-    logs = [log_size(factor) for factor in factors]
-    return math.fsum(logs) + math.log(norm) + _NORM_MARGIN if norm > 0 else -math.inf
+    if norm == 0:
+        return -math.inf
+    logs = [math.log(norm), *map(log_size, factors)]
+    return math.fsum(logs) + 4 * 2.0**-52 * math.fsum(map(abs, logs))
 
 
 def log_size(tensor: Tensor) -> float:
