@@ -70,8 +70,10 @@ def log_spectral_norm(*factors: Tensor) -> float:
     Each factor is divided by its largest entry, so that the product neither overflows nor underflows.
     """
     norm = spectral_norm(reduce(torch.matmul, map(unit, factors)))
-    logs = [log_size(factor) for factor in factors]
-    return math.fsum(logs) + math.log(norm) + _NORM_MARGIN if norm > 0 else -math.inf
+    if norm == 0:
+        return -math.inf
+    logs = [math.log(norm), *map(log_size, factors)]
+    return math.fsum(logs) + 4 * 2.0**-52 * math.fsum(map(abs, logs))
 
 
 def log_size(tensor: Tensor) -> float:
@@ -192,7 +194,7 @@ class Head:
     @cached_property
     def b_norm(self) -> float:
         """The Euclidean norm of the query bias b, rounded up."""
-        return float(torch.linalg.vector_norm(self.b)) * (1 + _NORM_MARGIN)
+        return exp(log_spectral_norm(self.b[None]))
 
     def __repr__(self) -> str:
         return f"Head(d={self.d}, ‖A‖={self.A_norm:.4g}, ‖V‖={self.V_norm:.4g}, |b|={self.b_norm:.4g})"
