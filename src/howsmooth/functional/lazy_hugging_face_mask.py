@@ -35,8 +35,7 @@ class RuleMask(torch.Tensor):
 
     """
 
-    visible: Visibility
-    padding: Tensor | None
+    rule: tuple[Visibility, Tensor | None]
     entries: Callable[[], Tensor]
 
     @staticmethod
@@ -51,7 +50,7 @@ class RuleMask(torch.Tensor):
     ) -> RuleMask:
         """Create a mask that has a shape, dtype and device but no stored entries."""
         mask: RuleMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        mask.visible, mask.padding, mask.entries = visible, padding, entries
+        mask.rule, mask.entries = (visible, padding), entries
         return mask
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -136,18 +135,24 @@ def rule_mask(
     rule = next((rule for rule, known in rules.items() if _same(function, known)), None)
     simple = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset >= kv_offset
     flat = attention_mask is None or attention_mask.ndim == 2
-    if rule is None or not simple or not flat or torch.compiler.is_compiling():
+    if rule is None or not simple or not flat:
         return entries()
 
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-        # The values of a batch of torch.func.vmap cannot be read.
-        if not torch._C._functorch.is_batchedtensor(padding) and bool(padding.all()):
+        # The values of a batch of torch.func.vmap, and those in a compiled function, cannot be read.
+        known = not torch.compiler.is_compiling() and not torch._C._functorch.is_batchedtensor(padding)
+        if known and bool(padding.all()):
             padding = None
     if allow_is_bidirectional_skip and rule == (False, None) and padding is None:
         return None
     visible = Visibility(kv_length, *rule, offset=q_offset - kv_offset)
+    if torch.compiler.is_compiling():
+        # A compiler cannot make tensors of a further class, but it leaves out entries that nobody reads.
+        mask: Any = entries()
+        mask.rule = visible, padding
+        return mask
     shape = (batch_size, 1, q_length, kv_length)
     return RuleMask(shape, visible, padding, entries, dtype, torch.device(device))
 
