@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.keep import (
+    cases_answers,
     cases_bounds,
     cases_functional,
     cases_maps,
@@ -15,6 +16,7 @@ from tests.keep.numbers import CASES
 
 __all__ = [
     "CASES",
+    "cases_answers",
     "cases_bounds",
     "cases_functional",
     "cases_maps",
