@@ -96,6 +96,7 @@ def test_other_dtypes(dtype: torch.dtype, autocast: bool) -> None:
 
 def test_dropout_drops_the_same_entries_in_the_gradient() -> None:
     """With this backend the entries are those of eager mode for the same seed too."""
+
     def f(*x: Tensor) -> Tensor:
         return attention(*x, dropout_p=0.4)
 
@@ -138,7 +139,9 @@ TRANSFORMS: dict[str, Function] = {
 @pytest.mark.parametrize(
     ("name", "transform"),
     others_slow(
-        itertools.product(("causal window", "window, queries that see no key", "added mask", "all"), TRANSFORMS),
+        itertools.product(
+            ("causal window", "window, queries that see no key", "added mask", "all"), TRANSFORMS
+        ),
         [
             ("added mask", "jvp"),
             ("all", "forward over reverse"),
@@ -218,7 +221,12 @@ def inputs_of_layer(m: int, n: int) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.slow)]
+    "backend",
+    [
+        "aot_eager",
+        pytest.param("eager", marks=pytest.mark.slow),
+        pytest.param("inductor", marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_training_function(backend: str) -> None:
     """Losses, gradients and parameters of steps of which the whole function is compiled."""
@@ -301,7 +309,9 @@ def test_a_model(name: str, backend: str, padded: bool) -> None:
     counter = CompileCounterWithBackend(backend)
     found = of_model(compiled(model, counter), **given)
     agree(found, ours, 1e-4 if backend == "inductor" else 1e-5)
-    assert any("howsmooth.attention" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
+    assert any(
+        "howsmooth.attention" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes
+    )
     if not padded:
         model.set_attn_implementation("eager")
         agree(found, of_model(model, **given), 1e-4)
