@@ -298,7 +298,7 @@ def of_model(model: nn.Module, **given: Any) -> tuple[Tensor, Tensor]:
     ),
 )
 def test_a_model(name: str, backend: str, padded: bool) -> None:
-    """As in eager mode, also where queries of padding see no key, and as its own eager attention elsewhere."""
+    """As in eager mode, also where queries of padding see no key, and as its own attention otherwise."""
     model = made(name)
     given = {"input_ids": token_ids(2, 9)}
     if padded:

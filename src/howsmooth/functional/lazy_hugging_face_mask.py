@@ -143,8 +143,9 @@ def rule_mask(
     visible = Visibility(kv_length, *rule, offset=q_offset - kv_offset)
     if torch.compiler.is_compiling():
         # A compiler cannot make tensors of a further class, but it leaves out entries that nobody reads.
-        mask: Any = entries()
-        mask.rule = visible, padding
+        mask = entries()
+        if mask is not None:
+            mask.rule = visible, padding  # type: ignore[attr-defined]
         return mask
     shape = (batch_size, 1, q_length, kv_length)
     return RuleMask(shape, visible, padding, entries, dtype, torch.device(device))
