@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -110,6 +112,10 @@ TWISTS: dict[str, Twist] = {
     "caught": _caught,
     "item": lambda u: -u if u.norm().item() > FAR else u,
     "equal": lambda u: -u if torch.equal(u, u + 1) else u,
+    "apply": lambda u: u.clone().apply_(lambda v: min(v, FAR)),
+    "deepcopy": lambda u: -u if copy.deepcopy(u).max() > FAR else u,
+    "array": lambda u: -u if np.asarray(u.detach()).max() > FAR else u,
+    "dlpack": lambda u: -u if np.from_dlpack(u.detach()).max() > FAR else u,
     "size of a selection": lambda u: -u if len(u[u > FAR]) else u,
 }
 
