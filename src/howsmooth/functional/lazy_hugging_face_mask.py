@@ -125,7 +125,9 @@ def rule_mask(
         )
         return found
 
-    rule = _rule(function, local_size)
+    # Without a mask of padding, transformers compiles a mask of packed documents, which a window is part of.
+    packed = torch.compiler.is_compiling() and attention_mask is None and local_size is not None
+    rule = None if packed else _rule(function, local_size)
     simple = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset >= kv_offset
     flat = attention_mask is None or attention_mask.ndim == 2
     if rule is None or not simple or not flat:
