@@ -79,7 +79,8 @@ def _influence() -> Mapping[str, Number]:
 def _precision() -> Mapping[str, Number]:
     answer = hs.precision(language_model(), token_ids(6, 40), bits=(8, 4), quantisers=("token", "channel"))
     found: dict[str, Number] = {
-        name: column(answer.table, name, 1e-7) for name in ("predicted", "change", "bound", "predicted_kl", "kl")
+        name: column(answer.table, name, 1e-7)
+        for name in ("predicted", "change", "bound", "predicted_kl", "kl")
     }
     for row in answer.together.itertuples():
         found[f"together, {row.quantiser}, {row.bits} bits"] = Close(row.kl, 1e-6)

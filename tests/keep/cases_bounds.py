@@ -200,7 +200,9 @@ def _others() -> Mapping[str, Number]:
         found[f"l2_attention, {n}"] = b.l2_attention(q, v, o, n).value
         found[f"l2_attention_upper_bound, {n}"] = b.l2_attention_upper_bound(q, v, o, n).value
         found[f"scaled_cosine, {n}"] = b.scaled_cosine(q[0], k[0], v[0], n, **cosine).value
-        found[f"scaled_cosine_upper_bound, {n}"] = b.scaled_cosine_upper_bound(q[0], k[0], v[0], n, **cosine).value
+        found[f"scaled_cosine_upper_bound, {n}"] = b.scaled_cosine_upper_bound(
+            q[0], k[0], v[0], n, **cosine
+        ).value
         found[f"lipschitz_norm, {n}"] = b.lipschitz_norm(n, 7).value
         found[f"lipschitz_norm_upper_bound, {n}"] = b.lipschitz_norm_upper_bound(n, 7).value
     found["sinkhorn"] = b.sinkhorn(attention(265, heads=1), 1.3).value

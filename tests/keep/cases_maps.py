@@ -157,7 +157,9 @@ def _schedules() -> Mapping[str, Number]:
 def _autodiff() -> Mapping[str, Number]:
     found: dict[str, Number] = {}
     for name in ("causal", "sinks", "pre-norm"):
-        found[name] = interval(hs.local_lipschitz(MAPS[name](), numbers(50, N, D), rtol=1e-6, method="autodiff"))
+        found[name] = interval(
+            hs.local_lipschitz(MAPS[name](), numbers(50, N, D), rtol=1e-6, method="autodiff")
+        )
     x = numbers(50, N, D)
     plain = hs.local_lipschitz(lambda x: torch.sin(x.roll(1, -2)) * x, x, rtol=1e-6, batch_dims=0)
     return {**found, "a function of PyTorch": interval(plain)}

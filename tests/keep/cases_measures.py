@@ -21,7 +21,9 @@ def weights(seed: int, n: int) -> Tensor:
     return w / w.sum()
 
 
-def discrete(seed: int, n: int, d: int, shift: float = 0.0, **keywords: Tensor) -> hs.measures.DiscreteMeasure:
+def discrete(
+    seed: int, n: int, d: int, shift: float = 0.0, **keywords: Tensor
+) -> hs.measures.DiscreteMeasure:
     return hs.measures.DiscreteMeasure(numbers(seed, n, d) + shift, weights(seed + 1, n), **keywords)
 
 
@@ -45,7 +47,9 @@ def _wasserstein() -> Mapping[str, Number]:
     for p in (1, 2, 1.5):
         found[f"W_{p}"] = _distance(w(discrete(400, 12, 3), discrete(402, 7, 3, 0.3), p))
         found[f"W_{p}, on the line"] = _distance(w(discrete(404, 40, 1), discrete(406, 25, 1, 0.4), p))
-    found["an assignment"] = _distance(w(*(hs.measures.DiscreteMeasure(numbers(k, 30, 4)) for k in (408, 409))))
+    found["an assignment"] = _distance(
+        w(*(hs.measures.DiscreteMeasure(numbers(k, 30, 4)) for k in (408, 409)))
+    )
     entropic = w(discrete(410, 20, 2), discrete(412, 15, 2), method="entropic")
     found["entropic"] = Interval(entropic.lower, float(entropic.value), entropic.upper, 1e-3, 1e-2)
     mu, nu = gaussian(414), gaussian(416)
@@ -102,12 +106,19 @@ def _on_measures() -> Mapping[str, Number]:
 def _gaussian() -> Mapping[str, Number]:
     found: dict[str, Number] = {}
     l2 = hs.L2Attention(*(numbers(440 + k, 1, 2, 3) / 2 for k in range(3)))
-    for words, f in (("softmax", small(443)), ("several heads", attention(444, d=3, value_dim=1)), ("L2", l2)):
+    for words, f in (
+        ("softmax", small(443)),
+        ("several heads", attention(444, d=3, value_dim=1)),
+        ("L2", l2),
+    ):
         mu = gaussian(445)
         matrix, shift = hs.measures.affine_action(f, mu)
         image = mu.push_forward(f)
         found[f"{words}, matrix"], found[f"{words}, shift"] = digest_of(matrix), digest_of(shift)
-        found[f"{words}, mean"], found[f"{words}, covariance"] = digest_of(image.mean), digest_of(image.covariance)
+        found[f"{words}, mean"], found[f"{words}, covariance"] = (
+            digest_of(image.mean),
+            digest_of(image.covariance),
+        )
     return found
 
 
@@ -131,7 +142,9 @@ def _flow() -> Mapping[str, Number]:
     )
     mu = flow(small(457), discrete(458, 5, 3), [0.0, 0.5], method="rk4", step=0.125).final
     found["a measure"] = digest_of(mu.points)
-    normal = flow(small(459, temperature=0.3, biases=False), gaussian(460), [0.0, 0.3], method="rk4", step=0.05)
+    normal = flow(
+        small(459, temperature=0.3, biases=False), gaussian(460), [0.0, 0.3], method="rk4", step=0.05
+    )
     found["a Gaussian, mean"] = digest_of(normal.final.mean)
     found["a Gaussian, covariance"] = digest_of(normal.final.covariance)
     return found

@@ -5,7 +5,7 @@ Tiny models get their parameters by name from ``numbers``, so that no generator 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
@@ -53,7 +53,12 @@ _VIT = {
     "image_size": 8, "patch_size": 4,
 }  # fmt: skip
 _T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-_GPTOSS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_GPTOSS = {
+    "num_local_experts": 2,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 # type -> the names of its model and its configuration in transformers, and the sizes
 TYPES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -69,7 +69,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ClipTokens": (lambda: hs.nn.ClipTokens(1.25), _TOKENS),
     "Residual": (lambda: hs.nn.Residual(hs.nn.SpectralLinear(DIM, DIM)), _TOKENS),
     "AverageResidual": (
-        lambda: hs.nn.AverageResidual(hs.nn.OrthogonalLinear(DIM, DIM, orthogonal_map="cayley"), 0.25, learnable=True),
+        lambda: hs.nn.AverageResidual(
+            hs.nn.OrthogonalLinear(DIM, DIM, orthogonal_map="cayley"), 0.25, learnable=True
+        ),
         _TOKENS,
     ),
     "a classifier": (_classifier, _IMAGES),

@@ -18,8 +18,8 @@ _BY_PLACE = {
     "hs.models": "inspect_model Inspection LoadedModel builtin_names",
     "hs.texts": "load_text",
     # Statements of the paper; of this library's documentation; of other papers.
-    "hs.bounds": "theorem_3_3 theorem_3_5 theorem_3_7 theorem_4_3 theorem_4_4 theorem_4_5 theorem_c_3 theorem_e_3 "
-    "lemma_3_8 proposition_3_4 proposition_3_6 proposition_3_6_rate "
+    "hs.bounds": "theorem_3_3 theorem_3_5 theorem_3_7 theorem_4_3 theorem_4_4 theorem_4_5 theorem_c_3 "
+    "theorem_e_3 lemma_3_8 proposition_3_4 proposition_3_6 proposition_3_6_rate "
     "ball_upper_bound mean_field_upper_bound masked_ball_upper_bound causal_ball_upper_bound "
     "causal_mean_field_upper_bound any_scores_ball_upper_bound pre_norm_upper_bound "
     "output_norm_upper_bound gram_upper_bound diameter_upper_bound "

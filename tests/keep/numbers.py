@@ -40,9 +40,9 @@ class Close:
 class Interval:
     """A measured constant with its interval.
 
-    The old and the new interval overlap, and the new one is as narrow as ``asked``, or not much wider than the
-    old; in float64 the values agree as well. In float32 the value has no tolerance of its own: the interval
-    says what it is worth.
+    The old and the new interval overlap, and the new one is as narrow as ``asked``, or not much wider than
+    the old; in float64 the values agree as well. In float32 the value has no tolerance of its own: the
+    interval says what it is worth.
     """
 
     lower: float
@@ -67,9 +67,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """What a search found, a lower bound or a worst input: it may become better, up to the bound ``most`` that
-    nothing exceeds, and not worse by more than its tolerance. Searches choose among near ties, so that their
-    ends differ from processor to processor.
+    """What a search found, a lower bound or a worst input: it may become better, up to the bound ``most``
+    that nothing exceeds, and not worse by more than its tolerance. Searches choose among near ties, so that
+    their ends differ from processor to processor.
     """
 
     value: float
