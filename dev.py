@@ -3,7 +3,7 @@
 
     python3 dev.py measure [MODEL ...] [options]   measure; without MODEL: the built-in models, into out/
     python3 dev.py test [pytest arguments]         every check and test; with arguments: pytest alone
-    python3 dev.py check                           ruff, mypy and the import rule alone
+    python3 dev.py check                           ruff, mypy, the import rule and the size of src alone
     python3 dev.py docs                            build the documentation, and say where its pages are
     python3 dev.py links                           try its links to elsewhere; needs a network
     python3 dev.py run PROGRAM [arguments]         any program of the environment
@@ -195,6 +195,23 @@ SNIPPETS = ("docs", "README.md", "notebooks")
 LINKS = ("sphinx-build", "-q", "-b", "linkcheck", "-D", "plot_gallery=0", "docs", "docs/_build/linkcheck")
 
 
+# The most lines of Python that src may have: what is added replaces something, so the number only goes down.
+LINES = ROOT / "src" / "lines.txt"
+
+
+def size() -> int:
+    """Compare the lines of Python in src with the most that are allowed, and lower that number to them."""
+    lines = sum(file.read_bytes().count(b"\n") for file in (ROOT / "src").rglob("*.py"))
+    allowed = int(LINES.read_text())
+    if lines > allowed:
+        say(f"src has {lines:,} lines of Python, at most {allowed:,} are allowed by {LINES.name}.")
+        return 1
+    if lines < allowed:
+        LINES.write_text(f"{lines}\n")
+        say(f"src has {lines:,} lines of Python, not {allowed:,}: commit {LINES.name}.")
+    return 0
+
+
 def steps(commands: Sequence[tuple[str, ...]], *, threads: int | None = None) -> int:
     """Run every command, whatever the others said, and name at the end those that failed."""
     failed = []
@@ -215,7 +232,7 @@ def test(arguments: Sequence[str]) -> int:
     # One process a core with one thread each; a page's snippets share names, so files stay whole.
     # The tests come last, so that their closing line is the last but for the failed steps.
     tests = ("pytest", "-q", "-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadfile")
-    return steps((*CHECKS, (*DOCS, "-q"), (*tests, *SNIPPETS), tests), threads=1)
+    return max(size(), steps((*CHECKS, (*DOCS, "-q"), (*tests, *SNIPPETS), tests), threads=1))
 
 
 def say(words: str) -> None:
@@ -246,6 +263,8 @@ def main(arguments: Sequence[str]) -> int:
     if command == "run":
         return run(rest)
     code = steps({"check": CHECKS, "docs": (DOCS,), "links": (LINKS,)}[command])
+    if command == "check":
+        code = max(code, size())
     if command == "docs" and not code:
         say(f"the pages start at {ROOT / 'docs' / '_build' / 'html' / 'index.html'}")
     return code

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.distributed.random_start import own_start
 from howsmooth.lipschitz.singular_value_solver import member_seeds
 from howsmooth.measures import Gaussian
 from howsmooth.nn.penalty.singular_vector_storage import Directions
@@ -52,7 +51,6 @@ DRAWS: dict[str, Callable[[int], Tensor]] = {
             random_attention(0), tokens(0, 1, 4, D), seed=[seed], max_iterations=1
         ).input_direction
     ),
-    "distributed": lambda seed: own_start(4, D, [slice(0, 4)], seed),
     "a sample of a Gaussian": lambda seed: Gaussian(EYE[0], EYE).sample(4, seed=seed).points,
     "directions of a penalty": lambda seed: Directions(seed).draw((3, 2), EYE),
 }

@@ -4,9 +4,8 @@ The local Lipschitz constant of a map f at tokens X is the spectral norm of its 
 ``local_lipschitz`` measures it with an interval; ``SelfAttention`` is the map of the paper *How Smooth
 Is Attention?* (Castin, Ablin, Peyré, ICML 2024); ``capture`` takes such maps out of real models; ``bounds``
 holds the theorems, ``adversarial`` the worst inputs; ``measures`` holds attention on probability measures,
-``dynamics`` attention through depth; ``distributed`` shares one long sequence among processes; ``functional``
-is attention as a function, with derivatives of every order; ``nn`` holds layers that are Lipschitz, penalties
-and monitors.
+``dynamics`` attention through depth; ``functional`` is attention as a function, with derivatives of every
+order; ``nn`` holds layers that are Lipschitz, penalties and monitors.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
         adversarial,
         attention,
         bounds,
-        distributed,
         dynamics,
         errors,
         functional,
@@ -96,7 +94,6 @@ __all__ = [
     "bounds",
     "capture",
     "depth_profile",
-    "distributed",
     "dynamics",
     "errors",
     "functional",
@@ -159,7 +156,6 @@ _WHOLE_ROOMS = (
     "adversarial",
     "attention",
     "bounds",
-    "distributed",
     "dynamics",
     "errors",
     "functional",

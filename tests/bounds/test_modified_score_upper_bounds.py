@@ -89,11 +89,11 @@ def test_sizes_of_normed_queries_are_attained(*, centred: bool) -> None:
     norm = hs.LayerNorm(gain, eps=1e-3) if centred else hs.RMSNorm(gain, eps=1e-3)
     sizes = _Projected.of(weight, None, norm, 1, 50.0)
     at_zero = torch.func.jacrev(lambda x: norm((x @ weight[1].mT)[None])[0])(torch.zeros(6).double())
-    assert sizes.slope == pytest.approx(float(torch.linalg.matrix_norm(at_zero, ord=2)), rel=1e-9)
+    assert math.exp(sizes.slope) == pytest.approx(float(torch.linalg.matrix_norm(at_zero, ord=2)), rel=1e-9)
     far = torch.randn(1000, 6, generator=generator, dtype=torch.float64)
     far = 50.0 * far / far.norm(dim=-1, keepdim=True)
     longest = float(norm(far @ weight[1].mT).norm(dim=-1).max())
-    assert 0.99 * sizes.size < longest <= sizes.size
+    assert 0.99 * math.exp(sizes.size) < longest <= math.exp(sizes.size)
 
 
 def test_rotary_tables_that_stretch_are_counted() -> None:
@@ -140,3 +140,36 @@ def test_other_maps_and_wrong_lengths_are_refused() -> None:
         any_scores_ball_upper_bound(hs.RMSNorm(torch.ones(3)), N, 1.0)
     with pytest.raises(ArgumentError, match="length"):
         any_scores_ball_upper_bound(CASES["score bias"](N), N + 1, 1.0)
+
+
+def test_values_of_zero_with_a_bias_and_a_sink_have_the_constant_of_the_sink_s_weight() -> None:
+    """The output is the bias times 1 − weight of the sink, s, so the constant is 2s(1 − s) at x = 1."""
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    f = hs.SelfAttention(one, one, 0 * one, value_bias=one[0], sinks=torch.zeros(1, dtype=torch.float64))
+    s = 1 / (1 + math.exp(-1))
+    x = torch.ones(1, 1, dtype=torch.float64)
+    assert best(f, x).value == pytest.approx(2 * s * (1 - s), rel=1e-9)
+    # On the ball, scores of both signs are reckoned with, and s(1 − s) is largest at s = 1/2.
+    assert any_scores_ball_upper_bound(f, 1, 1.0).value == pytest.approx(0.5, rel=1e-9)
+    # One head without values among several does not hide the others, nor they it.
+    pair = f._rebuilt(
+        query=torch.cat((one, one)), key=torch.cat((one, one)), value=torch.cat((0 * one, one)),
+        value_bias=torch.tensor([[1.0], [0.0]]).double(), sinks=torch.zeros(2, dtype=torch.float64),
+    )  # fmt: skip
+    found = largest_constant(pair, N, 1.0, starts=2, steps=6)
+    assert found <= any_scores_ball_upper_bound(pair, N, 1.0).value < 12 * found
+
+
+@pytest.mark.parametrize("masking", [{}, {"causal": True}, {"window": 2}])
+@pytest.mark.parametrize(("values", "shift"), [(1.0, 0.0), (1.0, 10.0), (1e-8, 1.0)])
+@pytest.mark.parametrize("sink", [0.0, pytest.param(10.0, marks=pytest.mark.slow), 20.0])
+def test_the_bound_falls_with_the_constant_as_the_sink_grows(
+    masking: dict[str, object], values: float, shift: float, sink: float
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = torch.randn(3, 1, 2, 3, generator=generator, dtype=torch.float64)
+    bias = shift * torch.randn(1, 2, generator=generator, dtype=torch.float64)
+    sinks = torch.tensor([sink], dtype=torch.float64)
+    f = hs.SelfAttention(query, key, values * value, value_bias=bias, sinks=sinks, **masking)  # type: ignore[arg-type]
+    found = largest_constant(f, 3, 1.0, starts=2, steps=12)
+    assert found <= best(f, length=3, radius=1.0).value < 20 * found

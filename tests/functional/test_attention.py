@@ -530,33 +530,6 @@ def test_autocast_as_in_scaled_dot_product_attention(dtype: torch.dtype, masked:
     agree(found[0][0].double(), written_out(*exact, bias), 5e-3 if rounded else 1e-12)
 
 
-COMPILATION = """
-import torch
-from howsmooth.functional import attention
-torch.manual_seed(0)
-x = [torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3)]
-f = lambda *x: attention(*x, causal=True) ** 2
-def both(f):
-    out = f(*x)
-    return out, *torch.autograd.grad(out.sum(), x)
-def compare(**options):
-    for found, truth in zip(both(torch.compile(f, backend="aot_eager", **options)), expected):
-        assert (found - truth).abs().max() <= 1e-6 * truth.abs().max()
-    torch._dynamo.reset()
-expected = both(f)
-compare()
-torch.compiler.allow_in_graph(attention)
-compare(fullgraph=True)
-"""
-
-
-@pytest.mark.slow
-def test_compilation() -> None:
-    """With breaks of the graph as it stands, and as one graph once it is allowed there."""
-    done = subprocess.run([sys.executable, "-c", COMPILATION], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_large_scores() -> None:
     """Exponents far beyond the range of float64, where nothing overflows."""
     q, k, v = 1e3 * drawn(2, 4, 3, seed=1), 1e3 * drawn(2, 6, 3, seed=2), drawn(2, 6, 2, seed=3)

@@ -170,10 +170,11 @@ def test_a_rule_is_the_eager_mask(name: str, m: int, offset: int, padded: bool) 
     assert mask.shape == eager.shape
     assert mask.dtype == eager.dtype
     assert torch.equal(mask[:, :, -2:] + 1, eager[:, :, -2:] + 1)
-    seen = mask.visible.block(slice(0, m), slice(0, 9))
+    visible, padding = mask.rule
+    seen = visible.block(slice(0, m), slice(0, 9))
     every = torch.ones(2, 1, m, 9, dtype=torch.bool) if seen is None else seen.expand(2, 1, m, 9)
-    if mask.padding is not None:
-        every = every & mask.padding[:, None, None]
+    if padding is not None:
+        every = every & padding[:, None, None]
     assert torch.equal(every, eager == 0)
 
 

@@ -1,13 +1,11 @@
-"""Probabilities formed tile by tile, one basis, several lengths, several processes: on the device."""
+"""Probabilities formed tile by tile, one basis, several lengths: on the device."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import howsmooth as hs
 from howsmooth.batching import footprint
@@ -161,19 +159,3 @@ def test_long_sequences_take_no_memory_of_their_square(device: torch.device) -> 
         added = torch.cuda.max_memory_allocated(device) - before
         assert added <= 8 << 30
         assert added < n * n * 4 / 4
-
-
-def test_a_group_of_one_process(tmp_path: Path, device: torch.device) -> None:
-    """With NCCL on a CUDA device, gloo elsewhere: collectives take tensors of the device."""
-    f, x = random_attention(7, heads=4, kv_heads=2, causal=True), tokens(7, 40, D)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 2e-5)):
-            moved, own = f.to(dtype=dtype, device=device), x.to(dtype=dtype, device=device)
-            found = hs.distributed.local_lipschitz(moved, own, 40, rtol=1e-4)
-            assert bool(found.converged)
-            assert float(found.value) == pytest.approx(float(true_norm(f, x[None])), rel=max(tolerance, 1e-5))
-            assert found.input_direction.device.type == device.type
-    finally:
-        dist.destroy_process_group()

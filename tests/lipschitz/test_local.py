@@ -461,6 +461,28 @@ def test_any_torch_module() -> None:
     assert (estimate.method, estimate.scope) == ("autodiff", "Linear")
 
 
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "vjp"])
+def test_maps_that_are_themselves_gradients(transform: str) -> None:
+    """Their Jacobian is a Hessian. PyTorch counts no memory inside these transforms."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+
+    def energy(y: Tensor) -> Tensor:
+        return net(y).sum()
+
+    maps: dict[str, Callable[[Tensor], Tensor]] = {
+        "grad": torch.func.grad(energy),
+        "jacrev": torch.func.jacrev(energy),
+        "vjp": lambda y: torch.func.vjp(energy, y)[1](y.new_ones(()))[0],
+    }
+    x = tokens(0, 3, 5)
+    found = hs.local_lipschitz(maps[transform], x, batch_dims=1)
+    hessians = torch.stack([torch.autograd.functional.hessian(energy, one) for one in x])
+    truth = torch.linalg.matrix_norm(hessians, 2)
+    assert ((found.lower <= truth * (1 + 1e-12)) & (truth <= found.upper * (1 + 1e-12))).all()
+    assert found.converged.all()
+
+
 def test_an_estimate_prints_its_numbers_and_gives_tables() -> None:
     f = random_attention(6, causal=True)
     found = hs.local_lipschitz(f, tokens(6, 3, 4, D))

@@ -186,7 +186,7 @@ def test_float32_has_a_proved_lower_limit() -> None:
 
 def test_what_reorthogonalisation_takes_is_measured() -> None:
     size = 40
-    basis = Basis(size, torch.float64, torch.float64, None)
+    basis = Basis(size, torch.float64, torch.float64)
     basis.taken = torch.zeros(2, dtype=torch.float64)
     rows = torch.linalg.qr(tokens(0, 2, size, 3))[0].mT
     for row in rows.unbind(1):

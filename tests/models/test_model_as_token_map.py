@@ -12,9 +12,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertLMHeadModel,
+    BertModel,
+    CLIPConfig,
+    CLIPModel,
+    EncoderDecoderModel,
     PreTrainedModel,
     T5Config,
     T5EncoderModel,
+    T5ForConditionalGeneration,
 )
 
 import howsmooth as hs
@@ -201,6 +207,164 @@ def test_a_module_of_torch() -> None:
     (site,) = hs.capture(model, x, scope="model")
     assert torch.equal(site.x, x)
     _holds(site, _norm(lambda x: model(x[None])[0], x[0]), 1e-6)
+
+
+def test_the_hidden_state_of_an_encoder_decoder_with_a_head_is_its_decoders() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 20}
+    of_bert = BertConfig(**sizes, vocab_size=60)
+    decoder = BertConfig(**sizes, vocab_size=60, is_decoder=True, add_cross_attention=True)
+    t5 = T5ForConditionalGeneration(
+        T5Config(d_model=16, d_kv=8, num_heads=2, num_layers=2, d_ff=20, vocab_size=60)
+    )
+    bert = EncoderDecoderModel(encoder=BertModel(of_bert), decoder=BertLMHeadModel(decoder))
+    ids = {"input_ids": token_ids(1, 5), "decoder_input_ids": token_ids(1, 4, seed=1)}
+    for whole, stack in ((t5, t5.decoder), (bert, bert.decoder.bert)):
+        spread(whole)
+        whole.double().eval().requires_grad_(False)
+        memory = whole.get_encoder()(ids["input_ids"]).last_hidden_state
+
+        def own(x: Tensor, stack: Any = stack, memory: Tensor = memory) -> Tensor:
+            with sdpa_kernel(SDPBackend.MATH), WithoutDowncast():
+                given = {"encoder_hidden_states": memory, "use_cache": False}
+                return stack(inputs_embeds=x[None], **given).last_hidden_state[0]
+
+        (site,) = hs.capture(whole, ids, scope="model", side="queries")
+        assert torch.allclose(site.map(site.x)[0], own(site.x[0]), rtol=1e-9, atol=1e-9)
+        _holds(site, _norm(own, site.x[0]), 1e-6)
+
+
+def test_the_hidden_state_of_a_model_that_returns_one_is_not_its_base_models() -> None:
+    model = build("dinov3_vit").requires_grad_(False)
+    assert model.base_model is not model  # a stack without the last norm
+    images = inputs_of("dinov3_vit", model)["pixel_values"][:1]
+    (site,) = hs.capture(model, images, scope="model")
+    assert torch.allclose(site.map(site.x), model(images).last_hidden_state)
+
+
+def test_a_model_without_a_hidden_state_is_refused() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
+    pictures = {**sizes, "image_size": 8, "patch_size": 4}
+    clip = CLIPModel(CLIPConfig(text_config={**sizes, "vocab_size": 60}, vision_config=pictures)).eval()
+    given = {"input_ids": token_ids(1, 4), "pixel_values": torch.randn(1, 3, 8, 8)}
+    with pytest.raises(
+        hs.errors.CaptureError, match=r"no last_hidden_state among its outputs \(logits_per_im"
+    ):
+        hs.capture(clip, given, scope="model")
+
+
+class _Own(nn.Module):
+    """A model as people write them: it embeds ids itself, and returns the logits of the last token."""
+
+    def __init__(self, body: nn.Module, returns: Any = lambda logits: (None, logits)) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(30, 8), nn.Embedding(9, 8)
+        self.norm, self.body, self.head = nn.LayerNorm(8), body, nn.Linear(8, 30)
+        self.returns = returns
+
+    def embedded(self, x: Tensor) -> Tensor:
+        return self.norm(3 * x + self.positions(torch.arange(x.shape[-2])))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.embedded(x))[:, [-1]])
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.returns(self.logits(self.embedding(ids)))
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x)[0]
+        return x + self.mlp(x).tanh()
+
+
+BODIES = {
+    "one layer": lambda: nn.TransformerEncoderLayer(8, 2, 12, batch_first=True),
+    "a list": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 2, enable_nested_tensor=False
+    ),
+    "its own block": _Block,
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_model_of_ones_own_begins_at_its_embeddings(body: str) -> None:
+    torch.manual_seed(0)
+    model = _Own(BODIES[body]()).double().eval().requires_grad_(False)
+    (site,) = hs.capture(model, torch.arange(5)[None], scope="model")
+    assert torch.equal(site.x[0], model.embedding.weight[:5])
+    assert site.map.describe() == "_Own from its embeddings to its output, shape (1, 30)"
+    _holds(site, _norm(lambda x: model.logits(x[None])[0], site.x[0]), 1e-6)
+
+
+RETURNS = {
+    "a tensor": lambda logits: logits,
+    "a tuple": lambda logits: (logits, None),
+    "a dict": lambda logits: {"loss": logits.sum(), "logits": logits},
+}
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+def test_the_logits_of_a_model_of_ones_own(returns: str) -> None:
+    torch.manual_seed(0)
+    model = _Own(_Block(), RETURNS[returns]).double().eval().requires_grad_(False)
+    ids = torch.arange(5)[None]
+    (site,) = hs.capture(model, ids, scope="model", output="logits")
+    assert site.map.describe().endswith("to its output as logits, shape (1, 30)")
+    logits = lambda x: model.logits(x[None])[0]  # noqa: E731
+    assert torch.allclose(site.map(site.x)[0], logits(site.x[0]))
+
+    def margin(x: Tensor) -> Tensor:
+        first, second = logits(x)[0].sort(descending=True).values[:2]
+        return (first - second)[None]
+
+    (found,) = hs.capture(model, ids, scope="model", output="margin")
+    _holds(found, _norm(margin, site.x[0]), 1e-6)
+
+
+def test_logits_under_another_name_are_refused() -> None:
+    model = _Own(_Block(), lambda logits: {"scores": logits}).eval()
+    with pytest.raises(hs.errors.CaptureError, match="under the name logits"):
+        hs.capture(model, torch.arange(5)[None], scope="model", output="logits")
+
+
+class _InPlace(nn.Module):
+    """A block that adds to its argument, as transformers' MoonshineStreamingDecoder does to its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1.0
+        return x + self.attention(x, x, x)[0]
+
+
+def test_what_a_model_changes_in_place_is_its_own_copy() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_InPlace(), _InPlace(), _InPlace()).double().eval().requires_grad_(False)
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
+    for scope, layers in (("model", None), ("span", (1, 2))):
+        (site,) = hs.capture(model, x, scope=scope, layers=layers)
+        given, wanted = site.x.clone(), model(x.clone())
+        assert torch.allclose(site.map(site.x), wanted)
+        assert torch.allclose(site.map(site.x), wanted)
+        assert torch.equal(site.x, given)
+        part = model if scope == "model" else model[1:]
+        _holds(site, _norm(lambda x, part=part: part(x[None].clone())[0], site.x[0]), 1e-6)
+
+
+def test_answers_that_a_model_changes_in_place_stay_as_they_were() -> None:
+    model = build("moonshine_streaming").requires_grad_(False)
+    inputs = {name: t[:1] for name, t in inputs_of("moonshine_streaming", model).items()}
+    (site,) = hs.capture(model, inputs, scope="model", side="queries")
+    wanted = model(**inputs).last_hidden_state
+    for _ in range(2):
+        assert torch.allclose(site.map(site.x), wanted, atol=1e-5)
 
 
 class _KnowsItself(nn.Module):

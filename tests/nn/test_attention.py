@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -159,6 +160,18 @@ def test_the_mask_of_a_layer_is_always_there(kind: str) -> None:
     for output, weights in (layer(x), layer(x, is_causal=kind == "causal")):
         torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(weights, expected_weights, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, N])
+def test_a_fixed_mask_of_any_length_warns_of_nothing(n: int) -> None:
+    """NumPy's diagonals are read-only, of which PyTorch warns."""
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            SoftmaxAttention(D, 2, length=n, radius=R, mask=torch.zeros(n, n, dtype=torch.bool))
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_one_sequence_and_no_weights() -> None:
@@ -547,6 +560,33 @@ def _loaded(layer: Layer) -> None:
 
 def _parametrised(layer: Layer) -> None:
     nn.utils.parametrizations.orthogonal(layer.out_proj, "weight")
+
+
+SETTINGS: list[tuple[type[Any], dict[str, Any], str, float]] = [
+    (hs.nn.CosineAttention, {}, "temperature", 5.0),
+    (hs.nn.CosineAttention, {}, "gain", 5.0),
+    (hs.nn.CosineAttention, {}, "eps", 0.1),
+    (hs.nn.EnergyAttention, {}, "num_heads", 1),
+    (hs.nn.EnergyAttention, {}, "scale", 3.0),
+    (hs.nn.L2Attention, {}, "num_heads", 1),
+    (hs.nn.QueryKeyNormAttention, {"radius": R}, "eps", 0.1),
+    (hs.nn.SigmoidAttention, {"radius": R}, "shift", 2.0),
+]
+
+
+@pytest.mark.parametrize(("cls", "how", "name", "value"), SETTINGS)
+def test_the_divisor_is_that_of_the_settings_of_now(
+    cls: type[Any], how: dict[str, Any], name: str, value: float
+) -> None:
+    layer = cls(8, 2, length=N, constant=1.0, **how).eval()
+    before = layer._log_divisor(layer._weights())
+    setattr(layer, name, value)
+    fresh = cls(8, 2, length=N, constant=1.0, **how).eval()
+    setattr(fresh, name, value)
+    fresh.load_state_dict(layer.state_dict())
+    found = layer._log_divisor(layer._weights())
+    assert found == pytest.approx(fresh._log_divisor(fresh._weights()), rel=1e-12)
+    assert found != pytest.approx(before, rel=1e-4)
 
 
 @pytest.mark.parametrize("change", [_step, _in_place, _through_data, _replaced, _loaded, _parametrised])

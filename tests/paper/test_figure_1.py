@@ -234,8 +234,35 @@ def test_more_than_three_columns_go_on_in_another_picture(tmp_path: Path) -> Non
     base, _ = make_tools(models={"deep": DEEP}, texts={OTHER: words(4000)})
     asked = {"models": (ModelSpec("deep"),), "texts": (OTHER,), "layers": Ranges.parse("0:3", "layers")}
     said = shown(FIGURE_1, measured(tmp_path, base, **asked), tmp_path)
-    assert [one.pdf.name for one in said.pictures] == ["figure-1.pdf", "figure-1-2.pdf"]
+    names = ["figure-1.pdf", "figure-1-2.pdf", "figure-1-radius.pdf", "figure-1-radius-2.pdf"]
+    assert [one.pdf.name for one in said.pictures] == names
     assert "deep, layer 3" in said.pictures[1].title
+
+
+def test_the_second_row_is_against_the_mean_radius(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools, _ = tools_of_figure_1()
+    found = measured(tmp_path, tools, texts=("prose",))
+    # Radii of their own: those of the stand-ins are all alike.
+    rows = found[0][0].rows.assign(radius_mean=np.linspace(1, 3, len(found[0][0].rows)) ** 2)
+    found = [[replace(found[0][0], rows=rows)]]
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "howsmooth.paper.plotting.picture", lambda canvas, _, stem, *__, **___: drawn.update({stem: canvas})
+    )
+    ((_, table),) = FIGURE_1.show(found, tmp_path).tables
+    for stem, across, colour in (
+        ("figure-1", "n", "radius_mean"),
+        ("figure-1-radius", "radius_mean", "n"),
+    ):
+        axis, bar = drawn[stem].axes
+        dots = next(one for one in axis.collections if len(one.get_offsets()) == len(rows))
+        np.testing.assert_allclose(dots.get_offsets(), rows[[across, "lipschitz"]])
+        np.testing.assert_allclose(dots.get_array(), rows[colour])
+        assert axis.get_xlabel().startswith({"n": "sequence length", "radius_mean": "mean radius"}[across])
+        assert bar.get_xlabel() == {"n": "sequence length", "radius_mean": "mean radius"}[colour]
+    together = np.corrcoef(np.log(rows["radius_mean"]), np.log(rows["lipschitz"]))[0, 1]
+    assert table["correlation of constant and radius"][0] == pytest.approx(together, abs=1e-12)
+    assert (table["radius from"][0], table["radius to"][0]) == (1, 9)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import howsmooth as hs
 from howsmooth.cli import main
 from howsmooth.profiling.figures import draw_depth
 from tests._tiny_models import WithoutDowncast, tiny, token_ids
+from tests.architectures.build import build
 
 
 def _norm(f: Any, x: Tensor) -> float:
@@ -67,6 +68,37 @@ def test_every_constant_is_that_of_a_dense_jacobian() -> None:
             assert norm * (1 - 1e-9) <= row[f"{kind}_upper"] <= norm * (1 + 3e-6)
     assert np.allclose(found["product"], found["own"].cumprod())
     assert np.allclose(found["ratio"] * found["product"], found["until"])
+
+
+def test_layers_that_share_their_weights() -> None:
+    model = build("albert").requires_grad_(False)
+    ids = token_ids(1, 5)
+    found = hs.depth_profile(model, ids, rtol=1e-6).table
+    assert list(found["stage"]) == ["embeddings", "block 0", "block 1", "output"]
+    encoder = model.encoder
+    layer = lambda x: encoder.albert_layer_groups[0].albert_layers[0](x[None])[0]  # noqa: E731
+    with torch.no_grad(), WithoutDowncast():
+        first = encoder.embedding_hidden_mapping_in(model.embeddings(ids))[0]
+        second = layer(first)
+    for name, exact in {
+        "own": [_norm(layer, first), _norm(layer, second)],
+        "beyond": [_norm(layer, second), 1.0],
+    }.items():
+        assert np.allclose(found[name][1:3], exact, rtol=2e-6)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.attention = nn.Embedding(9, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            return x + self.attention(x, x, x)[0]
+
+    with pytest.raises(hs.errors.CaptureError, match="has no blocks"):
+        hs.depth_profile(Model().eval(), torch.arange(4)[None])
 
 
 def test_no_map_exceeds_the_product_of_its_parts() -> None:

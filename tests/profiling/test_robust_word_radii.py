@@ -6,19 +6,29 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
 
 import howsmooth as hs
 from howsmooth.bounds.radius import NetworkAtInput
 from howsmooth.errors import ArgumentError
+from howsmooth.profiling.model_input import GivenInputs
 from howsmooth.roundoff import limit_in_digits
 from tests._classifier import save_classifier
 
 TEXT = "the cat sat"
 IDS = torch.tensor([[2, 5, 6, 7, 3]])
+SMALL: dict[str, Any] = {
+    "vocab_size": 9,
+    "hidden_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 6,
+}
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +163,84 @@ def test_what_is_kept_is_not_computed_again(
         assert made == [0, 1, 2, 3, 4]
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
     assert len({row["key"] for row in rows}) == 4
+
+
+class Encoder(nn.Module):
+    """One layer of PyTorch, whose weights do not depend on its settings."""
+
+    def __init__(
+        self, heads: int = 1, pool: str = "mean", norm: nn.Module | None = None, **options: Any
+    ) -> None:
+        super().__init__()
+        options = {"activation": "gelu", "batch_first": True, "dtype": torch.float64} | options
+        self.layer = nn.TransformerEncoderLayer(4, heads, 6, **options)
+        self.norm = nn.LayerNorm(4) if norm is None else norm
+        self.head, self.pool = nn.Linear(4, 2), pool
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u = self.norm(self.layer(x))
+        return self.head({"mean": u.mean(1), "first": u[:, 0], "last": u[:, -1]}[self.pool])
+
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "heads": {"heads": 2},
+    "activation": {"activation": "relu"},
+    "norm placement": {"norm_first": True},
+    "epsilon": {"layer_norm_eps": 0.1},
+    "epsilon of the last norm": {"norm": nn.LayerNorm(4, eps=0.1)},
+    "readout": {"pool": "first"},
+    "another token": {"pool": "last"},
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_equal_weights_do_not_share_what_is_kept(name: str, tmp_path: Path) -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"positions": 0, "attack": False}
+    kept = tmp_path / "radius.jsonl"
+    first = hs.word_radii(Encoder(), x, file=kept, **options)
+    other = Encoder(**ARCHITECTURES[name])
+    found = hs.word_radii(other, x, file=kept, **options)
+    own = hs.word_radii(other, x, **options)
+    assert found.table["radius"][0] == own.table["radius"][0] != first.table["radius"][0]
+    assert all(map(torch.equal, Encoder().parameters(), other.parameters()))
+    again = hs.word_radii(Encoder(), x, file=kept, **options)
+    assert again.table.equals(first.table)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "heads": {"heads": 2},
+    "activation": {"activation": torch.nn.functional.relu},
+    "norm placement": {"norm_first": True},
+    "epsilon": {"norm": nn.LayerNorm(4, eps=0.1)},
+    "activation of a module": {"activation": nn.GELU(approximate="tanh")},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_fingerprint_of_a_module_has_its_settings(name: str) -> None:
+    def fingerprint(module: nn.Module) -> str:
+        return GivenInputs(module, None, None, "").origin()["fingerprint"]
+
+    assert fingerprint(Encoder()) == fingerprint(Encoder()) == fingerprint(Encoder().train(False))
+    assert fingerprint(Encoder()) != fingerprint(Encoder(**LAYERS[name]))
+
+
+def test_the_fingerprint_of_a_model_has_its_configuration() -> None:
+    def fingerprint(**options: Any) -> str:
+        torch.manual_seed(0)
+        module = BertForSequenceClassification(BertConfig(**SMALL | options))
+        return GivenInputs(module, None, None, "").origin()["fingerprint"]
+
+    assert fingerprint() == fingerprint(name_or_path="elsewhere")
+    options: list[dict[str, Any]] = [
+        {"num_attention_heads": 1},
+        {"hidden_act": "relu"},
+        {"layer_norm_eps": 0.1},
+    ]
+    assert len({fingerprint(), *(fingerprint(**one) for one in options)}) == 4
 
 
 def test_latex_rounds_radii_down_and_attacks_up_and_the_digest_is_of_no_times(found: hs.WordRadii) -> None:

@@ -34,6 +34,9 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "PYTHON": bin_folder / "python",
     }
     places |= {"STAMP": tmp_path / ".venv" / "stamp.json", "LOG": tmp_path / ".venv" / "pip.log"}
+    places["LINES"] = tmp_path / "src" / "lines.txt"
+    (tmp_path / "src").mkdir()
+    places["LINES"].write_text("0\n")
     for name, place in places.items():
         monkeypatch.setattr(module, name, place)
     return module
@@ -207,6 +210,25 @@ def test_all_steps_run_and_the_failed_ones_are_named(
     assert dev.main(["test"]) == 1
     assert seen == ["ruff", "ruff", "lint-imports", "mypy", "sphinx-build", "pytest", "pytest"]
     assert capsys.readouterr().err.endswith("dev.py: FAILED: mypy\n")
+
+
+def test_the_lines_of_the_source_only_go_down(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = tmp_path / "src" / "package" / "module.py"
+    module.parent.mkdir()
+    module.write_text("a = 1\nb = 2\n")
+    dev.LINES.write_text("1\n")
+    assert dev.size() == 1
+    module.write_text("a = 1\n")
+    assert dev.size() == 0
+    module.write_text("")
+    assert dev.size() == 0
+    assert dev.LINES.read_text() == "0\n"
+    monkeypatch.setattr(dev, "prepare", lambda *, test: None)
+    monkeypatch.setattr(dev, "steps", lambda *_arguments, **_options: 0)
+    module.write_text("a = 1\n")
+    assert dev.main(["check"]) == dev.main(["test"]) == 1
 
 
 def test_docs_say_where_the_pages_are(

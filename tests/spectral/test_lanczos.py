@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -259,12 +258,12 @@ def test_entries_of_half_precision_keep_their_digits_in_any_dimension(size: int)
     """Those of a unit vector in 2^38 dimensions are near 2^-19: float16 itself lost half its digits."""
     own, some = torch.float64, gaussian(0, 1, 1000)
     row = some / some.norm() * math.sqrt(1000 / size)
-    basis = Basis(size, HALF, own, None)
+    basis = Basis(size, HALF, own)
     basis.append(row)
     kept, first = torch.empty(1, 1000, dtype=own), np.zeros(1, dtype=np.int64)
     basis.combine(first, np.ones((1, 1)), kept, first)
     assert float((kept - some / some.norm()).norm()) <= 2.0**-11
-    corner = Basis(size, HALF, own, None)
+    corner = Basis(size, HALF, own)
     corner.append(torch.eye(1, 1000, dtype=own))
     corner.combine(first, np.ones((1, 1)), kept, first)
     assert float(kept[0, 0]) == 1.0
@@ -283,7 +282,7 @@ def test_members_together_are_those_one_by_one(
     start[2] = 0.0
 
     def left() -> tuple[Tensor, Tensor]:
-        kept = Basis(size, basis or torch.float32, torch.float32, None)
+        kept = Basis(size, basis or torch.float32, torch.float32)
         for row in rows:
             kept.append(row)
         z = start.clone()
@@ -433,46 +432,6 @@ def test_members_stop_by_themselves_and_do_not_depend_on_the_batch(basis: torch.
         for name in ("sigma", "lower", "upper", "right", "left"):
             torch.testing.assert_close(
                 getattr(alone, name)[0], getattr(together, name)[i], rtol=1e-9, atol=1e-9
-            )
-
-
-def test_coordinates_may_be_spread_over_processes() -> None:
-    """Two threads hold the halves of a diagonal map: with a sum over both they get one run's numbers."""
-    values = torch.cat(
-        (torch.linspace(0, 0.9, 150), torch.tensor([1.0]), torch.linspace(0.1, 0.8, 149))
-    ).double()
-    start = gaussian(0, 1, 300)
-    options = {"rtol": 1e-6, "confidence": 0.999, "max_iterations": 200, "basis_dtype": torch.float16}
-    whole = lanczos(Diagonal(values), start, **options)
-    barrier, parts, found = threading.Barrier(2), [torch.zeros(0)] * 2, {}
-
-    def reducer(rank: int) -> Callable[[Tensor], Tensor]:
-        def reduce(mine: Tensor) -> Tensor:
-            parts[rank] = mine
-            barrier.wait()
-            total = parts[0] + parts[1]
-            barrier.wait()
-            return total
-
-        return reduce
-
-    def work(rank: int) -> None:
-        half = slice(150 * rank, 150 * (rank + 1))
-        found[rank] = lanczos(Diagonal(values[half]), start[:, half], reduce=reducer(rank), **options)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for rank in range(2):
-        half = slice(150 * rank, 150 * (rank + 1))
-        assert int(found[rank].steps) == int(whole.steps)
-        for name in ("sigma", "lower", "upper"):
-            torch.testing.assert_close(getattr(found[rank], name), getattr(whole, name), rtol=1e-9, atol=0)
-        for name in ("right", "left"):
-            torch.testing.assert_close(
-                getattr(found[rank], name), getattr(whole, name)[:, half], rtol=0, atol=1e-6
             )
 
 

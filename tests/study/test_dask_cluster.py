@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from distributed import Client, LocalCluster
+
 from howsmooth.errors import ArgumentError, WorkerError
 from howsmooth.study import runner
 from howsmooth.study.execution_options import Execution

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -24,6 +24,7 @@ from howsmooth.attention.theorem_preconditions import (
     require_formula,
     require_plain_scores,
 )
+from howsmooth.bounds.bound import exp
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = [
@@ -34,9 +35,12 @@ __all__ = [
     "SiteLike",
     "largest_distance",
     "log_largest_weight",
+    "log_size",
+    "log_spectral_norm",
     "parameters_of",
     "row_blocks",
     "spectral_norm",
+    "unit",
 ]
 
 ROTARY = "rotary positions, with which A depends on the distance of the tokens"
@@ -45,15 +49,43 @@ ROTARY = "rotary positions, with which A depends on the distance of the tokens"
 # Spectral norms are rounded up by this relative error, which float64 norms of matrices with up to some
 # thousands of rows stay below. LAPACK guarantees less, by a factor of the dimension, but errors are smaller.
 _NORM_MARGIN = 1e-12
+# Products of parameters with larger logarithms, or their squares' sums, might leave the range of float64.
+_LARGEST_LOG = 700.0
 # Number of pairs of tokens in one block, so that no n × n matrix is formed for a long sequence.
 _PAIRS = 1 << 22
 
 
 def spectral_norm(matrix: Tensor) -> float:
-    """Return the spectral norm of a matrix in float64, rounded up."""
+    """Return the spectral norm of a matrix in float64, rounded up. It is inf if an entry has overflowed."""
     if matrix.numel() == 0:
         return 0.0
+    if not bool(torch.isfinite(matrix).all()):
+        return math.inf
     return float(torch.linalg.matrix_norm(matrix.double(), 2)) * (1 + _NORM_MARGIN)
+
+
+def log_spectral_norm(*factors: Tensor) -> float:
+    """Return the logarithm of the spectral norm of a product of float64 matrices, rounded up.
+
+    Each factor is divided by its largest entry, so that the product neither overflows nor underflows.
+    """
+    norm = spectral_norm(reduce(torch.matmul, map(unit, factors)))
+    if norm == 0:
+        return -math.inf
+    logs = [math.log(norm), *map(log_size, factors)]
+    return math.fsum(logs) + 4 * 2.0**-52 * math.fsum(map(abs, logs))
+
+
+def log_size(tensor: Tensor) -> float:
+    """Return the logarithm of the largest absolute entry of a tensor."""
+    size = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return math.log(size) if size > 0 else -math.inf
+
+
+def unit(tensor: Tensor) -> Tensor:
+    """Return a tensor divided by its largest absolute entry, or the tensor itself if it is zero or empty."""
+    size = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return tensor / size if size > 0 else tensor
 
 
 def row_blocks(n: int) -> Iterator[slice]:
@@ -113,6 +145,7 @@ class Head:
                 got=f"shape {shape}",
                 remedy="For query and key matrices Q, K of shape (k, d), A = K.T @ Q / k**0.5.",
             )
+        _require_product("A", left, right)
         self.left, self.right = left, right
         self.d = shape[0]
         self.V = _matrix("V", V)
@@ -132,28 +165,52 @@ class Head:
         return self.left @ self.right
 
     @cached_property
+    def log_A_norm(self) -> float:
+        """The logarithm of the spectral norm of the score matrix A, rounded up. It is finite also where the
+        product of the factors underflows.
+        """
+        left, right = unit(self.left), unit(self.right)
+        if left.shape[1] < self.d:
+            # ‖A‖ is the norm of a small product: of the triangular QR factors of left and of rightᵀ.
+            left, right = (torch.linalg.qr(factor, mode="r").R for factor in (left, right.mT))
+            right = right.mT
+        return log_size(self.left) + log_size(self.right) + log_spectral_norm(left, right)
+
+    @cached_property
     def A_norm(self) -> float:
         """The spectral norm of the score matrix A, rounded up."""
-        rank = self.left.shape[1]
-        if rank < self.d:
-            # ‖A‖ is the norm of a small product: of the triangular QR factors of left and of rightᵀ.
-            left = torch.linalg.qr(self.left, mode="r").R
-            right = torch.linalg.qr(self.right.mT, mode="r").R
-            return spectral_norm(left @ right.mT)
-        return spectral_norm(self.A)
+        return exp(self.log_A_norm)
+
+    @cached_property
+    def log_V_norm(self) -> float:
+        """The logarithm of the spectral norm of the value matrix V, rounded up."""
+        return log_spectral_norm(self.V)
 
     @cached_property
     def V_norm(self) -> float:
         """The spectral norm of the value matrix V, rounded up."""
-        return spectral_norm(self.V)
+        return exp(self.log_V_norm)
 
     @cached_property
     def b_norm(self) -> float:
         """The Euclidean norm of the query bias b, rounded up."""
-        return float(torch.linalg.vector_norm(self.b)) * (1 + _NORM_MARGIN)
+        return exp(log_spectral_norm(self.b[None]))
 
     def __repr__(self) -> str:
         return f"Head(d={self.d}, ‖A‖={self.A_norm:.4g}, ‖V‖={self.V_norm:.4g}, |b|={self.b_norm:.4g})"
+
+
+def _require_product(name: str, left: Tensor, right: Tensor) -> None:
+    """Raise NonFiniteError if the product of two matrices, or its norm, might leave the range of float64."""
+    entries = left.numel() * right.numel()
+    log = log_size(left) + log_size(right) + math.log(max(entries, 1))
+    if log > _LARGEST_LOG:
+        raise NonFiniteError(
+            name,
+            expected=f"products of the attention's matrices below exp({_LARGEST_LOG:g})",
+            got=f"up to exp({log:.4g})",
+            remedy="Scores or outputs of this size leave the range of float64.",
+        )
 
 
 def _matrix(name: str, value: object) -> Tensor:
@@ -251,8 +308,10 @@ class Parameters:
 
         The value matrix is W_h V_h.
         """
-        head = self.heads[h]
-        return Head((head.left, head.right), self.outputs[h] @ head.V, head.b)
+        head, output = self.heads[h], self.outputs[h]
+        folded = Head((head.left, head.right), output @ head.V, head.b)
+        folded.log_V_norm = log_spectral_norm(output, head.V)  # right also where the product underflows
+        return folded
 
 
 @runtime_checkable
@@ -321,12 +380,15 @@ def parameters_of(attention: object) -> Parameters:
     f = attention.to(dtype=torch.float64, device="cpu")
     group = f.heads // f.kv_heads
     heads = []
+    width = f.heads * f.value_dim
+    output = torch.eye(width, dtype=torch.float64) if f.output is None else f.output
+    _require_product("value", output, f.value)
+    if f.query_bias is not None:
+        _require_product("query_bias", f.key, f.query_bias)
     for h in range(f.heads):
         key = f.key[h // group]
         bias = None if f.query_bias is None else f.scale * (key.mT @ f.query_bias[h])
         heads.append(Head((key.mT, f.scale * f.query[h]), f.value[h // group], bias))
-    width = f.heads * f.value_dim
-    output = torch.eye(width, dtype=torch.float64) if f.output is None else f.output
     outputs = output.split(f.value_dim, dim=1)
     if f.mask is not None:
         return Parameters(tuple(heads), outputs, "other", f.visible_keys(f.mask.shape[0]))

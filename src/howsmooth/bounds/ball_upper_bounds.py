@@ -14,7 +14,7 @@ import sys
 import numpy as np
 
 from howsmooth.bounds.attention_parameters import Head, Parameters, log_largest_weight, parameters_of
-from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
+from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius, exp
 
 __all__ = [
     "ball_upper_bound",
@@ -106,7 +106,7 @@ def theorem_3_5(attention: object, radius: object) -> Bound:
         "theorem_3_5",
         Quantity.MEAN_FIELD,
         f"{PAPER}, Theorem 3.5 (after Geshkovski et al. 2023)",
-        log_product(log(head.V_norm), math.log1p(3 * a) + 2 * a),
+        log_product(head.log_V_norm, math.log1p(3 * a) + 2 * a),
         unmasked(attention, parameters),
         no_query_bias(head, "mean_field_upper_bound"),
     )
@@ -145,7 +145,7 @@ def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
         "theorem_e_3",
         Quantity.GLOBAL,
         f"{PAPER}, Theorem E.3",
-        log_product(log(head.V_norm), 0.5 * (math.log(3) + inside)),
+        log_product(head.log_V_norm, 0.5 * (math.log(3) + inside)),
         unmasked(attention, parameters),
     )
 
@@ -187,7 +187,7 @@ def ball_upper_bound(attention: object, length: object, radius: object) -> Bound
         "ball_upper_bound",
         Quantity.GLOBAL,
         f"{OURS}, Theorem A",
-        log_product(log(head.V_norm), factor),
+        log_product(head.log_V_norm, factor),
         unmasked(attention, parameters),
     )
 
@@ -227,7 +227,7 @@ def mean_field_upper_bound(attention: object, radius: object) -> Bound:
         "mean_field_upper_bound",
         Quantity.MEAN_FIELD,
         f"{OURS}, Theorem A for all n",
-        log_product(log(head.V_norm), log_sum(log(a), a3 + math.log(math.hypot(1.0, a3)))),
+        log_product(head.log_V_norm, log_sum(log(a), a3 + math.log(math.hypot(1.0, a3)))),
         unmasked(attention, parameters),
     )
 
@@ -313,15 +313,16 @@ def score_sizes(head: Head, radius: float) -> tuple[float, float]:
 
     The first is a = ‖A‖R², the second a₃ = (‖A‖R + |b|)R with the query bias b.
     """
-    # R is multiplied one by one, so that ‖A‖ = 0 gives 0 where R² overflows.
-    return head.A_norm * radius * radius, (head.A_norm * radius + head.b_norm) * radius
+    # In logarithms, because ‖A‖ may underflow and R² overflow where their product does neither.
+    a = exp(head.log_A_norm + 2 * math.log(radius))
+    return a, a + exp(log(head.b_norm) + math.log(radius))
 
 
 def log_theorem_3_3(head: Head, n: int, radius: float) -> float:
     """Return the logarithm of the bound √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2} of Theorem 3.3."""
     a, _ = score_sizes(head, radius)
     inside = log_sum(2 * log(a) + math.log(4 * n + 1), math.log(n))
-    return log_product(log(head.V_norm), 0.5 * (math.log(3) + inside))
+    return log_product(head.log_V_norm, 0.5 * (math.log(3) + inside))
 
 
 def unmasked(attention: object, parameters: Parameters) -> Hypothesis:

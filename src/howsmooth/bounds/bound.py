@@ -11,7 +11,7 @@ from typing import Literal
 from howsmooth.errors import ArgumentError
 from howsmooth.roundoff import limit_in_digits
 
-__all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_radius"]
+__all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_radius", "exp"]
 
 Side = Literal["upper", "lower"]
 
@@ -142,12 +142,12 @@ class Bound:
 
         The value is also inf where it overflows.
         """
-        return _exp(self.log_value)
+        return exp(self.log_value)
 
     @property
     def formula(self) -> float:
         """The number that the formula of the bound gives, even if a hypothesis of the theorem fails."""
-        return _exp(self.log_formula)
+        return exp(self.log_formula)
 
     def __float__(self) -> float:
         return self.value
@@ -173,7 +173,8 @@ def _log(formula: float | None, log_formula: float | None) -> float:
     return log_formula
 
 
-def _exp(log: float) -> float:
+def exp(log: float) -> float:
+    """Return e^log, inf where it overflows."""
     try:
         return math.exp(log)
     except OverflowError:

@@ -74,7 +74,8 @@ class Problem:
             if n not in (None, X.shape[0]):
                 raise ArgumentError("length", expected=f"the length of X, {X.shape[0]}, or None", got=str(n))
             n = X.shape[0]
-            farthest = float(torch.linalg.vector_norm(X, dim=-1).max())
+            size = float(X.abs().max()) or 1.0  # scaled because squares leave the range of float64 earlier
+            farthest = size * float(torch.linalg.vector_norm(X / size, dim=-1).max())
         R, words = _radius(radius, norm, X is not None, farthest)
         # By rounding, a float32 token may be slightly longer than the radius of its norm layer.
         return cls(attention, X, n, max(R, farthest), words)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import CrossAttention
-from howsmooth.bounds.attention_parameters import spectral_norm
+from howsmooth.bounds.attention_parameters import log_size, log_spectral_norm, spectral_norm, unit
 from howsmooth.bounds.ball_upper_bounds import log, upper
-from howsmooth.bounds.bound import Bound, Quantity, check_length, check_radius
+from howsmooth.bounds.bound import Bound, Quantity, check_length, check_radius, exp
 from howsmooth.bounds.multi_head_upper_bounds import log_quadratic_form
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.roundoff import UNDERFLOW, U
@@ -126,17 +126,21 @@ def cross_attention_ball_upper_bound(
     m, R_x, R_y = check_length(length), check_radius(radius), check_radius(memory_radius)
     outputs, scale, group = _outputs(f), abs(f.scale), f.heads // f.kv_heads
     of_queries, of_memory, left, right = [], [], [], []
+    # Divided by their largest entries, so that products neither overflow nor underflow
+    Qs, keys, values, whole = unit(f.query), unit(f.key), unit(f.value), unit(torch.cat(outputs, dim=1))
+    size = log(scale) + log_size(f.query) + log_size(f.key) + math.log(R_y)
     for h in range(f.heads):
-        Q, K, V = f.query[h], f.key[h // group], f.value[h // group]
+        Q, K, V = Qs[h], keys[h // group], values[h // group]
         scores = K.mT @ Q
-        shift = 0.0 if f.query_bias is None else _length(K.mT @ f.query_bias[h])
-        of_queries.append(log(scale) + 2 * log(R_y) + log(_largest_product(V, scores.mT)))
-        gamma = scale * R_y * (spectral_norm(scores) * R_x + shift)
-        of_memory.append(log(spectral_norm(V)) + 0.5 * (math.log(m) + log(_heaviest(gamma))))
-        left.append(outputs[h] @ V)
+        shift = 0.0 if f.query_bias is None else scale * _length(f.key[h // group].mT @ f.query_bias[h])
+        of_queries.append(size + math.log(R_y) + log_size(f.value) + log(_largest_product(V, scores.mT)))
+        gamma = exp(size + math.log(R_x) + log_spectral_norm(scores)) + shift * R_y
+        of_memory.append(log_spectral_norm(f.value[h // group]) + 0.5 * (math.log(m) + log(_heaviest(gamma))))
+        left.append(whole.split(f.value_dim, dim=1)[h] @ V)
         right.append(scores)
-    stacked = log(spectral_norm(torch.cat(left, dim=1))) + log(spectral_norm(torch.cat(right)))
-    queries = min(log_quadratic_form(outputs, of_queries), log(scale) + 2 * log(R_y) + stacked)
+    stacked = log_spectral_norm(torch.cat(left, dim=1)) + log_spectral_norm(torch.cat(right))
+    stacked += log_size(f.value) + log_size(torch.cat(outputs, dim=1))
+    queries = min(log_quadratic_form(outputs, of_queries), size + math.log(R_y) + stacked)
     name = "cross_attention_ball_upper_bound"
     return _bound(name, Quantity.CROSS, side, queries, log_quadratic_form(outputs, of_memory))
 
@@ -317,8 +321,8 @@ def _heaviest(gamma: float) -> float:
     """Return an upper bound on φ(γ), the maximum over 1/2 <= p <= 1 of p + 4 γ² p² (1 − p)."""
     if gamma <= 0.5:
         return 1.0
-    p = min(1.0, (1 + math.sqrt(1 + 0.75 / gamma**2)) / 3)
-    return (p + 4 * gamma**2 * p**2 * (1 - p)) * (1 + _MARGIN)
+    p = min(1.0, (1 + math.sqrt(1 + 0.75 / (gamma * gamma))) / 3)
+    return (p + 4 * gamma * gamma * p**2 * (1 - p)) * (1 + _MARGIN)
 
 
 def _length(vector: Tensor) -> float:

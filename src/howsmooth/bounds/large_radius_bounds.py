@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, largest_distance, row_blocks
+from howsmooth.bounds.attention_parameters import Head, largest_distance, log_size, row_blocks, unit
 from howsmooth.bounds.ball_upper_bounds import (
     PAPER,
     log,
@@ -186,20 +186,21 @@ def large_radius(head: Head, X: object, radius: float, *, masked: bool) -> Large
         gap = min(gap, float(differences.scatter(1, best[:, None], math.inf).min()))
         chosen.append(best)
     count = int(torch.bincount(torch.cat(chosen), minlength=n).max())
-    log_limit = log_product(log(head.V_norm), 0.5 * math.log(count))
+    log_limit = log_product(head.log_V_norm, 0.5 * math.log(count))
     if n == 1:
         return LargeRadius(log_limit, -math.inf, math.inf)
-    diameter = largest_distance(x) * (1 + 1e-12)
-    longest = float(torch.linalg.vector_norm(y, dim=1).max()) * (1 + 1e-12)
+    # Of vectors divided by their largest entries, because squares leave the range of float64 earlier
+    diameter = log(largest_distance(unit(x))) + log_size(x) + 1e-12
+    longest = log(float(torch.linalg.vector_norm(unit(y), dim=1).max())) + log_size(y) + 1e-12
     # η = 1/(1 + e^{−t}) with t = log((n−1) e^{−δR²})
     t = (
         math.log(n - 1) - gap * radius * radius
     )  # multiplied in this order, because a zero gap times R² = ∞ would be NaN
     log_eta = min(t, 0.0) - math.log1p(math.exp(-abs(t)))
     log_r2 = 2 * math.log(radius)
-    outside = log_sum(0.0, log_r2 + log(diameter) + log(longest))
-    inside = log_sum(0.5 * math.log(2 * n) + outside, log_r2 + 2 * log(diameter) + log(head.A_norm))
-    return LargeRadius(log_limit, log_product(log(head.V_norm), log_eta, inside), gap)
+    outside = log_sum(0.0, log_product(log_r2, diameter, longest))
+    inside = log_sum(0.5 * math.log(2 * n) + outside, log_product(log_r2, 2 * diameter, head.log_A_norm))
+    return LargeRadius(log_limit, log_product(head.log_V_norm, log_eta, inside), gap)
 
 
 def _bound(

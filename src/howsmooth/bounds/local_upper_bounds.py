@@ -77,7 +77,7 @@ def theorem_c_3(attention: object, X: Tensor | None = None) -> Bound:
     return _upper(
         "theorem_c_3",
         _PAPER.format("Theorem C.3 (R_A corrected)"),
-        _log(at.head.V_norm) + 0.5 * _log_sum(2 * (_log(largest) + _log(r)) + math.log(n + 1), math.log(n)),
+        at.head.log_V_norm + 0.5 * _log_sum(2 * (_log(largest) + _log(r)) + math.log(n + 1), math.log(n)),
     )
 
 
@@ -125,7 +125,7 @@ def diameter_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
     return _upper(
         "diameter_upper_bound",
         _OURS.format("Theorem C.3 sharpened"),
-        _log(at.head.V_norm) + _log_sum(rows, diagonal),
+        at.head.log_V_norm + _log_sum(rows, diagonal),
     )
 
 
@@ -181,7 +181,7 @@ def covariance_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
     return _upper(
         "covariance_upper_bound",
         _PAPER.format("proof of Theorem 3.3"),
-        0.5 * (math.log(3) + log) + _log(at.head.V_norm),
+        0.5 * (math.log(3) + log) + at.head.log_V_norm,
     )
 
 
@@ -226,13 +226,13 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
     g = min(1.0, g * math.exp(moved_by) + n * 2.0**-52)
     size = spectral_norm(at.X)
     moved = _log_sum(
-        math.log(2) + 2 * _log(size) + _log(at.head.A_norm),
+        math.log(2) + 2 * _log(size) + at.head.log_A_norm,
         _log(size) + _log(at.head.b_norm) + math.log(n) / 2,
     )
     return _upper(
         "yudin_theorem_3",
         "Yudin et al. 2025, Theorem 3",
-        _log(at.head.V_norm) + _log_sum(_log(spectral_norm(P)) + moved_by, moved + _log(g)),
+        at.head.log_V_norm + _log_sum(_log(spectral_norm(P)) + moved_by, moved + _log(g)),
     )
 
 

@@ -134,7 +134,7 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
         "theorem_4_4",
         Quantity.MASKED_MEAN_FIELD,
         f"{PAPER}, Theorem 4.4, with a hypothesis added",
-        log_product(log(head.V_norm), math.log1p(3 * a) + 2 * a),
+        log_product(head.log_V_norm, math.log1p(3 * a) + 2 * a),
         causal(attention, parameters),
         no_query_bias(head, "causal_mean_field_upper_bound"),
         Hypothesis(f"‖A‖R² ≥ {_THEOREM_4_4_FROM}", a >= _THEOREM_4_4_FROM),
@@ -176,7 +176,7 @@ def causal_ball_upper_bound(attention: object, length: object, radius: object) -
         "causal_ball_upper_bound",
         Quantity.MASKED,
         f"{OURS}, Theorem A with a mask",
-        log_product(log(head.V_norm), factor),
+        log_product(head.log_V_norm, factor),
         causal(attention, parameters),
     )
 
@@ -228,7 +228,7 @@ def masked_ball_upper_bound(attention: object, length: object, radius: object) -
         "masked_ball_upper_bound",
         Quantity.MASKED if parameters.masking == "causal" else Quantity.GLOBAL,
         f"{OURS}, Theorem A with any mask",
-        log_product(log(head.V_norm), 0.5 * log_rows if alone else log_sum(log(a), 0.5 * log_rows)),
+        log_product(head.log_V_norm, 0.5 * log_rows if alone else log_sum(log(a), 0.5 * log_rows)),
     )
 
 
@@ -302,7 +302,7 @@ def causal_mean_field_upper_bound(attention: object, radius: object) -> Bound:
         "causal_mean_field_upper_bound",
         Quantity.MASKED_MEAN_FIELD,
         f"{OURS}, Theorem B",
-        log_product(log(head.V_norm), log_sum(log(a), a3 + math.log(2 + math.sqrt(6) * a3))),
+        log_product(head.log_V_norm, log_sum(log(a), a3 + math.log(2 + math.sqrt(6) * a3))),
         causal(attention, parameters),
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from howsmooth.bounds.attention_parameters import Head, parameters_of
+from howsmooth.bounds.attention_parameters import Head, log_spectral_norm, parameters_of
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_radius
 from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
@@ -250,7 +250,7 @@ class _Case:
                 raise ArgumentError("attention", expected="a finite number γ", got=repr(attention))
             gamma = float(attention)
             high = low = gamma
-            sizes = (1.0, 1.0)
+            logs = (0.0, 0.0)
             unmasked, identity, biased, real = True, True, False, True
         else:
             parameters = parameters_of(attention)
@@ -259,18 +259,18 @@ class _Case:
             real = bool(pairs)
             (low, u_low), (high, u_high) = (pairs[0], pairs[-1]) if real else ((0.0, None), (0.0, None))
 
-            def size_of(u: torch.Tensor | None) -> float:
-                return 0.0 if u is None else float(torch.linalg.vector_norm(head.V @ u))
+            def log_size_of(u: torch.Tensor | None) -> float:
+                return -math.inf if u is None else log_spectral_norm(head.V, u[:, None])
 
-            sizes = (size_of(u_low), size_of(u_high))
+            logs = (log_size_of(u_low), log_size_of(u_high))
             unmasked, identity, biased = parameters.masking == "none", _is_identity(head), bool(head.b.any())
         half = cluster == "half" or (cluster == "paper" and high / 8 >= -low)
-        gamma, size, ratio = (high, sizes[1], 0.5) if half else (low, sizes[0], -1.0)
+        gamma, log_size, ratio = (high, logs[1], 0.5) if half else (low, logs[0], -1.0)
         # γR² is formed from logarithms because R² may overflow.
         log = -math.inf if gamma == 0 else math.log(abs(gamma)) + 2 * math.log(R)
         curvature = math.copysign(math.exp(min(log, math.log(_LARGEST_G))), gamma)
-        log_strength = math.log(size) - 1e-12 if size > 0 else -math.inf
-        return cls(curvature, ratio, log_strength, unmasked, identity, biased, real)
+        # Rounded down: the norm was rounded up by some 1e-12
+        return cls(curvature, ratio, log_size - 4e-12, unmasked, identity, biased, real)
 
 
 def _shares(log_odds: float) -> tuple[float, float]:

@@ -14,11 +14,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of, spectral_norm
+from howsmooth.bounds.attention_parameters import (
+    Head,
+    Parameters,
+    log_size,
+    log_spectral_norm,
+    parameters_of,
+    unit,
+)
 from howsmooth.bounds.ball_upper_bounds import (
     OURS,
     PAPER,
-    log,
     log_product,
     log_sum,
     mean_field_upper_bound,
@@ -111,7 +117,7 @@ def lemma_3_8(
     parameters = parameters_of(attention)
     logs, hypotheses = _bounds_of_heads(parameters, length, radius, head_bound)
     terms = [
-        log_product(log(spectral_norm(W)), log_l) for W, log_l in zip(parameters.outputs, logs, strict=True)
+        log_product(log_spectral_norm(W), log_l) for W, log_l in zip(parameters.outputs, logs, strict=True)
     ]
     return upper("lemma_3_8", _quantity(parameters), f"{PAPER}, Lemma 3.8", log_sum(*terms), *hypotheses)
 
@@ -150,7 +156,7 @@ def output_norm_upper_bound(
         "output_norm_upper_bound",
         _quantity(parameters),
         f"{OURS}, Several heads",
-        log_product(log(spectral_norm(parameters.W)), 0.5 * squares),
+        log_product(log_spectral_norm(parameters.W), 0.5 * squares),
         *hypotheses,
     )
 
@@ -228,13 +234,15 @@ def folded_gram_upper_bound(
 
     """
     parameters = parameters_of(attention)
-    heads, maps = [], []
+    heads, maps, sizes = [], [], []
     for head, W in zip(parameters.heads, parameters.outputs, strict=True):
-        rows, triangle = torch.linalg.qr(head.V.mT)  # V = triangleᵀ rowsᵀ
+        rows, triangle = torch.linalg.qr(unit(head.V).mT)  # V = triangleᵀ rowsᵀ, up to its size
         heads.append(Head((head.left, head.right), rows.mT, head.b))
-        maps.append(W @ triangle.mT)
+        maps.append(unit(W) @ triangle.mT)
+        sizes.append(log_size(W) + log_size(head.V))
     balanced = replace(parameters, heads=tuple(heads), outputs=tuple(maps))
     logs, hypotheses = _bounds_of_heads(balanced, length, radius, head_bound)
+    logs = [log_product(*pair) for pair in zip(logs, sizes, strict=True)]
     return upper(
         "folded_gram_upper_bound",
         _quantity(parameters),
@@ -253,9 +261,9 @@ def log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
     """
     terms = []
     for h, M in enumerate(maps):
-        terms.append(log_product(2 * log(spectral_norm(M)), 2 * logs[h]))
+        terms.append(log_product(2 * log_spectral_norm(M), 2 * logs[h]))
         terms += [
-            log_product(math.log(2) + log(spectral_norm(M.mT @ maps[g])), logs[h] + logs[g]) for g in range(h)
+            log_product(math.log(2) + log_spectral_norm(M.mT, maps[g]), logs[h], logs[g]) for g in range(h)
         ]
     return 0.5 * log_sum(*terms)
 

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, parameters_of, spectral_norm
-from howsmooth.bounds.ball_upper_bounds import log, log_sum, upper
+from howsmooth.bounds.attention_parameters import Head, log_size, parameters_of, spectral_norm, unit
+from howsmooth.bounds.ball_upper_bounds import log, log_product, log_sum, upper
 from howsmooth.bounds.bound import Bound, Quantity, check_radius
 from howsmooth.bounds.local_upper_bounds import OneHead
 from howsmooth.bounds.multi_head_upper_bounds import log_quadratic_form
@@ -56,8 +56,9 @@ def token_wise_ball_upper_bound(attention: object, radius: object) -> Bound:
 
     """
     parameters, R = parameters_of(attention), check_radius(radius)
-    maps = [W @ head.V for head, W in zip(parameters.heads, parameters.outputs, strict=True)]
-    logs = [_log_row(head, R) for head in parameters.heads]
+    pairs = list(zip(parameters.outputs, parameters.heads, strict=True))
+    maps = [unit(W) @ unit(head.V) for W, head in pairs]
+    logs = [log_product(log_size(W), log_size(head.V), _log_row(head, R)) for W, head in pairs]
     return upper(
         "token_wise_ball_upper_bound",
         Quantity.TOKEN_WISE,
@@ -68,7 +69,7 @@ def token_wise_ball_upper_bound(attention: object, radius: object) -> Bound:
 
 def _log_row(head: Head, R: float) -> float:
     """Return the log of √(1 + (‖A‖R² + |b|R)²) + ‖A‖R², the main factor of the bound on one head."""
-    a = log(head.A_norm) + 2 * math.log(R)
+    a = head.log_A_norm + 2 * math.log(R)
     largest = log_sum(a, log(head.b_norm) + math.log(R))
     return log_sum(0.5 * log_sum(0.0, 2 * largest), a)
 

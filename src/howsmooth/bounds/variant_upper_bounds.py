@@ -343,7 +343,7 @@ def sinkhorn(attention: object, radius: object) -> Bound:
         "sinkhorn",
         Quantity.GLOBAL,
         _OURS,
-        log_product(log(head.V_norm), math.log1p(2 * a)),
+        log_product(head.log_V_norm, math.log1p(2 * a)),
         unmasked(attention, parameters),
     )
 

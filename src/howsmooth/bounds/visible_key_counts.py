@@ -155,5 +155,6 @@ def _rows(
     with np.errstate(divide="ignore"):
         phi = np.where(own, wrightomega(np.log(counts - 1) - 1.0), np.inf)
     phi[counts <= 1] = 0.0
-    m, sees_itself, of_row = (torch.from_numpy(np.ascontiguousarray(array)) for array in (counts, own, phi))
+    # Copies, because PyTorch warns of arrays that are read-only, as a diagonal is.
+    m, sees_itself, of_row = (torch.from_numpy(np.array(array)) for array in (counts, own, phi))
     return VisibleRows(m, sees_itself, kind == "any", seen, n, kind, of_row)

@@ -52,7 +52,7 @@ def clustering_bound(beta: float, cosine: float, time: float) -> float:
 
     References
     ----------
-    Documentation page "Flows: tokens, measures and Gaussians through depth", Theorem S. Asymptotic statements
+    Documentation page "Flows: tokens, measures and Gaussians through depth", Theorem H. Asymptotic statements
     of this kind: Geshkovski et al., *A mathematical perspective on Transformers*, 2023.
 
     """

@@ -8,12 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention.masks import Visibility, check_window
+from howsmooth.attention.masks import check_window
 from howsmooth.errors import ArgumentError
-from howsmooth.functional.blockwise_autograd import Grid, Shape, apply
-from howsmooth.functional.derivatives import attention_map
-from howsmooth.functional.fused_attention import Kernels, obstacle
-from howsmooth.functional.softmax_attention import Scores
+from howsmooth.functional.blockwise_autograd import Shape
+from howsmooth.functional.operator import evaluated
 
 __all__ = ["attention"]
 
@@ -118,7 +116,7 @@ def attention(
 
     if not isinstance(causal, bool):
         raise ArgumentError("causal", expected="True or False", got=repr(causal))
-    if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
+    if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt) or offset < 0:
         raise ArgumentError("offset", expected="a whole number >= 0", got=repr(offset))
     names = ["q", "k", "v"]
     # Query heads that share a key head are put on an axis of their own, the group.
@@ -148,19 +146,13 @@ def attention(
         drawn = torch.randint(-(2**31), 2**31, (size, 1, 1, 1, 1), dtype=torch.int32, device=q.device)
         tensors.append(drawn)
 
-    grid = Grid(size, kv_heads, group, m, Visibility(n, causal, check_window(window), offset=offset))
     factor = 1 / math.sqrt(key_dim) if scale is None else _number("scale", scale)
     cap = None if softcap is None else _number("softcap", softcap, positive=True)
-    shape: Shape = (grid.lead, kv_heads, group, m, value_dim)
-    scores = Scores(grid, factor, cap, tuple(names), float(dropout_p))
     if not isinstance(kernels, bool):
         raise ArgumentError("kernels", expected="True or False", got=repr(kernels))
-    fused = None
-    if kernels:
-        if (found := obstacle(scores, dict(zip(names, tensors, strict=True)))) is not None:
-            raise ArgumentError("kernels", expected="False, or a call that the kernels support", got=found)
-        fused = Kernels(scores)
-    (out,) = apply(attention_map(scores, shape, fused), *tensors)
+    window = check_window(window)
+    settings = (",".join(names), causal, window, offset, factor, cap, float(dropout_p), kernels)
+    out = evaluated(tensors, *settings)
     return out.reshape(m, value_dim) if one_head else out.reshape(*lead, heads, m, value_dim)
 
 

@@ -320,6 +320,8 @@ def kept_whole(t: Tensor) -> bool:
     This is so in a transform of torch.func, which differentiates the operations on the tensor, and under
     torch.func.linearize, whose record of operations loses in-place changes of views.
     """
+    if torch.compiler.is_compiling():
+        return True
     return torch._C._functorch.is_functorch_wrapped_tensor(t) or get_proxy_mode() is not None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.functional.attention import attention
-from howsmooth.functional.lazy_hugging_face_mask import RuleMask, rule_mask
+from howsmooth.functional.lazy_hugging_face_mask import rule_mask
 
 __all__ = ["register"]
 
@@ -74,8 +74,9 @@ def _attention_forward(
         query, scaling = query * scaling, 1.0
     sinks = s_aux if sinks is None else sinks
     rule: dict[str, object] = {}
-    if isinstance(attention_mask, RuleMask) and attention_mask.shape[-2:] == (m, n):
-        visible, padding = attention_mask.visible, attention_mask.padding
+    known = getattr(attention_mask, "rule", None)
+    if attention_mask is not None and known is not None and attention_mask.shape[-2:] == (m, n):
+        visible, padding = known
         rule = {"causal": visible.causal, "window": visible.window, "offset": visible.offset}
         attention_mask = None if padding is None else padding[:, None, None, :]
     if indices is not None:

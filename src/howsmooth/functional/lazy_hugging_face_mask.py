@@ -35,8 +35,7 @@ class RuleMask(torch.Tensor):
 
     """
 
-    visible: Visibility
-    padding: Tensor | None
+    rule: tuple[Visibility, Tensor | None]
     entries: Callable[[], Tensor]
 
     @staticmethod
@@ -51,7 +50,7 @@ class RuleMask(torch.Tensor):
     ) -> RuleMask:
         """Create a mask that has a shape, dtype and device but no stored entries."""
         mask: RuleMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        mask.visible, mask.padding, mask.entries = visible, padding, entries
+        mask.rule, mask.entries = (visible, padding), entries
         return mask
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -126,37 +125,114 @@ def rule_mask(
         )
         return found
 
-    rules: dict[tuple[bool, int | None], object] = {(True, None): masking_utils.causal_mask_function}
-    rules[False, None] = masking_utils.bidirectional_mask_function
-    if local_size is not None:
-        rules[True, local_size] = masking_utils.sliding_window_causal_mask_function(local_size)
-        # This window holds the keys at a distance of at most ``local_size``.
-        both_sides = masking_utils.sliding_window_bidirectional_mask_function(local_size)
-        rules[False, local_size + 1] = both_sides
-    rule = next((rule for rule, known in rules.items() if _same(function, known)), None)
+    rule = _rule(function, local_size)
     simple = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset >= kv_offset
     flat = attention_mask is None or attention_mask.ndim == 2
-    if rule is None or not simple or not flat or torch.compiler.is_compiling():
+    if rule is None or not simple or not flat:
         return entries()
 
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-        # The values of a batch of torch.func.vmap cannot be read.
-        if not torch._C._functorch.is_batchedtensor(padding) and bool(padding.all()):
+        # The values of a batch of torch.func.vmap, and those in a compiled function, cannot be read.
+        known = not torch.compiler.is_compiling() and not torch._C._functorch.is_batchedtensor(padding)
+        if known and bool(padding.all()):
             padding = None
     if allow_is_bidirectional_skip and rule == (False, None) and padding is None:
         return None
     visible = Visibility(kv_length, *rule, offset=q_offset - kv_offset)
+    if torch.compiler.is_compiling():
+        # A compiler cannot make tensors of a further class, but it leaves out entries that nobody reads.
+        mask = entries()
+        if mask is not None:
+            mask.rule = visible, padding  # type: ignore[attr-defined]
+        return mask
     shape = (batch_size, 1, q_length, kv_length)
     return RuleMask(shape, visible, padding, entries, dtype, torch.device(device))
 
 
-def _same(f: Any, g: Any) -> bool:
-    """Return True if two functions have the same code and the same values in their closures."""
-    if isinstance(f, tuple) and isinstance(g, tuple):
-        return len(f) == len(g) and all(map(_same, f, g))
-    if not (hasattr(f, "__code__") and hasattr(g, "__code__")):
-        return type(f) is type(g) and isinstance(f, int) and f == g
-    values = [tuple(cell.cell_contents for cell in h.__closure__ or ()) for h in (f, g)]
-    return f.__code__ is g.__code__ and _same(*values)
+def _rule(function: Any, local_size: int | None) -> tuple[bool, int | None] | None:
+    """Return whether a mask function of transformers is causal, and its window; None if it is another mask.
+
+    The function is called with positions that note how they are compared, because a compiler does not let
+    the values in closures be read.
+    """
+    from transformers import masking_utils
+
+    if function is masking_utils.causal_mask_function:
+        return True, None
+    if function is masking_utils.bidirectional_mask_function:
+        return False, None
+    # Other functions may index tensors by the positions, which a compiler would not forgive.
+    if local_size is None or getattr(function, "__code__", None) is not masking_utils.and_masks().__code__:
+        return None
+    try:
+        bounds = function(0, 0, _Position(1, 0, 0), _Position(0, 1, 0)).terms
+    except TypeError:
+        return None
+    # Windows of transformers hold, on both sides, the keys at a distance of at most ``local_size``.
+    known = {
+        ((-1, 1, local_size - 1), (1, -1, 0)): (True, local_size),
+        ((-1, 1, local_size), (1, -1, local_size), (1, 0, 0)): (False, local_size + 1),
+    }
+    return known.get(bounds)
+
+
+class _Position:
+    """A sum a q + b k + c of the positions q of a query and k of a key, which notes what it is compared with.
+
+    The result of a comparison is a :class:`_Bounds`.
+    """
+
+    def __init__(self, *terms: int) -> None:
+        self.terms = terms
+
+    def __sub__(self, other: object) -> _Position:
+        if isinstance(other, int):
+            return _Position(*self.terms[:2], self.terms[2] - other)
+        if not isinstance(other, _Position):
+            raise TypeError
+        return _Position(*(a - b for a, b in zip(self.terms, other.terms, strict=True)))
+
+    def __ge__(self, other: object) -> _Bounds:
+        return _Bounds((self - other).terms)
+
+    def __gt__(self, other: object) -> _Bounds:
+        # Positions are whole numbers.
+        return _Bounds((self - other - 1).terms)
+
+    def __le__(self, other: object) -> _Bounds:
+        return _Bounds(tuple(-term for term in (self - other).terms))
+
+    def __abs__(self) -> _Distance:
+        return _Distance(self)
+
+    def new_ones(self, *_: object, **__: object) -> _Bounds:
+        """Return the condition that holds always, of which ``and_masks`` makes a tensor."""
+        return _Bounds()
+
+
+class _Distance:
+    """The distance of two positions."""
+
+    def __init__(self, difference: _Position) -> None:
+        self.difference = difference
+
+    def __le__(self, other: int) -> _Bounds:
+        return (self.difference <= other) & (self.difference >= -other)
+
+
+class _Bounds:
+    """The conditions a q + b k + c >= 0 that a mask function sets, in place of a tensor of booleans."""
+
+    device = None
+
+    def __init__(self, *terms: tuple[int, ...]) -> None:
+        self.terms = terms
+
+    def __and__(self, other: _Bounds) -> _Bounds:
+        return _Bounds(*self.terms, *other.terms)
+
+    def to(self, _: object) -> _Bounds:
+        """Return the conditions, which are on no device."""
+        return self

@@ -16,7 +16,6 @@ Its variants compute the same numbers up to rounding:
   share the projections, or are padded with zeros to one length.
 - ``streamed_softmax``, cut by ``tiling``: P is formed tile by tile in each product, in memory O(n d).
 - ``fused_softmax``: the same in Triton kernels on a CUDA device, where tiles stay on the chip.
-- :mod:`howsmooth.distributed`: the query rows are shared among processes, each with a streamed derivative.
 - :mod:`howsmooth.functional`: a function that PyTorch differentiates again, to every order.
 
 ``attention`` puts the projections of a layer around one of them, ``custom_code_attention`` PyTorch code, and

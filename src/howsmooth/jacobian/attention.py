@@ -8,7 +8,7 @@ projected tensors are in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -280,7 +280,6 @@ class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
         f: SelfAttention,
         x: Float[Tensor, "batch n d"],
         dtype: torch.dtype,
-        core: Callable[[Tensor, Tensor, Tensor], StreamedCore] | None = None,
         *,
         off: Float[Tensor, "batch n"] | None = None,
         norms: MatrixNorms | None = None,
@@ -293,9 +292,6 @@ class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
         ----------
         f, x, dtype
             The layer, its tokens, and the dtype of the products.
-        core
-            A function that forms the derivative of the softmax from queries, keys and values. By default
-            the softmax is over the tokens ``x`` alone; processes that share a sequence pass their own.
         off, norms
             As for :meth:`AttentionJacobian.at`.
         allowance
@@ -303,9 +299,6 @@ class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
 
         """
         projection, of_rows = Projection.of(f, dtype, x.shape[0] * x.shape[1]), _norms(f, x, dtype)
-        if core is not None:
-            q, k, v = f.projections(x)
-            return cls(projection, core(q, k, v), of_rows)
         visibility = f.visibility(x.shape[1])
         assert isinstance(visibility, Visibility)  # the visibility of measures has another type
         operands = Operands.of_tokens(f, x)

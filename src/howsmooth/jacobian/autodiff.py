@@ -14,6 +14,7 @@ the two products are adjoint to each other, and finite differences of the map ag
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -96,7 +97,7 @@ class AutodiffJacobian(LinearOperator):
     Attributes
     ----------
     graph_bytes
-        How many bytes the kept graph takes, weights included.
+        How many bytes the kept graph takes, weights included; infinite where they cannot be counted.
     image
         The product with ``start``, which the solver need not compute again; None without a check.
     judged
@@ -353,10 +354,18 @@ class _Linearisation:
             kept[storage._cdata] = storage.nbytes()  # Tensors that wrap others have no data pointer.
             return t
 
-        with torch.enable_grad(), one_backend(), saved_tensors_hooks(counted, lambda t: t):
-            self.y = f(self._x)
-        # How many bytes PyTorch keeps for reverse mode, weights included
-        self.graph_bytes = sum(kept.values())
+        try:
+            with torch.enable_grad(), one_backend(), saved_tensors_hooks(counted, lambda t: t):
+                self.y = f(self._x)
+            # How many bytes PyTorch keeps for reverse mode, weights included
+            self.graph_bytes: float = sum(kept.values())
+        except RuntimeError as error:
+            # A map that is itself a gradient by torch.func refuses to be counted.
+            if "saved tensor hooks" not in str(error):
+                raise
+            with torch.enable_grad(), one_backend():
+                self.y = f(self._x)
+            self.graph_bytes = math.inf
         self._jtu: Tensor | None = None
 
     @cached_property

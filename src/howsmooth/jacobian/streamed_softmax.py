@@ -78,7 +78,7 @@ class StreamedDerivative:
     kv_heads
         Key heads of a member.
     first_row
-        Number in the sequence of the first query in ``q``. It is not 0 if processes share a sequence.
+        Number in the sequence of the first query in ``q``.
     moments
         Moments under P in float64, for the proof of the rounding error; None in float32.
 

@@ -83,9 +83,10 @@ def capture(
         ``"model"`` of an encoder-decoder, where it has no default: ``"queries"``, from the decoder's
         embeddings at fixed tokens of the encoder, or ``"memory"``, from the encoder's embeddings.
     output
-        In scope ``"model"``: ``"hidden"`` for the last hidden state of all tokens (of a module that
-        transformers does not know, what it returns), ``"logits"``, or ``"margin"``, the largest logit minus
-        the second largest (of the last token, if each has logits).
+        In scope ``"model"``: ``"hidden"`` for the last hidden state of all tokens, ``"logits"``, or
+        ``"margin"``, the largest logit minus the second largest (of the last token, if each has logits). Of
+        a module that transformers does not know, the first tensor that it returns stands for its hidden
+        state, and for its logits unless it names some.
     last_token
         In the scopes ``"span"`` and ``"model"``: whether the map's output is that of the last token alone.
 

@@ -9,6 +9,7 @@ model with a ``device_map``) are loaded for the same time.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
@@ -24,6 +25,7 @@ __all__ = [
     "device_of",
     "float32_layers",
     "has_weights",
+    "hash_settings",
     "hash_weights",
     "stored_dtype",
     "weights_in_memory",
@@ -92,6 +94,37 @@ def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -
                 stored = stored.float()
             digest.update(f"{key} {stored.dtype} {tuple(stored.shape)}".encode())
             digest.update(stored.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def hash_settings(digest: Any, model: nn.Module) -> None:
+    """Add to a digest what the weights of a model do not say: the classes of its modules, and their
+    attributes that are numbers, words, functions or configurations of transformers.
+    """
+    configurations = set[int]()
+    for path, module in model.named_modules():
+        digest.update(f"{path} {type(module).__module__}.{type(module).__qualname__}".encode())
+        for name, value in sorted(vars(module).items()):
+            if name.startswith("_") or name in ("training", "name_or_path"):
+                continue
+            if name in ("forward", "to", "cuda") and hasattr(module, "_hf_hook"):
+                continue  # what accelerate sets to load the weights of a module for each call
+            parts = value if isinstance(value, tuple) else (value,)
+            if all(isinstance(part, int | float | str) or part is None for part in parts):
+                digest.update(f"{name} {value!r}".encode())
+            elif callable(value) and hasattr(value, "__qualname__"):
+                digest.update(f"{name} {value.__module__}.{value.__qualname__}".encode())
+            elif hasattr(value, "to_diff_dict") and id(value) not in configurations:
+                configurations.add(id(value))  # many modules have the same
+                written = without_origin(value.to_diff_dict())
+                digest.update(json.dumps(written, sort_keys=True, default=str).encode())
+
+
+def without_origin(config: Any) -> Any:
+    """Return a configuration without entries that depend on how the model was loaded, at any depth."""
+    if not isinstance(config, dict):
+        return config
+    local = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+    return {name: without_origin(value) for name, value in config.items() if name not in local}
 
 
 @contextmanager

@@ -279,13 +279,13 @@ def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> Inspect
         d=attention.d,
         key_dim=key_dim,
         value_dim=value_dim,
-        masking=site.masking,
+        masking=read.found.masking,
         positions=_positions(attention),
         layout=site.layout,
         norm=None if site.norm is None else type(site.norm).__name__,
         norm_radius=None if site.norm is None else norm_radius(site.norm),
-        path=site.path,
-        path_reason=_plain(site.path_reason, read.self_attention.layer),
+        path=read.found.path,
+        path_reason=_plain(read.found.reason, read.self_attention.layer),
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
@@ -28,6 +27,7 @@ from howsmooth.models.identification.model_part_map import (
     Output,
     Passage,
     Place,
+    copied,
     frozen_copy,
     observed,
     replaced,
@@ -88,12 +88,17 @@ class ModelParts:
         self.given = _sequences_of(model, given)
         self.blocks: list[Place] = []  # the outputs of the blocks around the layers; two may share one
         calls: dict[nn.Module, int] = {}
-        self._embedded: list[tuple[nn.Embedding, int]] = []  # calls of tables, with their numbers
+        # Calls of embedding tables, each with its number among the calls of the table, and what it is given.
+        self._embedded: list[tuple[nn.Embedding, int, object]] = []
+        self._ids = given.named.get("input_ids") if self._known else next(iter(given.named.values()))
 
         def starts(module: nn.Module, args: Any) -> None:
             calls[module] = calls.get(module, -1) + 1
             if isinstance(module, nn.Embedding):
-                self._embedded.append((module, calls[module]))
+                self._embedded.append((module, calls[module], args[0] if args else None))
+
+        def ends(module: nn.Module, args: Any, output: Any) -> None:
+            self._returns_hidden = getattr(output, "last_hidden_state", None) is not None
 
         def seen(layer: AttentionLayer) -> None:
             self.blocks.append(Place(layer.root_name, "output", calls[layer.root]))
@@ -101,6 +106,7 @@ class ModelParts:
         with ExitStack() as stack:
             for module in model.modules():
                 stack.enter_context(module.register_forward_pre_hook(starts))
+            stack.enter_context(model.register_forward_hook(ends))
             self.layers, _ = trace_forward_pass(model, given.named, (), seen)
         self._calls = calls  # the number of the last call of each module that ran
 
@@ -110,16 +116,19 @@ class ModelParts:
         ``output`` is one of ``howsmooth.scopes.OUTPUTS``.
         """
         of = {None: "its", "queries": "its decoder's", "memory": "its encoder's"}[self.side]
-        words = f"from {of} embeddings to its {_in_words(output, last_token)}"
         start, end, read = self._embeddings(), self._end(output), self.output(output, last_token=last_token)
+        words = f"from {of} embeddings to its {_in_words(read)}"
         return self._site("model", start, end, read, None, None, words)
 
     def output(self, output: str, *, last_token: bool = False) -> Output:
         """Return the :class:`Output` with a given name, such as "hidden", "logits" or "margin".
 
-        The hidden states of a model that transformers does not know are the first tensor that it returns.
+        The hidden states of a model that transformers does not know are the first tensor that it returns, and
+        so are its logits if it names none.
         """
-        return Output(output if output != "hidden" or self._known else "tokens", last_token)
+        if self._known:
+            return Output(output, last_token)
+        return Output("tokens" if output == "hidden" else output, last_token, unnamed=True)
 
     def span(self, first: int, last: int, *, last_token: bool = False) -> Site:
         """Return the map from the input of block ``first`` to the output of block ``last``.
@@ -127,8 +136,8 @@ class ModelParts:
         A block is named by the index of an attention layer in it.
         """
         blocks = f"blocks {first} to {last}" if last > first else f"block {first}"
-        words = f"{blocks}, {_in_words('tokens', last_token)}"
-        start, end = replace(self.blocks[first], side="input"), self.blocks[last]
+        words = f"{blocks}, their output {_of_tokens(last_token)}"
+        start, end = self._input(self.blocks[first]), self.blocks[last]
         return self._site("span", start, end, Output("tokens", last_token), first, last, words)
 
     @property
@@ -144,7 +153,7 @@ class ModelParts:
         """Return the map from the embeddings to the input of the first block, or None if nothing lies between
         them.
         """
-        start, end = self._embeddings(), replace(self.blocks[0], side="input")
+        start, end = self._embeddings(), self._input(self.blocks[0])
         if start == end:
             return None
         words = "from its embeddings to the input of its first block"
@@ -152,8 +161,8 @@ class ModelParts:
 
     def from_first(self, output: str, *, last_token: bool = False) -> Site:
         """Return the map from the input of the first block of the model to an output of the model."""
-        words = f"from the input of its first block to its {_in_words(output, last_token)}"
-        start, read = replace(self.blocks[0], side="input"), self.output(output, last_token=last_token)
+        start, read = self._input(self.blocks[0]), self.output(output, last_token=last_token)
+        words = f"from the input of its first block to its {_in_words(read)}"
         return self._site("span", start, self._end(output), read, 0, None, words)
 
     def until(self, last: int) -> Site:
@@ -167,9 +176,9 @@ class ModelParts:
         """Return the map from the output of the Transformer block that contains the given attention layer to
         an output of the model.
         """
-        words = f"from the output of block {layer} to its {_in_words(output, last_token)}"
         start, end = self.blocks[layer], self._end(output)
         read = self.output(output, last_token=last_token)
+        words = f"from the output of block {layer} to its {_in_words(read)}"
         return self._site("span", start, end, read, layer + 1, None, words)
 
     @property
@@ -189,14 +198,29 @@ class ModelParts:
         main = "inputs_embeds" if self._known else next(iter(named))
         if main in named and named[main].is_floating_point() and named[main].ndim <= 3:
             return Place("", "input", argument=main)
-        table = embedding_of(self.model) if "input_ids" in named else None
-        # The module that runs may be another one with the same weights.
-        for module in self._calls if table is not None else ():
-            if isinstance(module, nn.Embedding) and table is not None and module.weight is table.weight:
-                return Place(self._path(module), "output")
-        if not self.blocks:
+        table = embedding_of(self.model)
+        for module, call, ids in self._embedded if self._ids is not None else ():
+            # The module that runs may be another one with the same weights.
+            if _equal(ids, self._ids) if table is None else module.weight is table.weight:
+                return Place(self._path(module), "output", call)
+        if not self.blocks or not self._takes_tokens(self.blocks[0]):
             raise CaptureError(f"The embedded tokens of {type(self.model).__name__} are not found.")
         return replace(self.blocks[0], side="input")
+
+    def _takes_tokens(self, block: Place) -> bool:
+        """Return True if a block is given embedded tokens. The block is the model itself if its attention
+        lies in no smaller one, and the model may be given token ids.
+        """
+        return bool(block.module) or any(t.is_floating_point() for t in self.given[0].named.values())
+
+    def _input(self, block: Place) -> Place:
+        """Return the point of the forward pass before a block; raise CaptureError if it has no tokens."""
+        if self._takes_tokens(block):
+            return replace(block, side="input")
+        raise CaptureError(
+            f"{type(self.model).__name__} has no blocks: its attention lies in no numbered entry of a module "
+            "list, and in no layer of torch.nn. Take it whole, with scope 'model'."
+        )
 
     def _embeddings_of_side(self) -> Place:
         """Return the point in the forward pass at which the token ids of the encoder or of the decoder have
@@ -208,7 +232,7 @@ class ModelParts:
         ]
         tables = [embedding_of(part) for part in (model, *(part() for part in parts))]
         weights = {id(table.weight) for table in tables if table is not None}
-        calls = [(module, call) for module, call in self._embedded if id(module.weight) in weights]
+        calls = [(module, call) for module, call, _ in self._embedded if id(module.weight) in weights]
         name = "input_ids" if self.side == "memory" else "decoder_input_ids"
         if name not in given or len(calls) != 1 + ("input_ids" in given):
             raise CaptureError(
@@ -233,8 +257,16 @@ class ModelParts:
         """Return the point of the forward pass at which a map to the given output ends. At this point a
         module returns the hidden states or the logits; a margin is computed from logits.
         """
-        base = self.model.base_model if output == "hidden" and self._known else self.model
-        return Place(self._path(base), "output")
+        end: Any = self.model
+        if output == "hidden" and isinstance(end, PreTrainedModel) and not self._returns_hidden:
+            base: Any = end.base_model
+            headed = base is end and end.get_output_embeddings() is not None
+            # T5 with its head has no base model, and BART's decoder alone never calls it.
+            if headed or base not in self._calls:
+                base = end.get_decoder()  # it may have a head of its own
+                base = base.get_decoder() if isinstance(base, PreTrainedModel) else base
+            end = base
+        return Place(self._path(end), "output")
 
     def _path(self, wanted: object) -> str:
         return next((name for name, module in self.model.named_modules() if module is wanted), "")
@@ -270,6 +302,8 @@ class ModelParts:
         answers: dict[str, list[Any]] = {}
         for place, value in zip(before, runs[0].answers, strict=True):
             answers.setdefault(place.module, []).append(value)
+        if output.unnamed:
+            words = words.format(shape=tuple(output.of(runs[0].returned).shape))
         passage = Passage(begins, end, output, answers, tuple(dict.fromkeys(idle)), words)
         inside = self.layers[first or 0 : end_layer]
         found, attention = self._map(passage, runs, x, depth=len(inside))
@@ -310,11 +344,28 @@ class ModelParts:
         raise CaptureError(f"{type(self.model).__name__} {passage.words} is not captured. {refused[0]}")
 
 
-def _in_words(output: str, last_token: bool) -> str:
-    if output == "margin":
+def _equal(ids: object, given: Tensor | None) -> bool:
+    """Return True if an embedding table is given the same token ids as the model, in any shape."""
+    if not isinstance(ids, Tensor) or given is None or ids.numel() != given.numel():
+        return False
+    return bool((ids.flatten() == given.flatten()).all())
+
+
+def _in_words(output: Output) -> str:
+    """Describe an output of a model. Where the model does not name it, its shape says most: it need not have
+    a row for each token.
+    """
+    if output.kind == "margin":
         return "margin, the largest logit minus the second"
-    what = {"hidden": "last hidden state", "logits": "logits", "tokens": "their output"}[output]
-    return f"{what} {'of the last token' if last_token else 'of all tokens'}"
+    if output.unnamed:
+        last = ", the last row" if output.last else ""
+        return f"output{' as logits' if output.kind == 'logits' else ''}{last}, shape {{shape}}"
+    name = {"hidden": "last hidden state"}.get(output.kind, output.kind)
+    return f"{name} {_of_tokens(output.last)}"
+
+
+def _of_tokens(last: bool) -> str:
+    return "of the last token" if last else "of all tokens"
 
 
 def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
@@ -366,8 +417,8 @@ class _Run:
         found: list[Any] = []
         with ExitStack() as stack:
             for place in before:
-                stack.enter_context(observed(model, place, lambda v: self.answers.append(_copied(v))))
-            stack.enter_context(observed(model, start, lambda value: found.append(_copied(value))))
+                stack.enter_context(observed(model, place, lambda v: self.answers.append(copied(v))))
+            stack.enter_context(observed(model, start, lambda value: found.append(copied(value))))
             self.returned = self._ended()
         if not found or found[0] is None:
             raise CaptureError(f"The forward pass did not reach {start}.")
@@ -384,7 +435,7 @@ class _Run:
         found: list[Any] = []
 
         def reached(value: Any) -> None:
-            found.append(_copied(value))
+            found.append(copied(value))
             raise StopForward
 
         with observed(self.model, self.end, reached):
@@ -392,13 +443,6 @@ class _Run:
         if not found:
             raise CaptureError(f"The forward pass did not reach {self.end}.")
         return found[0]
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of all tensors in the output of a module, because the model may change them in place
-    later.
-    """
-    return tree_map_only(Tensor, Tensor.clone, value)
 
 
 def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:

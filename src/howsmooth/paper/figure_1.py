@@ -1,9 +1,10 @@
-"""Draw Figure 1 of the paper: the local Lipschitz constant against the sequence length, on texts, for three
-models.
+"""Draw Figure 1 of the paper: the local Lipschitz constant on texts, for three models, against the sequence
+length and against the mean radius of the tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,13 +20,14 @@ from howsmooth.paper.model_with_texts import prepared_models
 from howsmooth.paper.plotting import Curve, Panel, fitted
 from howsmooth.study.exponents import QUARTER, Exponent
 from howsmooth.study.figures.drawing import COLOURS, literal, set_bar_ticks
-from howsmooth.study.text_formatting import readable
+from howsmooth.study.text_formatting import decimal, readable
 
 __all__ = ["FIGURE_1", "plan", "result_sentences", "show"]
 
 _LENGTHS = tuple(range(4, 101, 4))
 _SAMPLES = 10
 _MOST_ACROSS = 3
+_NAMES = {"n": "sequence length", "radius_mean": "mean radius"}
 
 
 def plan(context: FigureContext) -> FigurePlan:
@@ -39,31 +41,36 @@ def plan(context: FigureContext) -> FigurePlan:
 
 
 def show(panels: list[list[Growth]], folder: Path) -> Finding:
-    """Draw one panel for each layer and text, with at most three layers in a picture, and describe the
-    results.
+    """Draw one panel for each layer and text, with at most three layers in a picture, first against the
+    length and then against the mean radius, and describe the results.
     """
     pictures = [
-        _picture(part, folder, f"figure-1{end}") for end, part in plotting.sheets(panels, _MOST_ACROSS)
+        _picture(part, folder, f"figure-1{row}{end}", across, colour)
+        for row, across, colour in (("", "n", "radius_mean"), ("-radius", "radius_mean", "n"))
+        for end, part in plotting.sheets(panels, _MOST_ACROSS)
     ]
     every = [panel for column in panels for panel in column]
     table = pd.DataFrame([panel.columns() for panel in every])
     return Finding(pictures, result_sentences(every), [("Exponents of the panels", table)])
 
 
-def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> plotting.Picture:
+def _picture(
+    panels: Sequence[list[Growth]], folder: Path, stem: str, across: str, colour: str
+) -> plotting.Picture:
+    panel_of = _panel if across == "n" else _radius_panel
     canvas, axes = plotting.draw(
-        [list(map(_panel, row)) for row in zip(*panels, strict=True)],
+        [list(map(panel_of, row)) for row in zip(*panels, strict=True)],
         1.15 + 1.75 * len(panels[0]),
         sharex=True,
     )
     for column, below in zip(panels, axes.T, strict=True):
-        norm = _radius_colours(pd.concat([panel.drawn["radius_mean"] for panel in column]))
+        norm = _colours(pd.concat([panel.drawn[colour] for panel in column]))
         for axis, panel in zip(below, column, strict=True):
             rows = panel.drawn
             axis.scatter(
-                rows["n"],
+                rows[across],
                 rows["lipschitz"],
-                c=rows["radius_mean"],
+                c=rows[colour],
                 cmap=COLOURS,
                 norm=norm,
                 s=6,
@@ -79,9 +86,9 @@ def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> plottin
             ScalarMappable(norm, COLOURS), ax=list(below), location="bottom", aspect=32, pad=0.02
         )
         set_bar_ticks(bar, norm)
-        bar.set_label("mean radius")
+        bar.set_label(_NAMES[colour])
         bar.ax.tick_params(width=0.5, length=2)
-    title = f"Figure 1: {'; '.join(column[0].name for column in panels)}"
+    title = f"Figure 1, against the {_NAMES[across]}: {'; '.join(column[0].name for column in panels)}"
     return plotting.picture(canvas, folder, stem, title, above=True)
 
 
@@ -102,16 +109,36 @@ def _panel(panel: Growth) -> Panel:
         Curve(theirs["n"], theirs["lipschitz"], "as published", plotting.ORANGE, "^", size=7, filled=False),
         *fitted(panel.published_fit, plotting.ORANGE),
     ]
-    return Panel(curves, title, y=f"{literal(readable(panel.text, 30))}\nlocal Lipschitz constant")
+    return Panel(curves, title, y=_constant_on(panel))
 
 
-def _radius_colours(radii: pd.Series) -> Normalize:
-    """Return the normalisation of a colour scale for radii. The scale is at least 2 % wide, so that rounding
-    errors of equal radii are not visible.
+def _radius_panel(panel: Growth) -> Panel:
+    """Return the panel of one layer on one text against the mean radius, without the dots, as in
+    :func:`_panel`.
     """
-    if radii.empty:
+    rows, found = panel.drawn, panel.constant_correlation
+    value, low, high = (decimal(one, 2) for one in (found.value, found.low, found.high))
+    title = "no correlation" if math.isnan(found.value) else f"$r = {value}$ [{low}, {high}]"
+    return Panel(
+        [Curve(rows["radius_mean"], rows["lipschitz"])],
+        title,
+        x=_NAMES["radius_mean"],
+        y=_constant_on(panel),
+        scales=("log", "log"),
+    )
+
+
+def _constant_on(panel: Growth) -> str:
+    return f"{literal(readable(panel.text, 30))}\nlocal Lipschitz constant"
+
+
+def _colours(values: pd.Series) -> Normalize:
+    """Return the normalisation of a colour scale for radii or lengths. The scale is at least 2 % wide, so
+    that rounding errors of equal radii are not visible.
+    """
+    if values.empty:
         return Normalize(0.0, 1.0)
-    low, high = float(radii.min()), float(radii.max())
+    low, high = float(values.min()), float(values.max())
     middle, half = (low + high) / 2, max((high - low) / 2, 0.01 * abs(high + low) / 2, 1e-12)
     return Normalize(middle - half, middle + half)
 
@@ -147,7 +174,8 @@ FIGURE_1 = Figure(
         "layer 6 (or the last) of the same encoder run as a decoder with its causal mask, and layer 6 of an "
         "untrained GPT-2. The solid line is the least-squares fit of a power of n, which stands above each "
         "panel with its 95 % interval; the dashed one is n to the power 1/4 with only its factor fitted to "
-        "the same points."
+        "the same points. In the pictures against the mean radius r is the correlation of the logarithms "
+        "of both, with its 95 % interval."
     ),
     plan=plan,
     show=show,

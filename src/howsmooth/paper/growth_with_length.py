@@ -70,6 +70,14 @@ class Growth:
         return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy(), LEVEL)
 
     @cached_property
+    def constant_correlation(self) -> Correlation:
+        """The correlation of log R and log L, where R is the norm of the tokens that attention receives, and
+        L is the constant there.
+        """
+        rows = self.drawn
+        return radius_correlation(rows["lipschitz"].to_numpy(), rows["radius_mean"].to_numpy(), LEVEL)
+
+    @cached_property
     def entering_correlation(self) -> Correlation:
         """The correlation of log n and log R, where R is the norm of the tokens that enter the layer; NaN if
         these norms were not measured.
@@ -91,6 +99,9 @@ class Growth:
             "high": fit.high,
             "p of 1/4": fit.quarter,
             "sequences": fit.n_points,
+            "correlation of constant and radius": self.constant_correlation.value,
+            "radius from": self.rows["radius_mean"].min(),
+            "radius to": self.rows["radius_mean"].max(),
         }
         if len(self.published):
             theirs = self.published_fit

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
-from howsmooth.models.float32_weights import computing_dtype, hash_weights, stored_dtype
+from howsmooth.models.float32_weights import computing_dtype, hash_settings, hash_weights, stored_dtype
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import check_tensor, max_length
 from howsmooth.models.loading.tokenizers import token_text
@@ -104,6 +104,7 @@ class GivenInputs:
             label, source, fingerprint, stored = model.label, model.source, model.fingerprint, model.stored
         else:
             digest = hashlib.sha256()
+            hash_settings(digest, module)
             hash_weights(digest, module)
             label, source, stored = type(module).__name__, "", stored_dtype(module)
             fingerprint = digest.hexdigest()

@@ -141,7 +141,8 @@ class Result(WritableTable, ABC):
 
     @property
     def digest(self) -> str:
-        """The first 12 hexadecimal digits of a SHA-256 hash of the table and of the weights of the model.
+        """The first 12 hexadecimal digits of a SHA-256 hash of the table, and of the weights and settings of
+        the model.
 
         The digest changes with the seed, because the intervals depend on it, and with every weight, even in
         layers that are not measured. The seconds that rows took are left out.

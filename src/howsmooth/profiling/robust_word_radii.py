@@ -263,7 +263,9 @@ def word_radii(
         "seed": seed,
     }
     digest = hashlib.sha256(at.x.numpy().tobytes()).hexdigest()
-    content = [version("howsmooth"), origin["fingerprint"], digest, options, moved if jointly else None]
+    # The proof is of the network as it was read; the rest is said beside the radii.
+    read = [at.network.digest(), origin["fingerprint"], digest]
+    content = [version("howsmooth"), read, options, moved if jointly else None]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     kept = _Kept(None if file is None else Path(file), key)
     how: dict[str, Any] = {**options, "target": target}

@@ -1,27 +1,21 @@
 """The basis of Krylov vectors that Lanczos needs for reorthogonalisation, stored in half precision if memory
 is short.
-
-If processes share the vectors, each holds some coordinates of every vector, and a reduction sums over
-processes.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from howsmooth.spectral.accurate_sums import PIECE, inner, pieces, row_lengths, split, squared_lengths
+from howsmooth.spectral.accurate_sums import PIECE, inner, pieces, row_lengths, split
 
-__all__ = ["Basis", "Reduction", "norms", "reduced"]
-
-Reduction = Callable[[Tensor], Tensor]
-"""The sum over processes of a float64 tensor."""
+__all__ = ["Basis"]
 
 # Largest number of bytes that are allocated together. Each step starts operations for every block, which
 # takes time on devices other than a CPU, so their blocks are larger.
@@ -52,10 +46,9 @@ class Basis:
     Otherwise, in large dimensions, the entries of unit vectors would underflow.
     """
 
-    def __init__(self, size: int, dtype: torch.dtype, working: torch.dtype, reduce: Reduction | None) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, working: torch.dtype) -> None:
         self.dtype = dtype
         self.working = working
-        self.reduce = reduce
         self.count = 0
         self.taken: Tensor | None = None
         self.blocks: list[Tensor] = []
@@ -117,15 +110,15 @@ class Basis:
         """
         if self.dtype == self.working:
             latest = ()
-        lengths, more = norms(z, self.reduce), None
+        lengths, more = row_lengths(z), None
         for _ in range(2):
             before = lengths
             self._subtract_projection_(z, self.count - len(latest), more)
             for rows in latest:
-                overlap = reduced(inner(rows, z), self.reduce)
+                overlap = inner(rows, z)
                 overlap = overlap if more is None else overlap * more
                 z.addcmul_(rows, overlap.to(z.dtype)[:, None], value=-1)
-            lengths = norms(z, self.reduce)
+            lengths = row_lengths(z)
             # A second projection is needed only if the first one removed much of the vector (Daniel, Gragg,
             # Kaufman, Stewart 1976).
             more = lengths <= 0.7 * before
@@ -153,7 +146,7 @@ class Basis:
                 for piece in pieces(len(x), x.device):
                     for rows, part in self._parts(slice(member, member + 1), piece, len(own)):
                         x[piece].addmv_(part[:, 0].mT, own[rows])
-                x /= norms(x[None], self.reduce).to(x.dtype)
+                x /= row_lengths(x[None]).to(x.dtype)
             return
         chosen = torch.as_tensor(members, device=out.device)
         # Some maps at a time, so that memory holds few vectors more
@@ -162,7 +155,7 @@ class Basis:
             for rows, part in self._parts(slice(None), slice(None), len(coefficients)):
                 for row, of_row in zip(part, coefficients[rows], strict=True):
                     sums.addcmul_(row[chosen[some]], of_row[some, None])
-            out[places[some]] = sums.div_(norms(sums, self.reduce).to(out.dtype)[:, None])
+            out[places[some]] = sums.div_(row_lengths(sums).to(out.dtype)[:, None])
 
     @staticmethod
     def _one_by_one(z: Tensor) -> bool:
@@ -218,8 +211,6 @@ class Basis:
                 parts = self._parts(members, piece, count)
                 sums.append(torch.cat([_by_member(part.to(summed), y) for _, part in parts]))
             coefficients = sums[0] if len(sums) == 1 else torch.stack(sums).sum(dim=0, dtype=torch.float64)
-            if self.reduce is not None:
-                coefficients = self.reduce(coefficients.double())
             if self.scale != 1.0:
                 coefficients = coefficients / self.scale**2
             if more is not None:
@@ -284,17 +275,3 @@ def _is_long(z: Tensor) -> bool:
     matrices and vectors takes several times as long there as one operation for each vector or each step.
     """
     return z.device.type == "cpu" and z.shape[-1] >= _ONE_BY_ONE
-
-
-def norms(x: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the Euclidean norm of each row of a matrix x (member, size), in float64. If the columns
-    are divided among processes, the norms include the columns of all processes.
-    """
-    return row_lengths(x) if reduce is None else reduce(squared_lengths(x)).sqrt()
-
-
-def reduced(values: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the sum of a tensor over all processes among which the vectors are divided. In a single process,
-    return the tensor itself.
-    """
-    return values if reduce is None else reduce(values)

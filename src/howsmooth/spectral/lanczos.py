@@ -27,8 +27,9 @@ from scipy import linalg
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
+from howsmooth.spectral.accurate_sums import row_lengths
 from howsmooth.spectral.golub_kahan import LeadingTriplet
-from howsmooth.spectral.krylov_basis import Basis, Reduction, norms, reduced
+from howsmooth.spectral.krylov_basis import Basis
 from howsmooth.spectral.lanczos_recurrence import Recurrence, inverse
 from howsmooth.spectral.operator import LinearOperator, check_finite, checked_rounding, length_rounding
 from howsmooth.spectral.probabilistic_upper_limits import (
@@ -63,7 +64,6 @@ def lanczos(
     max_iterations: int,
     basis_dtype: torch.dtype | None = None,
     basis_bytes: int | None = None,
-    reduce: Reduction | None = None,
     judged: bool = False,
 ) -> LeadingTriplet:
     """Compute the largest singular value of each map J in ``operator``, with an interval and singular
@@ -91,11 +91,6 @@ def lanczos(
     basis_bytes
         Bytes for the basis. Members that need more steps than fit into them stop with the interval reached
         so far. They have made fewer than ``max_iterations`` steps, and neither converged nor broke down.
-    reduce
-        Function that sums a float64 tensor over processes, each of which holds some coordinates of every
-        vector. The operator and the start then have the coordinates of this process. All processes get the
-        same values, intervals and steps, and each gets its coordinates of the directions. All processes must
-        give the same ``basis_dtype`` and room for the same number of vectors.
     judged
         Whether the caller computes J v again with more digits. Then the result has the field ``gram`` if the
         basis has all digits, and its ``left`` is zero.
@@ -108,7 +103,7 @@ def lanczos(
         If a product is not finite, or rounding errors are as large as the product.
 
     """
-    settings = _Settings(rtol, confidence, max_iterations, judged, basis_dtype, basis_bytes, reduce)
+    settings = _Settings(rtol, confidence, max_iterations, judged, basis_dtype, basis_bytes)
     return _in_lockstep([_run(operator, start, settings)], _by_themselves)[0]
 
 
@@ -188,7 +183,6 @@ class _Settings:
     judged: bool
     basis_dtype: torch.dtype | None = None
     basis_bytes: int | None = None
-    reduce: Reduction | None = None
 
 
 def _run(
@@ -202,11 +196,11 @@ def _run(
     """
     # No member makes more steps than its input space has dimensions, or than the basis has room for.
     dtype, rows = _basis_form(operator, settings)
-    in_sizes = _in_sizes(operator, start, sizes, settings.reduce)
+    in_sizes = np.array(sizes or [operator.in_size] * operator.batch)
     largest = int(in_sizes.max())
     steps_allowed = min(settings.max_iterations, largest, rows)
     members = _Members(operator, settings, dtype, in_sizes, steps_allowed)
-    basis = Basis(largest, dtype, operator.dtype, settings.reduce)
+    basis = Basis(largest, dtype, operator.dtype)
     if members.proved is not None:
         basis.taken = torch.zeros(operator.batch, dtype=torch.float64)
     recurrence = Recurrence(operator, start, basis)
@@ -252,7 +246,7 @@ def _run(
     if settings.judged:
         left, lengths = right.new_zeros(operator.batch, operator.out_size), None
     else:
-        left, lengths = _left_vectors(operator, right, settings.reduce)
+        left, lengths = _left_vectors(operator, right)
     found = members.triplet(operator, right, left, lengths)
     return found if gram is None else replace(found, gram=gram.view(found.right.shape))
 
@@ -293,10 +287,9 @@ class _Members:
         self._in_sizes = in_sizes
         self._quantile = _quantiles(in_sizes, settings.confidence)
         self.slack = checked_rounding(operator).copy()
-        # The proof needs a basis with all digits of the operator. It is not used if processes share a
-        # sequence, because all of them must take the same decisions.
+        # The proof needs a basis with all digits of the operator.
         own_digits = dtype == operator.dtype
-        self.proved = operator.proved if own_digits and settings.reduce is None else None
+        self.proved = operator.proved if own_digits else None
         if not own_digits:
             # The error of the basis enters in second order: "The spectral norm" derives it.
             self.slack += torch.finfo(dtype).eps ** 2
@@ -383,15 +376,6 @@ class _Members:
         )
 
 
-def _in_sizes(
-    operator: LinearOperator, start: Tensor, sizes: Sequence[int] | None, reduce: Reduction | None
-) -> Int[np.ndarray, " member"]:
-    """Return the whole input dimension of each map, even if the input is divided among processes."""
-    own = start.new_tensor(sizes or [operator.in_size] * operator.batch, dtype=torch.float64)
-    dimensions: np.ndarray = reduced(own, reduce).cpu().numpy().astype(np.int64)
-    return dimensions
-
-
 def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float[np.ndarray, " member"]:
     """Return for each map of a batch a lower limit of the squared cosine between its random start vector and
     any fixed direction.
@@ -403,14 +387,14 @@ def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float
 
 
 def _left_vectors(
-    operator: LinearOperator, right: Float[Tensor, "member in_size"], reduce: Reduction | None
+    operator: LinearOperator, right: Float[Tensor, "member in_size"]
 ) -> tuple[Float[Tensor, "member out_size"], Float[Tensor, " member"]]:
     """Return J v / |J v| and |J v| for the right singular vectors v of the maps J of a batch.
 
     The vectors v are ``right``. The unit vector is zero where J v is zero.
     """
     image = operator.product(right.view(len(right), *operator.in_shape)).reshape(len(right), -1)
-    lengths = norms(image, reduce)
+    lengths = row_lengths(image)
     return image * inverse(lengths).to(image.dtype)[:, None], lengths
 
 

@@ -20,7 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from howsmooth.spectral.krylov_basis import Basis, Reduction, norms, reduced
+from howsmooth.spectral.accurate_sums import row_lengths
+from howsmooth.spectral.krylov_basis import Basis
 from howsmooth.spectral.operator import LinearOperator
 
 __all__ = ["Products", "Recurrence", "inverse"]
@@ -52,7 +53,7 @@ class Recurrence:
         self.basis = basis
         self._operator = operator
         self._z: Tensor | None = start.reshape(operator.batch, -1).clone()
-        self._gamma = norms(self._z, basis.reduce)
+        self._gamma = row_lengths(self._z)
         self._before: Tensor | None = None
         # The recurrence runs on J times these powers of two, one for each member; None if all are one.
         self._factors: Tensor | None = None
@@ -120,10 +121,10 @@ class Recurrence:
         if bool(((energy >= 2.0**-40) & (energy <= 2.0**40)).all()):
             return energy, z
         w, z = self._gram(v)
-        self._factors = _factors(w, self.basis.reduce)
+        self._factors = _factors(w)
         if self._factors is not None:  # the product may have overflowed, so make it again with J scaled
             w, z = self._gram(v)
-        return norms(w, self.basis.reduce).square(), z
+        return row_lengths(w).square(), z
 
     def _gram(
         self, v: Float[Tensor, "member size"]
@@ -141,21 +142,19 @@ class Recurrence:
         This is a generator, which asks its caller for the operator's energy product.
         """
         energy, z = yield self._operator, self._scaled(v).view(len(v), *self._operator.in_shape)
-        return reduced(energy, self.basis.reduce), self._scaled(z.reshape(len(v), -1))
+        return energy, self._scaled(z.reshape(len(v), -1))
 
     def _scaled(self, x: Float[Tensor, "member size"]) -> Float[Tensor, "member size"]:
         return x if self._factors is None else self._factors[:, None].to(x.dtype) * x
 
 
-def _factors(
-    w: Float[Tensor, "member out_size"], reduce: Reduction | None
-) -> Float[Tensor, " member"] | None:
+def _factors(w: Float[Tensor, "member out_size"]) -> Float[Tensor, " member"] | None:
     """Return the powers of two that scale each map J of the batch so that ‖J‖⁴ stays in the range of float32.
 
     They are chosen from images ``w`` = J v. The result is None if no map needs scaling, which is so for
     entries of ``w`` between 2⁻²⁰ and 2²⁰. A power of two scales without rounding.
     """
-    largest = reduced(torch.linalg.vector_norm(w, ord=math.inf, dim=1).double(), reduce)
+    largest = torch.linalg.vector_norm(w, ord=math.inf, dim=1).double()
     exponents = torch.log2(largest).round()
     near = (largest == 0) | ~torch.isfinite(largest) | (exponents.abs() <= 20)
     return None if bool(near.all()) else torch.exp2(torch.where(near, 0.0, -exponents))

@@ -12,9 +12,8 @@ from howsmooth.errors import ArgumentError, WorkerError
 from howsmooth.study.text_formatting import RUN_AGAIN
 
 try:
-    from distributed.comm.addressing import get_address_host_port
-
     from distributed import Client
+    from distributed.comm.addressing import get_address_host_port
 except ImportError as error:
     raise ArgumentError(
         "executor",

@@ -20,6 +20,8 @@ from tests.architectures.build import build, inputs_of
 
 HEADS, KV_HEADS, DIM, N, D = 4, 2, 8, 6, 12
 RMS = RMSNorm(torch.linspace(0.5, 1.5, DIM, dtype=torch.float64), 1e-6)
+OF_QUERIES = RMSNorm(torch.linspace(0.5, 1.5, HEADS * DIM, dtype=torch.float64), 1e-6)
+OF_KEYS = RMSNorm(torch.linspace(1.4, 0.3, KV_HEADS * DIM, dtype=torch.float64), 1e-6)
 CENTRED = LayerNorm(RMS.weight, torch.linspace(-1, 1, DIM, dtype=torch.float64), 1e-5)
 
 
@@ -66,7 +68,17 @@ def _read(
     return None
 
 
-@pytest.mark.parametrize("norm", [None, RMS, CENTRED])
+def _normed(norm: RMSNorm | LayerNorm | None, heads: Tensor) -> Tensor:
+    """Heads (h, n, dim) after a norm of each, or, with OF_QUERIES, after one of all heads together."""
+    if norm is None:
+        return heads
+    if norm is OF_QUERIES:
+        together = OF_QUERIES if len(heads) == HEADS else OF_KEYS
+        return together(heads.transpose(0, 1).flatten(1)).unflatten(1, (-1, DIM)).transpose(0, 1)
+    return norm(heads)
+
+
+@pytest.mark.parametrize("norm", [None, RMS, CENTRED, OF_QUERIES])
 @pytest.mark.parametrize("factor", [1.0, DIM**-0.5, 0.37])
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
 def test_the_scores_of_what_is_read_are_those_of_the_layer(
@@ -76,13 +88,13 @@ def test_the_scores_of_what_is_read_are_those_of_the_layer(
 
     def queries_and_keys(x: Tensor) -> tuple[Tensor, Tensor]:
         q, k = _heads(W_Q, x), _heads(W_K, x)
-        q, k = (q, k) if norm is None else (norm(q), norm(k))
+        q, k = _normed(norm, q), _normed(norm, k)
         return factor * _turn(q, pairs), _turn(k, pairs)
 
-    read = _read(*queries_and_keys(X), () if norm is None else (RMS, CENTRED))
+    read = _read(*queries_and_keys(X), () if norm is None else (RMS, CENTRED, OF_QUERIES, OF_KEYS))
     assert read is not None
     a, b, found = read
-    assert a.factor * b.factor == pytest.approx(factor, rel=1e-14)
+    assert found.factor == pytest.approx(factor, rel=1e-14)
     if factor != 0.37:
         assert a.factor == factor  # not what rounding left of it
     assert (found.rotary is None) == (layout is None)
@@ -90,7 +102,7 @@ def test_the_scores_of_what_is_read_are_those_of_the_layer(
     attention = SelfAttention(
         *weights,
         torch.eye(D, dtype=torch.float64)[None].expand(KV_HEADS, D, D),
-        scale=a.factor * b.factor,
+        scale=found.factor,
         rotary=found.rotary,
         query_norm=reordered(a.norm, found.order),
         key_norm=reordered(b.norm, found.order),
@@ -99,6 +111,20 @@ def test_the_scores_of_what_is_read_are_those_of_the_layer(
     q, k = queries_and_keys(other)
     p = (q @ k.repeat_interleave(2, dim=0).mT).softmax(dim=-1)
     torch.testing.assert_close(attention(other), (p @ other).transpose(0, 1).flatten(1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("factor", [1.0, DIM**-0.5])
+def test_tables_in_float32_with_a_factor_of_their_own_are_read_in_float64(factor: float) -> None:
+    cos, sin = ((1.3466 * table).float().double().repeat(1, 2) for table in (ANGLES.cos(), ANGLES.sin()))
+    turn = Rotary(cos, sin).rotate
+    q, k = factor * turn(_heads(W_Q)), turn(_heads(W_K))
+    read = _read(q, k)
+    assert read is not None
+    a, b, found = read
+    assert found.rotary is not None
+    q_read, k_read = (found.rotary.rotate(one.base[..., found.order]) for one in (a, b))
+    scores = found.factor * (q_read @ k_read.repeat_interleave(2, dim=0).mT)
+    torch.testing.assert_close(scores, q @ k.repeat_interleave(2, dim=0).mT, rtol=0, atol=1e-12)
 
 
 def test_no_rotation_is_found_where_there_is_none_in_common() -> None:
@@ -122,7 +148,12 @@ def test_a_norm_that_is_not_the_layers_is_not_read() -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "positions", "normed"),
-    [("opt", "none", False), ("gpt_oss", "rotary", False), ("qwen3", "rotary", True)],
+    [
+        ("opt", "none", False),
+        ("gpt_oss", "rotary", False),
+        ("qwen3", "rotary", True),
+        ("olmo2", "rotary", True),
+    ],
 )
 def test_models_of_which_every_parameter_is_known_now(model_type: str, positions: str, normed: bool) -> None:
     model = build(model_type)
@@ -134,6 +165,18 @@ def test_models_of_which_every_parameter_is_known_now(model_type: str, positions
     assert isinstance(site.map, SelfAttention)
     assert (site.map.query_norm is not None) == (site.map.key_norm is not None) == normed
     assert (site.map.rotary is None) == (positions == "none")
+
+
+def test_a_head_under_a_norm_of_all_heads_is_taken_alone_in_stages() -> None:
+    model = build("olmo2").requires_grad_(False)
+    inputs = inputs_of("olmo2", model)
+    (together,) = hs.capture(model, inputs, layers=0, scope="heads")
+    alone = hs.capture(model, inputs, layers=0, scope="head")
+    assert isinstance(together.map, SelfAttention)
+    assert "acts on all heads together" in alone[0].path_reason
+    heads = torch.cat([site.map(site.x) for site in alone], dim=-1)
+    torch.testing.assert_close(heads, together.map(together.x), rtol=1e-6, atol=1e-6)
+    assert len(hs.capture(model, inputs, layers=0, scope="head", heads=[1, 3])) == 2
 
 
 def test_the_scale_of_opt_is_that_of_its_queries() -> None:

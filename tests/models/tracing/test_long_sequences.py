@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import (
     BertConfig,
     BertModel,
+    DiffLlamaConfig,
+    DiffLlamaModel,
     GPT2Config,
     GPT2Model,
     LlamaConfig,
     LlamaModel,
-    Olmo2Config,
-    Olmo2Model,
 )
 
 import howsmooth as hs
@@ -56,9 +56,9 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 2 * D, batch_first=True), 2)
 
 
-def olmo() -> nn.Module:
-    """Norms of all heads together: attention in stages."""
-    return Olmo2Model(Olmo2Config(num_key_value_heads=2, **LONG))
+def diffllama() -> nn.Module:
+    """Two softmaxes: attention in stages."""
+    return DiffLlamaModel(DiffLlamaConfig(num_key_value_heads=2, **LONG))
 
 
 class Largest(TorchDispatchMode):
@@ -99,14 +99,14 @@ def test_capture_of_a_layer_and_its_block_makes_no_tensor_of_n_squared_bytes(
             np.testing.assert_allclose(site.map(site.x)[:, :40], few.map(few.x), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", others_slow([llama, olmo], [olmo]))
+@pytest.mark.parametrize("make", others_slow([llama, diffllama], [diffllama]))
 def test_a_measurement_in_a_small_budget_makes_none_either(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     model = make().eval()
     (site,) = capture(model, torch.randint(0, 50, (1, N)), layers=[1], scope="residual")
-    stages = make is olmo
+    stages = make is diffllama
     assert isinstance(site.map, hs.Residual)
     assert isinstance(site.map.inner, StagedAttention if stages else hs.SelfAttention)
     monkeypatch.setattr(batching, "_STREAMED_FROM", N + 1)
@@ -221,7 +221,7 @@ def peaks(kind: str, n: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Llama", "Olmo2"])  # every parameter is known; attention in stages
+@pytest.mark.parametrize("kind", ["Llama", "DiffLlama"])  # every parameter is known; attention in stages
 def test_the_peak_of_memory_is_below_one_matrix_of_probabilities(kind: str) -> None:
     n = 10_000
     few, many = peaks(kind, 64), peaks(kind, n)

@@ -68,8 +68,8 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
     """
     forms = _QuadraticForms.of(at)
     generator = torch.Generator().manual_seed(0)
-    of_values = torch.randn(at.n, len(forms.W_gram), generator=generator)
-    of_keys = torch.randn(at.n, len(forms.K_gram), generator=generator)
+    of_values = torch.randn(at.n, len(forms.W_gram), generator=generator, dtype=torch.float32)
+    of_keys = torch.randn(at.n, len(forms.K_gram), generator=generator, dtype=torch.float32)
 
     def eigenvalues(q: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         nonlocal of_values, of_keys

@@ -2,21 +2,25 @@
 the same logits.
 
 A model of transformers is recognised by the names of its modules, any other by its layers, which are those of
-``torch.nn.TransformerEncoderLayer``. What decides is the comparison: the stages must reproduce the model's
-logits at the given tokens and at changed ones.
+``torch.nn.TransformerEncoderLayer``. What decides is the comparison: the model must perform the operations of
+the stages, each with the same weights and settings, and reproduce their logits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from howsmooth.bounds.radius.symbolic_network import Symbolic, check_operations, known_activation
+from howsmooth.bounds.radius.symbolic_tensor import fast_path
+from howsmooth.bounds.radius.symbolic_terms import OTHER
 from howsmooth.bounds.radius.transformer_layers import (
     ACTIVATIONS,
     Activation,
@@ -152,15 +156,15 @@ def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | 
     x
         The tokens at which its logits are compared with those of the stages, in float64.
     inputs
-        The inputs of the model that give x, if known: then their logits are compared too.
+        The inputs of the model that give x, if known: then the model is run on these.
 
     Raises
     ------
     ArgumentError
         If the tokens have another width than the model's, or the model does not take them.
     CertificateError
-        If a module has no stage, or forward hooks, or the stages do not reproduce the model's logits; the
-        module is named.
+        If a module has no stage, or forward hooks, or the model performs other operations than the stages;
+        the module is named.
 
     """
     _check_hooks(model)
@@ -187,7 +191,7 @@ def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | 
         pooler = attrgetter(found.pooler)(base)
         weight, bias = _linear(pooler.dense)
         identity = torch.eye(len(weight), dtype=torch.float64)
-        tanh = _activation(pooler.activation, names)
+        tanh = known_activation(pooler.activation, names)
         pooled = FeedForward(weight, bias, tanh, identity, torch.zeros_like(bias))
         stages.append(Stage("pooler", pooled, _ALL))
     readout, offset = _linear(attrgetter(found.readout)(model))
@@ -195,6 +199,9 @@ def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | 
     check_network(network, x)
     if (difference := _difference(model, network, x, inputs)) > _AGREEMENT:
         raise _other(model, difference)
+    check_operations(
+        lambda symbolic: _symbolic_logits(model, x, inputs, symbolic), network, (readout, offset), 0, x, names
+    )
     return network
 
 
@@ -217,6 +224,10 @@ def _read_encoder(
         raise CertificateError("", kind=type(model).__name__, reason=why, remedy=OF_ITS_OWN)
     weight, offset = _linear(readouts[0])
     n, error = len(x), math.inf
+
+    def logits(symbolic: Symbolic) -> Any:
+        return model(symbolic(torch.arange(x.numel()).view(1, *x.shape)))[0]
+
     for token in (None, 0, n - 1):
         stages: list[Stage] = []
         for index, layer in enumerate(layers):
@@ -233,7 +244,7 @@ def _read_encoder(
                 torch.tensor([token]) if one else torch.arange(n),
             )
             feed_forward = FeedForward(
-                *_linear(layer.linear1), _activation(layer.activation, names), *_linear(layer.linear2)
+                *_linear(layer.linear1), _own_activation(layer, names), *_linear(layer.linear2)
             )
             both = [_norm(norm, names) for norm in (layer.norm1, layer.norm2)]
             stages += _residuals(names[layer], attention, feed_forward, both, layer.norm_first)
@@ -245,8 +256,23 @@ def _read_encoder(
         check_network(network, x, OF_ITS_OWN)
         error = _difference(model, network, x, None)
         if error <= _AGREEMENT:
+            check_operations(logits, network, (weight, offset), token, x, names)
             return network
     raise _other(model, error)
+
+
+def _own_activation(layer: nn.TransformerEncoderLayer, names: dict[nn.Module, str]) -> Activation:
+    """Return the activation of a layer of PyTorch, which has a faster way that knows ReLU and GELU alone."""
+    found = known_activation(layer.activation, names)
+    fast = {1: "relu", 2: "gelu"}.get(getattr(layer, "activation_relu_or_gelu", 0))
+    if fast is not None and found is not ACTIVATIONS[fast]:
+        raise CertificateError(
+            names[layer],
+            kind=type(layer).__name__,
+            reason=f"computes {fast} in place of its activation where PyTorch takes its fast path",
+            remedy="Set its activation_relu_or_gelu to 0.",
+        )
+    return found
 
 
 def _biases(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
@@ -330,7 +356,7 @@ def _layer(
     name = names[layer]
     attention = _attention(found, layer, rows, visible, turns, config)
     norms = [_norm(attrgetter(norm)(layer), names) for norm in found.norms]
-    activation = _activation(attrgetter(found.activation)(layer), names)
+    activation = known_activation(attrgetter(found.activation)(layer), names)
     up, down = (_linear(attrgetter(part)(layer)) for part in (found.up, found.down))
     feed_forward: FeedForward | GatedFeedForward
     if found.gate is None:
@@ -451,22 +477,8 @@ def _norm(module: Any, names: dict[nn.Module, str]) -> Norm:
     bias = getattr(module, "bias", None)
     bias = torch.zeros_like(gain) if bias is None else bias.detach().double().cpu()
     epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    epsilon = torch.finfo(module.weight.dtype).eps if epsilon is None else epsilon
     return Norm(gain, bias, float(epsilon), centred)
-
-
-def _activation(module: Any, names: dict[nn.Module, str]) -> Activation:
-    """Return the known activation function that has the same values on a grid as the given module."""
-    grid = torch.linspace(-8, 8, 1601, dtype=torch.float64)
-    with torch.no_grad():
-        values = module(grid)
-    for activation in ACTIVATIONS.values():
-        if torch.allclose(values, activation.value(grid), rtol=1e-12, atol=1e-13):
-            return activation
-    kind = type(module).__name__
-    known = ", ".join(ACTIVATIONS)
-    raise CertificateError(
-        names.get(module, ""), kind=kind, reason=f"has no remainder; activations that have one: {known}"
-    )
 
 
 def _check_token_ids(model: nn.Module, ids: Tensor) -> None:
@@ -535,9 +547,11 @@ def model_logits(model: nn.Module, x: Tensor) -> Tensor:
     """Return the logits (classes,) that the original model computes for tokens x (n, d) at its
     first layer.
     """
-    if encoder_layers(model):
+    if layers := encoder_layers(model):
+        # The fast path needs biases, which an RMSNorm in place of a LayerNorm does not have.
+        fast = all(hasattr(norm, "bias") for layer in layers for norm in (layer.norm1, layer.norm2))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nullcontext() if fast else fast_path(False):
                 logits: Tensor = model(x[None])[0]
         except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
             got = f"tokens {tuple(x.shape)} that it does not take ({reason(error)})"
@@ -546,20 +560,63 @@ def model_logits(model: nn.Module, x: Tensor) -> Tensor:
             ) from None
         return logits
 
-    def replaced(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        if args:
-            return (x[None], *args[1:]), named
-        return args, named | {"hidden_states": x[None]}
+    return _logits_from(model, x[None], _stand_in(model, x))
 
-    given = {"inputs_embeds": x[None]}
-    if getattr(model, "main_input_name", "") == "pixel_values":
-        config: Any = model.config
-        sides = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
-        given = {"pixel_values": x.new_zeros(1, config.num_channels, *sides)}
+
+def _stand_in(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Return inputs of a model for as many tokens as x (n, d) has."""
+    if getattr(model, "main_input_name", "") != "pixel_values":
+        return {"inputs_embeds": x[None]}
+    config: Any = model.config
+    sides = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
+    return {"pixel_values": x.new_zeros(1, config.num_channels, *sides)}
+
+
+def _logits_from(model: nn.Module, tokens: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    """Return the logits of a model, with other tokens (1, n, d) in place of those that enter its first layer
+    for the first time.
+    """
+    replacing = [tokens]
+
+    def replaced(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        if not replacing:
+            return args, named
+        if args:
+            return (replacing.pop(), *args[1:]), named
+        return args, named | {"hidden_states": replacing.pop()}
+
     layers = attrgetter(_arrangement(model).layers)(_base(model))
     hook = layers[0].register_forward_pre_hook(replaced, with_kwargs=True)
     try:
         return _logits(model, given)
+    finally:
+        hook.remove()
+
+
+def _symbolic_logits(
+    model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | None, symbolic: Symbolic
+) -> Tensor:
+    """Return the logits of a model for symbolic tokens at its first layer.
+
+    What it computes before has the entries ``OTHER``, so that nothing of it comes to the logits elsewhere.
+    """
+
+    def other(found: Tensor) -> Tensor:
+        return symbolic(torch.full(found.shape, OTHER))
+
+    given = dict(_stand_in(model, x) if inputs is None else inputs)
+    main = {"inputs_embeds", "pixel_values"} & given.keys()
+    given |= {name: other(given[name]) for name in main}
+    tokens = symbolic(torch.arange(x.numel()).view(1, *x.shape))
+    if main:
+        return _logits_from(model, tokens, given)
+    hook = (
+        cast("Any", model)
+        .get_input_embeddings()
+        .register_forward_hook(lambda module, args, output: other(output))
+    )
+    try:
+        return _logits_from(model, tokens, given)
     finally:
         hook.remove()
 

@@ -110,7 +110,8 @@ def robust_radius(
     NonFiniteError
         If the inputs or the logits are not finite.
     CertificateError
-        If a module of the model has no remainder, or the stages do not reproduce its logits.
+        If a module of the model has no remainder, or the model does anything else than its stages: each
+        operation from its tokens to its logits is compared.
 
     See Also
     --------
@@ -487,7 +488,12 @@ def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Netw
             got="a dict" if isinstance(inputs, Mapping) else f"the shape {tuple(inputs.shape)}",
             remedy=OF_ITS_OWN,
         )
-    module = copy.deepcopy(module).to("cpu", torch.float64).eval().requires_grad_(False)
+    module = copy.deepcopy(module)
+    for norm in module.modules():
+        if isinstance(norm, nn.RMSNorm) and norm.eps is None and norm.weight is not None:
+            # PyTorch takes the epsilon of the dtype it computes with, which is float32 for half precision.
+            norm.eps = torch.finfo(torch.promote_types(norm.weight.dtype, torch.float32)).eps
+    module = module.to("cpu", torch.float64).eval().requires_grad_(False)
     if not isinstance(inputs, Mapping):
         x = _embedded_tokens(inputs)
         return read_classifier(module, x), x

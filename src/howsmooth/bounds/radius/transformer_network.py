@@ -4,6 +4,7 @@ residual connection.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, exact
-from howsmooth.bounds.radius.transformer_layers import Attention, Map
+from howsmooth.bounds.radius.transformer_layers import ACTIVATIONS, Activation, Attention, Map
 
 __all__ = ["Network", "Stage"]
 
@@ -108,6 +109,17 @@ class Stage:
         return pushed
 
 
+def _add(digest: Any, name: str, value: Any) -> None:
+    """Add a weight or a setting to a digest."""
+    if isinstance(value, Tensor):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return
+    if isinstance(value, Activation):
+        value = next((kind for kind, known in ACTIVATIONS.items() if known is value), value)
+    digest.update(repr((name, value)).encode())
+
+
 def _rounded(layer: Any) -> Any:
     weights = {field.name: getattr(layer, field.name) for field in fields(layer)}
     return replace(
@@ -146,6 +158,20 @@ class Network:
         for stage in self.stages:
             x = stage.value(x)
             yield x
+
+    def digest(self) -> str:
+        """Return a SHA-256 hash of everything that the network computes with: the kinds of its layers, how
+        they are connected, and all their weights and settings.
+        """
+        digest = hashlib.sha256()
+        for stage in self.stages:
+            wiring = (stage.name, stage.branch, stage.residual, stage.keep, type(stage.map).__name__)
+            digest.update(repr(wiring).encode())
+            for part in fields(stage.map):
+                _add(digest, part.name, getattr(stage.map, part.name))
+        _add(digest, "readout", self.readout)
+        _add(digest, "offset", self.offset)
+        return digest.hexdigest()
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (classes,) of the network for tokens x (n, d)."""

@@ -44,6 +44,7 @@ __all__ = [
     "heads_in",
     "hypotheses",
     "matrix_of",
+    "norms_all_heads",
     "of_one_sequence",
     "tail_of",
     "width_of",
@@ -89,6 +90,8 @@ def hypotheses(
             attention = _explicit(trace, output, causal=causal)
             yield Hypothesis(attention, "closed form", "every parameter is known", masking, condition)
             reason = "as a map with these parameters it was not confirmed"
+            if norms_all_heads(attention):
+                reason = "a norm of its queries or keys acts on all heads together"
         except (CaptureError, ArgumentError) as error:
             yield CaptureError(str(error))
             reason = str(error)
@@ -245,6 +248,13 @@ def tail_of(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tai
 def _path(self_attention: SelfAttentionModule, call: ModuleCall | None) -> str | None:
     modules = self_attention.alone.module.named_modules()
     return next((name for name, m in modules if call is not None and m is call.module), None)
+
+
+def norms_all_heads(f: CapturedMap) -> bool:
+    """Return True if a norm of the queries or keys acts on all heads together, as in OLMo 2."""
+    if not isinstance(f, SelfAttention):
+        return False
+    return any(norm is not None and norm.d != f.key_dim for norm in (f.query_norm, f.key_norm))
 
 
 # ---------------------------------------------------------------- shapes and masks

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.captured_layer import Site
-from howsmooth.models.identification.candidate_maps import Hypothesis, hypotheses
+from howsmooth.models.identification.candidate_maps import Hypothesis, hypotheses, norms_all_heads
 from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
 from howsmooth.models.identification.norm_and_residual_placement import Block, read_block, token_norm
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
@@ -23,6 +24,7 @@ from howsmooth.models.identification.self_attention_module import (
 )
 from howsmooth.models.identification.verification import verify, verify_block
 from howsmooth.models.tolerance import precision
+from howsmooth.models.tracing.layer_trace import LayerTrace
 from howsmooth.models.tracing.module_call_tracer import TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay
 
@@ -36,6 +38,7 @@ class VerifiedLayer:
     self_attention: SelfAttentionModule
     output: AttentionOutput
     found: Hypothesis
+    others: Iterator[Hypothesis]  # less explicit maps that are verified too
     block: Block
     norm: LayerNorm | RMSNorm | None  # the norm whose output is X
     call: ModuleReplay  # the call of the whole layer around the attention
@@ -45,6 +48,11 @@ class VerifiedLayer:
     def tokens(self) -> Tensor:
         """The tokens (batch, n, d) to which the model applies the attention."""
         return self.self_attention.replay.tokens()
+
+    @cached_property
+    def _by_head(self) -> Hypothesis:
+        """The map whose heads can be taken alone where a norm of the map acts on all heads together."""
+        return next(self.others, self.found)
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
         """Return a list of maps that the layer computes, such as the whole attention or single heads, each
@@ -61,7 +69,10 @@ class VerifiedLayer:
             If the layer has no such scope, or the verification of its block fails.
 
         """
-        self_attention, attention, place = self.self_attention, self.found.map, self.self_attention.layer
+        self_attention, found, place = self.self_attention, self.found, self.self_attention.layer
+        if scope == "head" and norms_all_heads(found.map):
+            found = self._by_head
+        attention = found.map
         x = self.tokens.clone()
         norm = self.norm if _may_be_outputs(self.norm, x) else None
         maps: list[tuple[int | None, TokenMap]] = [(None, attention)]
@@ -95,10 +106,10 @@ class VerifiedLayer:
                 head=h,
                 scope=scope,
                 causal=attention.causal,
-                masking=self.found.masking,
+                masking=found.masking,
                 layout=self.block.layout,
-                path=self.found.path,
-                path_reason=self.found.reason,
+                path=found.path,
+                path_reason=found.reason,
                 x=x,
                 map=f,
                 norm=norm,
@@ -140,7 +151,22 @@ def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
     alone = call.of_first_sequence()
     trace = trace_layer(self_attention, traced_layer, alone)
     output = find_output(trace, self_attention, lambda: trace_layer(self_attention, traced_layer, alone))
+    verified = _verified(trace, self_attention, output)
+    found = next(verified)
+    block = read_block(trace, found.map, output.call)
+    return VerifiedLayer(
+        self_attention, output, found, verified, block, token_norm(trace), call, traced_layer
+    )
+
+
+def _verified(
+    trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
+) -> Iterator[Hypothesis]:
+    """Yield the candidates that agree with the layer, the most explicit first; raise the last error if none
+    does.
+    """
     refused: list[CaptureError] = []
+    none = True
     for found in hypotheses(trace, self_attention, output):
         if isinstance(found, CaptureError):
             refused.append(found)
@@ -150,9 +176,10 @@ def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
         except CaptureError as error:
             refused.append(error)
             continue
-        block = read_block(trace, found.map, output.call)
-        return VerifiedLayer(self_attention, output, found, block, token_norm(trace), call, traced_layer)
-    raise refused[-1]
+        none = False
+        yield found
+    if none:
+        raise refused[-1]
 
 
 def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:

@@ -13,13 +13,13 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, CaptureError
@@ -27,9 +27,10 @@ from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.models.measurement_mode import set_permanently
 from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
+from howsmooth.models.tracing.module_call_tracer import own_copies
 from howsmooth.models.tracing.module_replay import first_tensor
 
-__all__ = ["ModelMap", "Output", "Passage", "Place", "frozen_copy", "observed", "replaced", "rows"]
+__all__ = ["ModelMap", "Output", "Passage", "Place", "copied", "frozen_copy", "observed", "replaced", "rows"]
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,14 @@ class Output:
     """The kind of output of a map: ``hidden`` states, ``logits``, or the ``margin`` of a classifier.
 
     The kind ``tokens`` means the first tensor that a module returns. With ``last`` only the last token is
-    kept. A margin is the largest logit minus the second largest, at the last token.
+    kept. A margin is the largest logit minus the second largest, at the last token. ``unnamed`` says that the
+    model need not name its logits, as those of transformers do: a tensor, or the first of a tuple, is taken
+    for them.
     """
 
     kind: str
     last: bool = False
+    unnamed: bool = False
 
     def of(self, returned: Any) -> Tensor:
         """Extract this kind of output (n_out, d_out) from the value that a module returned for one sequence.
@@ -73,14 +77,7 @@ class Output:
         CaptureError
             If the module returned no output of this kind.
         """
-        name = {"hidden": "last_hidden_state", "tokens": None}.get(self.kind, "logits")
-        found = None if name is None else getattr(returned, name, None)
-        if found is None and name == "logits":
-            raise CaptureError(
-                f"{type(returned).__name__} has no logits: the model has no head. Load it with its head "
-                "(hs.load_model(..., head=True)), or choose the output 'hidden'."
-            )
-        y = rows(first_tensor(returned) if found is None else found)
+        y = rows(first_tensor(returned) if self.kind == "tokens" else self._named(returned))
         if self.last or self.kind == "margin":
             y = y[-1:]
         if self.kind != "margin":
@@ -89,6 +86,30 @@ class Output:
             raise CaptureError("A margin is the difference of two logits, and the model has one logit.")
         top = y.topk(2, dim=-1).values
         return top[:, :1] - top[:, 1:]
+
+    def _named(self, returned: Any) -> Tensor:
+        name = "last_hidden_state" if self.kind == "hidden" else "logits"
+        found = returned.get(name) if isinstance(returned, Mapping) else getattr(returned, name, None)
+        if isinstance(found, Tensor):
+            return found
+        # A base model that is told to return a tuple has its hidden states first in it.
+        if (self.unnamed or self.kind == "hidden") and isinstance(returned, Tensor | tuple | list):
+            return first_tensor(returned)
+        kind = type(returned).__name__
+        if self.kind == "hidden":
+            fields = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else "none with a name"
+            part = "capture a part of the model that returns one, such as an encoder"
+            remedy = "choose the output 'logits'" if "logits" in fields.split(", ") else part
+            raise CaptureError(f"{kind} has no last_hidden_state among its outputs ({fields}): {remedy}.")
+        if self.unnamed:
+            raise CaptureError(
+                f"{kind} has no logits. Let the model return them as a tensor, as the first of a tuple or "
+                "under the name logits; or choose the output 'hidden', which is the first tensor it returns."
+            )
+        raise CaptureError(
+            f"{kind} has no logits: the model has no head. Load it with its head "
+            "(hs.load_model(..., head=True)), or choose the output 'hidden'."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +124,13 @@ class Passage:
     answers: Mapping[str, Sequence[Any]]  # what the first calls of some modules returned, by module path
     idle: Collection[str]  # paths of modules that do not run, whose weights are not copied
     words: str  # the passage in words
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of all tensors in the output of a module, because the model may change them in place
+    later.
+    """
+    return tree_map_only(Tensor, Tensor.clone, value)
 
 
 def rows(tokens: Tensor) -> Tensor:
@@ -152,7 +180,7 @@ def replaced(model: nn.Module, place: Place, x: Tensor) -> Iterator[None]:
     def swapped(old: Any, where: Any) -> Any:
         if not isinstance(old, Tensor) or old.numel() != x.numel():
             raise CaptureError(f"The tokens of {place} are not found in every forward pass.")
-        new = x.reshape(old.shape)
+        new = x.reshape(old.shape).clone()  # the model may change it in place
         return tree_map(lambda leaf: new if leaf is old else leaf, where)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -178,9 +206,10 @@ def _answered(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
     calls = itertools.count()
     own: Any = module.forward
 
+    @wraps(own)  # the arguments of a later call of the module are found by the names of its signature
     def forward(*args: Any, **kwargs: Any) -> Any:
         number = next(calls)
-        return outputs[number] if number < len(outputs) else own(*args, **kwargs)
+        return copied(outputs[number]) if number < len(outputs) else own(*args, **kwargs)
 
     before = module.__dict__.get("forward")
     module.forward = forward
@@ -349,7 +378,7 @@ class ModelMap(TokenMap):
             stack.enter_context(replaced(self.model, part.start, x))
             stack.enter_context(observed(self.model, part.end, reached))
             try:
-                self.model(**self.inputs)
+                self.model(**own_copies(self.inputs))
             except _StopRun as end:
                 return part.output.of(end.value)
         raise CaptureError(f"The forward pass did not reach {part.end}.")

@@ -271,7 +271,7 @@ def _changed(
                 rotary=found.rotary,
                 query_norm=reordered(q.norm, found.order),
                 key_norm=reordered(k.norm, found.order),
-                factor=q.factor * k.factor,
+                factor=found.factor,
             )
     return None
 

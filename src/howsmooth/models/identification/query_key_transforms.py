@@ -30,7 +30,7 @@ class ProjectionReading:
     """
 
     columns: Int64[Tensor, " wanted"]
-    norm: Norm | None  # the norm of each head after the projection
+    norm: Norm | None  # the norm of each head, or of all heads as one vector, after the projection
     base: Float[Tensor, "heads n dim"]  # the columns after the norm
     given: Float[Tensor, "heads n dim"]  # the queries or keys of the softmax, divided by the factor
     factor: float  # the scale s
@@ -46,6 +46,7 @@ class FittedRotary:
     order: Int64[
         Tensor, " dim"
     ]  # order of the entries of a head in which rotated pairs are half the width apart
+    factor: float  # the scale of the queries times the scale of the keys
 
 
 def projection_readings(
@@ -78,31 +79,44 @@ def projection_readings(
     )  # a float64 model may compute norms and rotary tables in float32
     for columns in slices:
         plain = outputs[:, columns]
-        # Only norms of single heads: a norm over all heads is left to the map with the model's own code.
-        for norm in (None, *(norm for norm in norms if norm.d == dim)):
-            base = plain.reshape(n, heads, dim).transpose(0, 1)
-            base = base if norm is None else norm(base)
+        for norm in (None, *(norm for norm in norms if norm.d in (dim, heads * dim))):
+            over_all = norm is not None and norm.d != dim  # OLMo 2 norms all heads as one vector
+            base = (plain if norm is None or not over_all else norm(plain)).reshape(n, heads, dim)
+            base = base.transpose(0, 1)
+            base = base if norm is None or over_all else norm(base)
             lengths, own = (torch.linalg.vector_norm(t, dim=-1) for t in (given, base))
             factor = float(torch.linalg.vector_norm(given) / torch.linalg.vector_norm(base))
             if not 0.0 < factor < float("inf") or relative_error(own * factor, lengths) > loose:
                 continue
-            # The factor is measured with rounding errors: a usual value nearby is the exact one.
-            usual = (1.0, dim**-0.5, dim**-0.25)
-            factor = next((u for u in usual if abs(factor - u) <= loose * u), factor)
+            factor = _usual(factor, dim)
             yield ProjectionReading(columns, norm, base, given / factor, factor)
+
+
+def _usual(factor: float, dim: int) -> float:
+    """Return the usual scale of queries or keys near a factor that was measured with rounding errors, or the
+    factor itself if there is none.
+    """
+    loose = tolerance(precision(torch.float32))
+    usual = (dim**power for power in (0.0, -0.5, -0.25, 0.25, 0.5))
+    return next((u for u in usual if abs(factor - u) <= loose * u), factor)
 
 
 def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary | None:
     """Find the rotation that maps the projections to the queries and keys, or return None if there
     is none.
     """
-    wanted, base = torch.cat((query.given, key.given)), torch.cat((query.base, key.base))
-    dim = base.shape[-1]
+    dim = query.base.shape[-1]
+    # Rotary tables may hold a factor of their own (YaRN), in float32 in a float64 model. It is measured with
+    # other errors in the queries than in the keys, and only their quotient must be exact: the fitted rotation
+    # has the rest.
+    of_key = query.factor * _usual(key.factor / query.factor, dim)
+    wanted = torch.cat((query.given, key.given * (key.factor / of_key)))
+    base, factor = torch.cat((query.base, key.base)), query.factor * of_key
     plain = query.norm is None and key.norm is None
     tol = tolerance(precision(base.dtype, downcast=not plain))
     order = torch.arange(dim, device=base.device)
     if relative_error(base, wanted) <= tol:
-        return FittedRotary(None, order)
+        return FittedRotary(None, order, factor)
     # Entries that are not rotated agree exactly if there is neither a norm nor a scale.
     slack = 0.0 if plain and query.factor == key.factor == 1.0 else tol
     differ = ((wanted - base).abs() > slack * wanted.abs().max()).flatten(0, 1).any(dim=0).nonzero()
@@ -117,7 +131,7 @@ def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary
             order_tried = torch.cat((pairs, rest))
             rotary = _rotary(wanted[..., order_tried], base[..., order_tried], width, tol)
             if rotary is not None:
-                return FittedRotary(rotary, order_tried)
+                return FittedRotary(rotary, order_tried, factor)
     return None
 
 
@@ -138,12 +152,13 @@ def _rotary(
 
 
 def reordered(norm: Norm | None, order: Int64[Tensor, " dim"]) -> Norm | None:
-    """Return a norm layer with the entries of its weight and bias in another order, or None if ``norm`` is
-    None.
+    """Return a norm layer with the entries of its weight and bias in another order in each head, or None if
+    ``norm`` is None.
     """
     if norm is None:
         return None
-
+    starts = torch.arange(0, norm.d, len(order), device=order.device)  # of each head, if it is over all
+    order = (starts[:, None] + order).flatten()
     if isinstance(norm, LayerNorm):
         return LayerNorm(norm.weight[order], None if norm.bias is None else norm.bias[order], norm.eps)
     return RMSNorm(norm.weight[order], norm.eps)

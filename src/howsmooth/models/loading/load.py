@@ -22,7 +22,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
 from howsmooth.models.builtin import BUILTIN_MODELS
-from howsmooth.models.float32_weights import HALF, computing_dtype, hash_weights, stored_dtype
+from howsmooth.models.float32_weights import (
+    HALF,
+    computing_dtype,
+    hash_settings,
+    hash_weights,
+    stored_dtype,
+    without_origin,
+)
 from howsmooth.models.inputs.model_inputs import (
     check_model,
     max_length,
@@ -466,16 +473,11 @@ def _tokenizer(
 
 def _fingerprint(model: nn.Module, unread: set[str], tokenizer: Tokenizer) -> str:
     digest = hashlib.sha256()
-    config = model.config.to_diff_dict() if isinstance(model, PreTrainedModel) else {"part": str(type(model))}
-    digest.update(json.dumps(_without_origin(config), sort_keys=True, default=str).encode())
+    if isinstance(model, PreTrainedModel):
+        config = without_origin(model.config.to_diff_dict())
+        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    else:  # a part
+        hash_settings(digest, model)
     hash_weights(digest, model, unread)
     digest.update(tokenizer.serialized.encode())
     return digest.hexdigest()
-
-
-def _without_origin(config: Any) -> Any:
-    """Return a configuration without entries that depend on how the model was loaded, at any depth."""
-    if not isinstance(config, dict):
-        return config
-    local = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-    return {name: _without_origin(value) for name, value in config.items() if name not in local}

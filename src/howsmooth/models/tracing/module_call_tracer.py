@@ -37,6 +37,7 @@ __all__ = [
     "TracedCall",
     "TracedLayer",
     "attention_layers",
+    "own_copies",
     "run",
     "run_with_attention",
     "trace_forward_pass",
@@ -142,7 +143,7 @@ def run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     asked = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
     try:
         with float32_layers(model):
-            return model(**inputs, **dict.fromkeys(asked, False))
+            return model(**own_copies(inputs), **dict.fromkeys(asked, False))
     except StopForward:
         return None
     except HowsmoothError:
@@ -155,6 +156,17 @@ def run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
             got=f"{shapes}, for which it raises {type(error).__name__}: {reason(error)}",
             remedy="Run the model on them once by hand.",
         ) from error
+
+
+def own_copies(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a model with copies of the floating-point tensors, which the model may change in
+    place. A tensor that is passed twice stays one tensor.
+    """
+    copies: dict[int, Tensor] = {}
+    for value in inputs.values():
+        if isinstance(value, Tensor) and value.is_floating_point() and id(value) not in copies:
+            copies[id(value)] = value.clone()
+    return {name: copies.get(id(value), value) for name, value in inputs.items()}
 
 
 def attention_layers(model: nn.Module, inputs: Mapping[str, Any]) -> list[AttentionLayer]:
@@ -275,8 +287,13 @@ class _ForwardTracer:
             self.newest[1].softmaxes += 1
             return
         root = enclosing_layer(innermost.name)
-        start = next((i for i, call in enumerate(self.stack) if call.name == root), 0)
-        calls = self.stack[start:]
+        starts = (
+            i
+            for i, call in enumerate(self.stack)
+            if call.name == root
+            or isinstance(call.module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        )
+        calls = self.stack[max(starts, default=0) :]
         layer = AttentionLayer(
             index=len(self.layers),
             name=innermost.name,

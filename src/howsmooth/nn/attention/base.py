@@ -40,6 +40,9 @@ _LARGEST_LOG = 700.0
 Weights = Mapping[str, Tensor]
 
 
+_OF_EACH_BOUND = ("embed_dim", "num_heads", "head_dim", "length", "radius", "constant", "shorter")
+
+
 class LipschitzAttention(LipschitzModule):
     """Base class of self-attention layers that have a proved upper bound on their Lipschitz constant.
 
@@ -158,6 +161,8 @@ class LipschitzAttention(LipschitzModule):
 
     #: Whether the bound needs a radius; bounds that hold for all tokens do not.
     _needs_radius: ClassVar[bool] = True
+    #: Attributes beside those of every layer on which the bound depends.
+    _of_bound: ClassVar[tuple[str, ...]] = ()
     _mask_remedy: ClassVar[str] = "No theorem covers this kind of mask."
 
     def _make_weights(self, factory: dict[str, Any]) -> None:
@@ -317,9 +322,9 @@ class LipschitzAttention(LipschitzModule):
         )
 
     @property
-    def _divisor_key(self) -> tuple[int, float | None, float | None]:
-        """The length, radius and constant of the layer, which determine the rescaling of its output."""
-        return self.length, self.radius, self.constant
+    def _divisor_key(self) -> tuple[object, ...]:
+        """The settings of the layer that determine the rescaling of its output, beside the weights."""
+        return self.masking, *(getattr(self, name) for name in (*_OF_EACH_BOUND, *self._of_bound))
 
     def _log(self, weights: Weights) -> Tensor:
         """Return the logarithm of the Lipschitz bound that the layer has before its output is rescaled.

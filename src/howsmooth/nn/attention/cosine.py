@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,8 @@ class CosineAttention(AttentionVariant):
 
     _bound_name = "scaled_cosine_layer"
     _phrase = "scaled cosine attention"
+
+    _of_bound: ClassVar[tuple[str, ...]] = ("temperature", "gain", "eps")
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,8 @@ class EnergyAttention(AttentionVariant):
 
     _bound_name = "energy_layer"
     _phrase = "energy attention"
+
+    _of_bound: ClassVar[tuple[str, ...]] = ("scale",)
 
     def __init__(self, embed_dim: int, num_heads: int, *, scale: float = 1.0, **keywords: Any) -> None:
         known = isinstance(scale, int | float) and not isinstance(scale, bool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,8 @@ class QueryKeyNormAttention(LipschitzAttention):
     and keys".
 
     """
+
+    _of_bound: ClassVar[tuple[str, ...]] = ("eps",)
 
     def __init__(
         self,

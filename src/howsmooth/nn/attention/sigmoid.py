@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class SigmoidAttention(AttentionVariant):
     _needs_radius = True
     _bound_name = "sigmoid_layer"
     _phrase = "sigmoid attention"
+
+    _of_bound: ClassVar[tuple[str, ...]] = ("shift",)
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, shift: float | None = None, **keywords: Any

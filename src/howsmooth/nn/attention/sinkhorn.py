@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,6 +68,8 @@ class SinkhornAttention(AttentionVariant):
     _mask_remedy = "A triangular doubly stochastic matrix is the identity."
     _bound_name = "sinkhorn_layer"
     _phrase = "Sinkhorn attention"
+
+    _of_bound: ClassVar[tuple[str, ...]] = ("tolerance", "max_iterations")
 
     def __init__(
         self,

@@ -1,0 +1,359 @@
+"""Run a model on tensors without values, to learn what it computes from its tokens.
+
+Where the model's code reads a value, for instance to branch on it, or performs an operation that no known
+layer has, the run is refused: whatever stands in the forward pass, whether in modules, hooks or patched
+methods, is seen, since nothing can be computed from such a tensor without its operations.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from howsmooth.bounds.radius.symbolic_terms import OTHER, DifferentOperationError, Terms
+from howsmooth.errors import CertificateError, HowsmoothError, reason
+
+__all__ = ["SymbolicTensor", "fast_path", "refusal", "run_on_symbols"]
+
+# Operations that only rearrange entries, which are done on the numbers of the terms.
+_REARRANGING = {
+    *("alias", "cat", "chunk", "clone", "detach", "expand", "flatten", "index", "index_select", "lift_fresh"),
+    *("narrow", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze"),
+    *("stack", "t", "transpose", "unbind", "unflatten", "unsafe_split", "unsqueeze", "view", "_unsafe_view"),
+    "_reshape_alias",
+}
+_SHAPE_ALONE = {
+    *("new_empty", "new_zeros", "new_ones", "new_full"),
+    *("zeros_like", "ones_like", "full_like", "empty_like"),
+}
+_ELEMENTWISE = {"sigmoid", "tanh", "silu", "relu", "erf", "neg", "rsqrt"}
+# Ways to the memory of a tensor past its operations.
+_READING = {
+    *("numpy", "tolist", "item", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
+    *("apply_", "map_", "map2_", "set_", "share_memory_", "to_dlpack", "_to_dlpack", "from_dlpack"),
+    *("__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
+    *("__bool__", "__float__", "__int__", "__index__", "__contains__"),
+}
+
+
+class SymbolicTensor(Tensor):
+    """A float64 tensor that has terms in place of values."""
+
+    entries: Tensor
+    run: _Run
+
+    @staticmethod
+    def __new__(cls, entries: Tensor, run: _Run) -> SymbolicTensor:
+        """Make a tensor of the entries' shape and strides."""
+        found: SymbolicTensor = Tensor._make_wrapper_subclass(
+            cls, entries.shape, strides=entries.stride(), dtype=torch.float64, device=torch.device("cpu")
+        )
+        found.entries, found.run = entries, run
+        return found
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Perform an operation on terms."""
+        first = next(t for t in tree_flatten((args, kwargs))[0] if isinstance(t, SymbolicTensor))
+        return first.run.operation(func, args, kwargs or {})
+
+
+class _Run(TorchFunctionMode):
+    """One run of a model on symbolic tensors. The first operation that is refused ends it, even if the model
+    catches the exception.
+    """
+
+    def __init__(self, terms: Terms, names: dict[nn.Module, str]) -> None:
+        super().__init__()
+        self.terms, self._names = terms, names
+        self.refused: CertificateError | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _READING and any(isinstance(t, SymbolicTensor) for t in args):
+            self._refuse("reads values of the tokens")
+        if name == "scaled_dot_product_attention" and any(isinstance(t, SymbolicTensor) for t in args[:3]):
+            return self._guarded(name, lambda: self._wrapped(self._attention(*args, **kwargs)))
+        return func(*args, **kwargs)
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Perform an operation of PyTorch on terms."""
+        name = func.overloadpacket.__name__
+        return self._guarded(name, lambda: self._performed(func, name, args, kwargs))
+
+    def _guarded(self, name: str, perform: Callable[[], Any]) -> Any:
+        if self.refused is not None:
+            raise self.refused
+        try:
+            return perform()
+        except DifferentOperationError as error:
+            self._refuse(str(error))
+        except (
+            AttributeError,
+            IndexError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            self._refuse(f"computes '{name}' in a way that is not known ({reason(error)})")
+
+    def _refuse(self, why: str) -> None:
+        """Raise CertificateError with the name of the module whose code is running."""
+        frame: FrameType | None = sys._getframe()
+        module = None
+        while frame is not None and module not in self._names:
+            own = frame.f_locals.get("self")
+            module = own if isinstance(own, nn.Module) else None
+            frame = frame.f_back
+        self.refused = self.refused or refusal(self._names, why, module)
+        raise self.refused
+
+    def _wrapped(self, entries: Tensor) -> SymbolicTensor:
+        return SymbolicTensor(entries, self)
+
+    def _performed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        known = [t for t in tensors if isinstance(t, SymbolicTensor)]
+        if name in _SHAPE_ALONE:
+            return func(*tree_map_only(SymbolicTensor, _blank, args), **kwargs)
+        in_place = func._schema.is_mutable and name.endswith("_") and isinstance(args[0], SymbolicTensor)
+        # Before the first layer, anything may be computed; it is not followed.
+        if all(bool((t.entries == OTHER).all()) for t in known) and (in_place or not func._schema.is_mutable):
+            values = tree_map_only(SymbolicTensor, _blank, (args, kwargs))
+            results = tree_flatten(func(*values[0], **values[1]))[0]
+            if in_place:
+                return args[0]
+            if all(isinstance(t, Tensor) and t.dtype == torch.float64 for t in results):
+                others = [self._wrapped(torch.full(t.shape, OTHER)) for t in results]
+                return others[0] if len(others) == 1 else others
+        if name == "_to_copy" and kwargs.get("dtype") in (None, torch.float64):
+            return self._wrapped(args[0].entries.clone())
+        if name in _REARRANGING and func._overloadname != "dtype":
+            found = func(tree_map_only(Tensor, _rearranged, args[0]), *args[1:], **kwargs)
+            return tree_map_only(Tensor, self._wrapped, found)
+        base = name.removesuffix("_") if in_place else name
+        if base in _ELEMENTWISE and not kwargs and len(args) == 1:
+            found = self.terms.applied(base, args[0].entries)
+        elif base in _RULES and not (func._schema.is_mutable and not in_place):
+            found = _RULES[base](self, *args, **kwargs)
+        else:
+            read = name in ("_local_scalar_dense", "equal", "is_nonzero", "item")
+            what = "reads values of the tokens" if read else f"computes '{base}', which no known layer does"
+            raise DifferentOperationError(what)
+        if not in_place:
+            return tree_map_only(Tensor, self._wrapped, found)
+        # Views of the same memory share the numbers of terms, too.
+        args[0].entries.copy_(found)
+        return args[0]
+
+    # ---- operations with a rule
+
+    def _attention(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        q, k, v = query.entries, key.entries, value.entries
+        if dropout_p or isinstance(attn_mask, SymbolicTensor):
+            raise DifferentOperationError(
+                "computes attention with dropout, or a mask that depends on the tokens"
+            )
+        n, m = q.shape[-2], k.shape[-2]
+        mask = torch.zeros(n, m, dtype=torch.float64)
+        if is_causal:
+            mask.masked_fill_(torch.ones(n, m, dtype=torch.bool).tril().logical_not(), -math.inf)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            mask = mask.masked_fill(attn_mask.logical_not(), -math.inf)
+        elif attn_mask is not None:
+            mask = mask + attn_mask
+        if enable_gqa:
+            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+        scores = self.terms.times(_batched(self.terms.scores, q, k), factor)
+        weights = self.terms.softmax(self.terms.plus(scores, mask))
+        return _batched(self.terms.weighted, weights, v)
+
+    def _fused_attention(
+        self, q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        found = self._attention(q, k, v, dropout_p=dropout, is_causal=causal, **kwargs)
+        return found, torch.full(found.shape[:-1], OTHER)
+
+    def _product(self, a: Any, b: Any) -> Tensor:
+        if not isinstance(a, SymbolicTensor):
+            raise DifferentOperationError("multiplies the tokens by a matrix from the left")
+        if isinstance(b, SymbolicTensor):
+            return _batched(self.terms.product, a.entries, b.entries)
+        return _batched(lambda u, w: self.terms.linear(u, w.mT, None), a.entries, b)
+
+    def _addmm(self, bias: Tensor, a: Any, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        if not isinstance(a, SymbolicTensor) or beta != 1 or alpha != 1 or bias.ndim != 1:
+            raise DifferentOperationError("computes 'addmm' in a way that is not known")
+        return self.terms.linear(a.entries, b.mT, bias)
+
+    def _add(self, a: Any, b: Any, *, alpha: float = 1) -> Tensor:
+        if isinstance(a, SymbolicTensor) and isinstance(b, SymbolicTensor) and alpha == 1:
+            return self.terms.add(a.entries, b.entries)
+        if alpha != 1:
+            raise DifferentOperationError("computes 'add' in a way that is not known")
+        (u, c) = (a, b) if isinstance(a, SymbolicTensor) else (b, a)
+        return self.terms.plus(u.entries, c)
+
+    def _mul(self, a: Any, b: Any) -> Tensor:
+        if isinstance(a, SymbolicTensor) and isinstance(b, SymbolicTensor):
+            return self.terms.multiply(a.entries, b.entries)
+        (u, c) = (a, b) if isinstance(a, SymbolicTensor) else (b, a)
+        return self.terms.times(u.entries, c)
+
+    def _div(self, a: Any, b: Any) -> Tensor:
+        if not isinstance(a, SymbolicTensor) or isinstance(b, SymbolicTensor):
+            raise DifferentOperationError("divides by something that depends on the tokens")
+        return self.terms.times(a.entries, 1 / torch.as_tensor(b, dtype=torch.float64))
+
+    def _pow(self, a: Any, power: Any) -> Tensor:
+        if not isinstance(a, SymbolicTensor) or power not in (2, 3):
+            raise DifferentOperationError(f"computes the power {power}")
+        u = a.entries
+        return self.terms.multiply(u, u) if power == 2 else self.terms.applied("cube", u)
+
+    def _gelu(self, a: SymbolicTensor, *, approximate: str = "none") -> Tensor:
+        return self.terms.applied({"none": "gelu", "tanh": "gelu_tanh"}[approximate], a.entries)
+
+    def _softmax(self, a: SymbolicTensor, dim: int, half_to_float: bool = False) -> Tensor:
+        if dim % a.ndim != a.ndim - 1:
+            raise DifferentOperationError("computes a softmax along another dimension than the last")
+        return self.terms.softmax(a.entries)
+
+    def _layer_norm(
+        self, a: SymbolicTensor, shape: list[int], gain: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Any, ...]:
+        if len(shape) != 1:
+            raise DifferentOperationError("normalises more than one dimension")
+        if any(isinstance(t, SymbolicTensor) for t in (gain, bias)):
+            raise DifferentOperationError("has a norm layer whose weights depend on the tokens")
+        found = self.terms.norm(a.entries, True, eps, gain, bias)
+        unknown = torch.full((*a.shape[:-1], 1), OTHER)
+        return found, unknown, unknown.clone()
+
+    def _mean(self, a: SymbolicTensor, dim: list[int], keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        return self._reduced(self.terms.mean, a, dim, keepdim, dtype)
+
+    def _sum(self, a: SymbolicTensor, dim: list[int], keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        return self._reduced(self.terms.total, a, dim, keepdim, dtype)
+
+    def _reduced(self, reduce: Any, a: SymbolicTensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+        if not isinstance(dim, list) or len(dim) != 1 or dtype not in (None, torch.float64):
+            raise DifferentOperationError("averages in a way that is not known")
+        found: Tensor = reduce(a.entries, dim[0])
+        return found.unsqueeze(dim[0]) if keepdim else found
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "mm": _Run._product,
+    "bmm": _Run._product,
+    "addmm": _Run._addmm,
+    "add": _Run._add,
+    "mul": _Run._mul,
+    "div": _Run._div,
+    "pow": _Run._pow,
+    "gelu": _Run._gelu,
+    "_softmax": _Run._softmax,
+    "_scaled_dot_product_flash_attention_for_cpu": _Run._fused_attention,
+    "native_layer_norm": _Run._layer_norm,
+    "mean": _Run._mean,
+    "sum": _Run._sum,
+}
+
+
+def refusal(names: dict[nn.Module, str], why: str, module: nn.Module | None = None) -> CertificateError:
+    """Return the error that names a module, or else the model, which is the first of the names."""
+    module = module if module in names else next(iter(names))
+    return CertificateError(names[module], kind=type(module).__name__, reason=why)
+
+
+@contextmanager
+def fast_path(enabled: bool) -> Iterator[None]:
+    """Return a context manager that allows or forbids PyTorch's one operation for a whole encoder layer."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Return a context manager in which compiled modules run their own code."""
+    # Without a compiled module, the compiler need not be imported, which takes seconds.
+    known = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if known else nullcontext()
+
+
+def _blank(t: SymbolicTensor) -> Tensor:
+    return torch.zeros(t.shape, dtype=torch.float64).as_strided(t.shape, t.stride())
+
+
+def _rearranged(t: Tensor) -> Tensor:
+    if not isinstance(t, SymbolicTensor) and t.numel():
+        raise DifferentOperationError("joins tokens and constants")
+    return t.entries if isinstance(t, SymbolicTensor) else t.long()
+
+
+def _batched(function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """Apply a function of two matrices to batches (..., rows, columns) of them."""
+    if a.shape[:-2] != b.shape[:-2]:
+        raise DifferentOperationError("multiplies batches of different sizes")
+    pairs = zip(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]), strict=True)
+    found = torch.stack([function(*pair) for pair in pairs])
+    return found.reshape(*a.shape[:-2], *found.shape[1:])
+
+
+def run_on_symbols(
+    function: Callable[[Callable[[Tensor], SymbolicTensor]], Any], terms: Terms, names: dict[nn.Module, str]
+) -> Tensor:
+    """Run a function on symbolic tensors, and return the entries of its result.
+
+    The function is given a function that makes a symbolic tensor of entries.
+
+    Raises
+    ------
+    CertificateError
+        If the run performs an operation that no known layer has, or reads values of the tokens. The module
+        whose code did so is named.
+
+    """
+    run = _Run(terms, names)
+    try:
+        with torch.no_grad(), fast_path(False), _eager(), run:
+            found = function(run._wrapped)
+    except Exception as error:
+        if run.refused is None and isinstance(error, HowsmoothError):
+            raise
+        raise run.refused or refusal(names, f"does not run without values ({reason(error)})") from None
+    if run.refused is not None:
+        raise run.refused from None
+    if not isinstance(found, SymbolicTensor):
+        raise refusal(names, "has an output that is not computed from its tokens")
+    return found.entries

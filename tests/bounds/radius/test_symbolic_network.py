@@ -1,0 +1,361 @@
+"""A model is read only if it does nothing but what its stages do, also where it was not evaluated."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import (
+    AttentionInterface,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
+from transformers.activations import ACT2FN
+
+from howsmooth.bounds.radius import NetworkAtInput
+from howsmooth.bounds.radius.pretrained_classifier_reader import model_logits, read_classifier
+from howsmooth.bounds.radius.symbolic_network import known_activation
+from howsmooth.errors import CertificateError
+
+FAR = 1e3
+Twist = Callable[[Tensor], Tensor]
+
+
+class Encoder(nn.Module):
+    """Two layers of PyTorch, with something between them."""
+
+    def __init__(self, twist: Twist | None = None, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {
+            "activation": "gelu",
+            "norm_first": True,
+            "batch_first": True,
+            "dtype": torch.float64,
+        } | options
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 6, **options) for _ in range(2))
+        self.head, self.twist = nn.Linear(4, 2, dtype=torch.float64), twist
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.layers[0](x)
+        u = u if self.twist is None else self.twist(u)
+        return self.head(self.layers[1](u).mean(1))
+
+
+def x() -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def refused(model: nn.Module, match: str | None = None) -> None:
+    with pytest.raises(CertificateError, match=match):
+        read_classifier(model.eval().requires_grad_(False), x())
+
+
+def _branch(u: Tensor) -> Tensor:
+    return u.clamp(-1, 1) if u.abs().max() > FAR else u
+
+
+def _numpy(u: Tensor) -> Tensor:
+    return -u if float(u.detach().numpy().max()) > FAR else u
+
+
+def _caught(u: Tensor) -> Tensor:
+    try:
+        return -u if max(u.flatten().tolist()) > FAR else u
+    except Exception:
+        return u
+
+
+def _in_place(u: Tensor) -> Tensor:
+    v = u.clone()
+    v[:, 1:].clamp_(-FAR, FAR)
+    return v
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        return u.clamp(-FAR, FAR)
+
+
+TWISTS: dict[str, Twist] = {
+    "clamp": lambda u: u.clamp(-FAR, FAR),
+    "hardtanh": nn.Hardtanh(-FAR, FAR),
+    "where": lambda u: torch.where(u > FAR, -u, u),
+    "masked_fill": lambda u: u.masked_fill(u > FAR, 0.0),
+    "maximum": lambda u: torch.maximum(u, torch.tensor(-FAR, dtype=u.dtype)),
+    "nan_to_num": lambda u: u.nan_to_num(posinf=0.0),
+    "beyond": lambda u: u + torch.relu(u - FAR),
+    "softshrink": lambda u: u - nn.functional.softshrink(u, FAR),
+    "rounded": lambda u: (u * 2.0**40).round() / 2.0**40,
+    "cubed": lambda u: u + 1e-13 * u**3,
+    "exp": lambda u: u + (u - FAR).exp(),
+    "bits": lambda u: torch.where(u.view(torch.int64) == 7, -u, u),
+    "bits alone": lambda u: u.view(torch.int64).view(torch.float64),
+    "sorted": lambda u: u.sort(-1).values.gather(-1, u.argsort(-1).argsort(-1)),
+    "script": torch.jit.script(nn.Hardtanh(-FAR, FAR)),
+    "own gradient": _Own.apply,
+    "in place": _in_place,
+    "vmap": torch.func.vmap(lambda u: u.clamp(max=FAR)),
+    "compiled": torch.compile(lambda u: u.clamp(max=FAR), backend="eager"),
+    "branch": _branch,
+    "numpy": _numpy,
+    "caught": _caught,
+    "item": lambda u: -u if u.norm().item() > FAR else u,
+    "equal": lambda u: -u if torch.equal(u, u + 1) else u,
+    "apply": lambda u: u.clone().apply_(lambda v: min(v, FAR)),
+    "deepcopy": lambda u: -u if copy.deepcopy(u).max() > FAR else u,
+    "array": lambda u: -u if np.asarray(u.detach()).max() > FAR else u,
+    "dlpack": lambda u: -u if np.from_dlpack(u.detach()).max() > FAR else u,
+    "size of a selection": lambda u: -u if len(u[u > FAR]) else u,
+}
+
+
+@pytest.mark.parametrize("name", TWISTS)
+def test_what_has_no_effect_at_the_points_of_comparison_is_refused(name: str) -> None:
+    refused(Encoder(TWISTS[name]))
+
+
+EQUAL: dict[str, Twist] = {
+    "zero": lambda u: u + 0,
+    "one": lambda u: 1.0 * u,
+    "views": lambda u: u.transpose(1, 2).reshape(-1).view(4, 3).t().unsqueeze(0).contiguous(),
+    "halves": lambda u: torch.cat(u.split(2, -1), -1),
+    "in place": lambda u: u.clone().add_(0.0),
+    "data": lambda u: u.data,
+    "dropout": nn.Dropout(0.5).eval(),
+    "shape": lambda u: u if u.shape[1] < 10 else u.clamp(max=FAR),
+    "compiled": torch.compile(lambda u: u + 0, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_has_no_effect_anywhere_is_read(name: str) -> None:
+    network = read_classifier(Encoder(EQUAL[name]).eval().requires_grad_(False), x())
+    torch.testing.assert_close(network.logits(x()), Encoder().eval()(x()[None])[0].detach())
+
+
+def test_a_write_changes_every_view_of_its_memory() -> None:
+    def twist(u: Tensor) -> Tensor:
+        v = u.clone()
+        v[:, 0].add_(1e-12 * v[:, 1])
+        return v
+
+    refused(Encoder(twist), "operations of the stage 'layers.1.attention norm'")
+
+
+class Clipped(nn.GELU):
+    def forward(self, z: Tensor) -> Tensor:
+        return super().forward(z).clamp(max=FAR)
+
+
+class ClippedNorm(nn.LayerNorm):
+    def forward(self, u: Tensor) -> Tensor:
+        return super().forward(u.clamp(-FAR, FAR))
+
+
+class ClippedLinear(nn.Linear):
+    def forward(self, u: Tensor) -> Tensor:
+        return super().forward(u).clamp(-FAR, FAR)
+
+
+class Other(nn.Module):
+    """A parametrisation after which the module's weight is another than the one it computes with."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def _patched(layer: Any) -> None:
+    own = layer.linear2.forward
+    layer.linear2.forward = lambda u: own(u).clamp(-FAR, FAR)
+
+
+def _patched_method(layer: Any) -> None:
+    def block(self: Any, u: Tensor) -> Tensor:
+        return type(self)._ff_block(self, u).clamp(-FAR, FAR)
+
+    layer._ff_block = types.MethodType(block, layer)
+
+
+def _own_norm(layer: Any) -> None:
+    layer.norm2 = ClippedNorm(4, dtype=torch.float64)
+
+
+def _own_linear(layer: Any) -> None:
+    layer.linear1 = ClippedLinear(4, 6, dtype=torch.float64)
+
+
+def _own_activation(layer: Any) -> None:
+    layer.activation = Clipped()
+
+
+def _other_weight(layer: Any) -> None:
+    own = layer.linear1.weight.detach().clone()
+    layer.linear1.forward = lambda u: nn.functional.linear(u, own + 1e-13, layer.linear1.bias)
+
+
+def _hook(layer: Any) -> None:
+    def clamp(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.clamp(-FAR, FAR)
+
+    clamp.__module__ = "howsmooth.bounds"  # hooks of the library itself are taken off by it
+    layer.linear1.register_forward_hook(clamp)
+
+
+CHANGES = [
+    _patched,
+    _patched_method,
+    _own_norm,
+    _own_linear,
+    _own_activation,
+    _other_weight,
+    _hook,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_computes_otherwise_far_away_is_refused(change: Callable[[nn.Module], None]) -> None:
+    model = Encoder()
+    change(model.layers[1])
+    refused(model, "layers.1")
+
+
+def test_a_fast_path_with_another_activation_is_refused() -> None:
+    model = Encoder(activation=Clipped())  # PyTorch computes it as GELU where it takes the fast path
+    refused(model, "layers.0.activation .*'clamp'")
+    refused(Encoder(activation=nn.GELU(approximate="tanh")), "fast path")
+    same = Encoder(activation=nn.GELU(approximate="tanh"))
+    for layer in same.layers:
+        layer.activation_relu_or_gelu = 0
+    read_classifier(same.eval().requires_grad_(False), x())
+
+
+def test_a_parametrised_weight_is_read_as_it_is_computed() -> None:
+    model = Encoder()
+    parametrize.register_parametrization(model.layers[0].linear1, "weight", Other())
+    network = read_classifier(model.eval().requires_grad_(False), x())
+    torch.testing.assert_close(network.logits(x()), model(x()[None])[0])
+
+
+# ---- models of transformers
+
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_labels": 2, "initializer_range": 0.5}
+
+
+def gpt2(**options: Any) -> GPT2ForSequenceClassification:
+    torch.manual_seed(0)
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = GPT2Config(vocab_size=9, n_embd=4, n_positions=4, n_inner=6, **ids, **SMALL, **options)
+    return GPT2ForSequenceClassification(config).double()
+
+
+def bert(**options: Any) -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=9, hidden_size=4, intermediate_size=6, **SMALL, **options)
+    return BertForSequenceClassification(config).double()
+
+
+def test_gelu_clipped_at_ten_is_refused_by_name() -> None:
+    refused(gpt2(activation_function="gelu_10"), r"mlp.act \(ClippedGELUActivation\).*'clamp'")
+
+
+@pytest.mark.parametrize("name", ACT2FN)
+def test_activations_of_transformers_are_known_or_refused(name: str) -> None:
+    module = ACT2FN[name]
+    # Far values too, where clips act.
+    z = torch.cat([torch.linspace(-60, 60, 481), torch.tensor([-1e4, -FAR, FAR, 1e4])]).double()
+    try:
+        found = known_activation(module, {module: name})
+    except CertificateError:
+        assert name not in (
+            "gelu",
+            "gelu_new",
+            "gelu_python",
+            "gelu_pytorch_tanh",
+            "quick_gelu",
+            "silu",
+            "relu",
+        )
+    else:
+        torch.testing.assert_close(found.value(z), module(z), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("make", [gpt2, bert])
+def test_both_ways_to_compute_attention_are_read(make: Callable[..., Any], implementation: str) -> None:
+    model = make(attn_implementation=implementation).eval().requires_grad_(False)
+    network = read_classifier(model, x())
+    torch.testing.assert_close(network.logits(x()), model_logits(model, x()))
+
+
+def test_attention_that_changes_large_scores_is_refused() -> None:
+    def capped(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **other: Any) -> Any:
+        scores = (query @ key.mT / query.shape[-1] ** 0.5).clamp(-FAR, FAR)
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).tril() == 0, -torch.inf)
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+    AttentionInterface.register("capped", capped)
+    model = gpt2(attn_implementation="capped")
+    refused(model, r"h\.0\.attn \(GPT2Attention\) computes 'clamp'")
+
+
+class Beside(GPT2ForSequenceClassification):
+    """A model in which the embedded tokens reach the logits past the layers, once they are large."""
+
+    def forward(
+        self, inputs_embeds: Tensor | None = None, input_ids: Tensor | None = None, **other: Any
+    ) -> Any:
+        table = self.transformer.wte
+        embeds = table(input_ids) if inputs_embeds is None else inputs_embeds
+        found = super().forward(inputs_embeds=embeds, **other)
+        found.logits = found.logits + torch.relu(embeds - FAR).sum((1, 2))[:, None]
+        return found
+
+
+def test_what_passes_by_the_layers_is_refused() -> None:
+    model = Beside(gpt2().config).double().eval()
+    refused(model)
+    with pytest.raises(CertificateError):
+        NetworkAtInput(model, {"input_ids": torch.tensor([[1, 5, 2]])})
+
+
+def test_a_layer_that_stands_twice_is_read_as_two() -> None:
+    model = bert()
+    model.bert.encoder.layer.append(model.bert.encoder.layer[0])
+    model.eval().requires_grad_(False)
+    at = NetworkAtInput(model, {"input_ids": torch.tensor([[1, 5, 2]])})
+    torch.testing.assert_close(at.logits, model(input_ids=torch.tensor([[1, 5, 2]])).logits[0])
+
+
+# ---- epsilon of RMSNorm
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_rms_norm_without_epsilon_has_that_of_the_dtype_it_computes_with(dtype: torch.dtype) -> None:
+    norm = nn.RMSNorm(4, dtype=dtype)
+    tiny = torch.full((4,), 1e-6, dtype=dtype)
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm, self.head = (
+                Encoder().layers[0].to(dtype),
+                norm,
+                nn.Linear(4, 2, dtype=dtype),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.layer(x)).mean(1))
+
+    found = NetworkAtInput(Last(), x()).network.stages[-1].map
+    torch.testing.assert_close(found.value(tiny[None].double())[0], norm(tiny).double(), rtol=1e-2, atol=0)

@@ -1,0 +1,349 @@
+"""hs.functional.attention and models with it in torch.compile and torch.export, as one graph."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from transformers import (
+    BertConfig,
+    BertModel,
+    Gemma2Config,
+    Gemma2Model,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    GPT2Config,
+    GPT2Model,
+    GptOssConfig,
+    GptOssModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+import howsmooth as hs
+from howsmooth.errors import ArgumentError
+from howsmooth.functional import attention, blockwise_autograd
+from tests._selection import others_slow
+from tests._tiny_models import token_ids
+from tests.functional.test_attention import BOOLEAN, CASES, SECOND, agree, both, directions, drawn, inputs
+
+hs.functional.register()
+
+BACKENDS = ("eager", "aot_eager", "inductor")
+Function = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut even few tokens into several blocks, and forget compiled graphs, whose number is limited."""
+    monkeypatch.setattr(blockwise_autograd, "_ENTRIES", {"cpu": 60})
+    monkeypatch.setattr(blockwise_autograd, "_FEWEST_ROWS", 2)
+    torch.compiler.reset()
+
+
+def compiled(f: Function, backend: Any = "aot_eager", **options: Any) -> Function:
+    return torch.compile(f, fullgraph=True, backend=backend, **options)
+
+
+def with_gradients(f: Function, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The value, and the gradients of a random sum of it."""
+    leaves = [t.detach().clone().requires_grad_() for t in x]
+    out = f(*leaves)
+    u = drawn(*out.shape, seed=30, dtype=out.dtype)
+    return (out.detach(), *torch.autograd.grad(out, leaves, u))
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    others_slow(
+        itertools.product(CASES, BACKENDS),
+        [
+            ("causal window", "eager"),
+            *((name, "aot_eager") for name in ("boolean mask", "sinks of each query", "all")),
+        ],
+    ),
+)
+def test_value_and_gradients(name: str, backend: str) -> None:
+    """The operator computes what eager mode computes, so the numbers are the same, unless inductor rounds
+    otherwise around it."""
+    ours, written, x = both(name)
+    found, eager = with_gradients(compiled(ours, backend), x), with_gradients(ours, x)
+    agree(found, eager, 0.0 if backend != "inductor" else 1e-14)
+    agree(found, with_gradients(written, x))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype, autocast: bool) -> None:
+    x = tuple(t.to(dtype) for t in inputs(5, 7))
+
+    def f(*x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return attention(*x, BOOLEAN)
+
+    agree(with_gradients(compiled(f), x), with_gradients(f, x), 0.0)
+
+
+def test_dropout_drops_the_same_entries_in_the_gradient() -> None:
+    """With this backend the entries are those of eager mode for the same seed too."""
+
+    def f(*x: Tensor) -> Tensor:
+        return attention(*x, dropout_p=0.4)
+
+    g, found = compiled(f), []
+    for h in (f, g, g):
+        torch.manual_seed(3 if len(found) < 2 else 4)
+        found.append(with_gradients(h, inputs(5, 7)))
+    agree(found[1], found[0], 0.0)
+    assert not torch.equal(found[2][0], found[1][0])
+
+
+def test_one_graph_for_all_lengths() -> None:
+    """After the second length; a single query, as in generation, is compiled once more."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True, offset=k.shape[-2] - q.shape[-2], window=20)
+
+    g, graphs = compiled(f, counter), []
+    for m, n in ((5, 9), (6, 10), (7, 30), (40, 60), (1, 60), (1, 61)):
+        x = tuple(t.expand(2, -1, -1, -1) for t in inputs(m, n))
+        agree(with_gradients(g, x), with_gradients(f, x), 0.0)
+        graphs.append(counter.frame_count)
+    assert graphs == [1, 2, 2, 2, 3, 3]
+
+
+TRANSFORMS: dict[str, Function] = {
+    "vjp": lambda f, x, d: vjp(f, *x)[1](torch.ones_like(f(*x))),
+    "jvp": lambda f, x, d: jvp(f, x, d),
+    "jacfwd": lambda f, x, d: jacfwd(f)(*x),
+    "jacrev": lambda f, x, d: jacrev(f)(*x),
+    "vmap": lambda f, x, d: vmap(lambda s: f(s * x[0], *x[1:]))(torch.arange(3.0, dtype=x[0].dtype)),
+    **{
+        name: lambda f, x, d, way=way: way(lambda *y: (f(*y) ** 3).sum(), x, d, d)
+        for name, way in SECOND.items()
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    others_slow(
+        itertools.product(
+            ("causal window", "window, queries that see no key", "added mask", "all"), TRANSFORMS
+        ),
+        [
+            ("added mask", "jvp"),
+            ("all", "forward over reverse"),
+            ("window, queries that see no key", "vmap"),
+        ],
+    ),
+)
+def test_transforms_inside(name: str, transform: str) -> None:
+    ours, written, x = both(name)
+    d = directions(x, 20)
+    found = compiled(lambda *x: TRANSFORMS[transform](ours, x, d))(*x)
+    agree(found, TRANSFORMS[transform](written, x, d))
+
+
+def test_forward_mode_and_two_backward_passes() -> None:
+    """Of a compiled function: what PyTorch does not differentiate, it refuses."""
+    ours, written, x = both("all")
+    d = directions(x, 20)
+
+    def tangent(*x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            dual = (forward_ad.make_dual(t, s) for t, s in zip(x, d, strict=True))
+            return forward_ad.unpack_dual(ours(*dual)).tangent
+
+    agree(compiled(tangent)(*x), jvp(written, x, d)[1])
+
+    def twice(f: Function) -> tuple[Tensor, ...]:
+        leaves = [t.detach().clone().requires_grad_() for t in x]
+        found = torch.autograd.grad((f(*leaves) ** 3).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum((g**2).sum() for g in found), leaves)
+
+    agree(twice(compiled(ours, "eager")), twice(written))
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        twice(compiled(ours))
+
+
+def test_transforms_within_a_compiled_function_have_no_kernels() -> None:
+    f = compiled(grad(lambda q: attention(q, q, q, kernels=True).sum()), "eager")
+    with pytest.raises((ArgumentError, torch._dynamo.exc.Unsupported), match="kernels"):
+        f(torch.randn(2, 5, 4))
+
+
+@pytest.mark.parametrize("derivatives", ["", "11101:1;", "11100:1;111001:101;"])
+def test_the_operator_keeps_pytorchs_rules(derivatives: str) -> None:
+    """Shapes, aliases, gradients, and what AOTAutograd makes of them, with free lengths."""
+    shapes = ((2, 2, 2, 5, 3), (2, 2, 1, 7, 3), (2, 2, 1, 7, 2), (2, 1, 1, 5, 7), (1, 1, 1, 1, 7))
+    x = [drawn(*shape, seed=i) for i, shape in enumerate(shapes)]
+    more = [(2, 2, 2, 5, 2), (2, 2, 2, 5, 3), (2, 2, 1, 7, 2)][: derivatives.count(";") * 2 - 1]
+    leaves = [t.requires_grad_() for t in (*x, *(drawn(*shape, seed=9) for shape in more))]
+    given = (leaves, "q,k,v,mask,bias", True, 4, 2, 0.5, 3.0, 0.0, False, derivatives)
+    found = torch.library.opcheck(torch.ops.howsmooth.attention.default, given)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+class Layer(nn.Module):
+    """Causal attention of the last queries."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True, offset=k.shape[-2] - q.shape[-2])
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_exported_program(strict: bool) -> None:
+    """With free lengths, its operators decomposed, saved and read again."""
+    free = {name: {2: torch.export.Dim.AUTO} for name in "qkv"}
+    program = torch.export.export(Layer(), inputs_of_layer(5, 9), dynamic_shapes=free, strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program.run_decompositions(), file)
+    file.seek(0)
+    x = inputs_of_layer(20, 33)
+    agree(torch.export.load(file).module()(*x), Layer()(*x), 0.0)
+
+
+def inputs_of_layer(m: int, n: int) -> tuple[Tensor, ...]:
+    return tuple(t.expand(2, *t.shape[-3:]) for t in inputs(m, n))
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param("eager", marks=pytest.mark.slow),
+        pytest.param("inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_training_function(backend: str) -> None:
+    """Losses, gradients and parameters of steps of which the whole function is compiled."""
+    torch.manual_seed(0)
+    first = nn.Linear(8, 24)
+    x, found = torch.randn(2, 9, 8), []
+    for compiling in (False, True):
+        layer = copy.deepcopy(first)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+
+        def step(x: Tensor, layer: nn.Module = layer, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            q, k, v = layer(x).unflatten(-1, (3, 2, 4)).movedim(-3, 0).transpose(-2, -3)
+            loss = (attention(q, k, v, causal=True) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = torch.compile(step, backend=backend) if compiling else step
+        losses = [run(x) for _ in range(3)]
+        found.append((losses, [p.grad for p in layer.parameters()], list(layer.state_dict().values())))
+    agree(found[1], found[0], 1e-5)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 24, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 4}
+WINDOWED = {**GROUPED, "sliding_window": 4}
+KINDS = ["sliding_attention", "full_attention"]
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
+    "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=4, n_positions=64)),
+    "bert": lambda: BertModel(BertConfig(**SIZES)),
+    "gemma2": lambda: Gemma2Model(Gemma2Config(**WINDOWED, attn_logit_softcapping=2.0)),
+    "gemma3": lambda: Gemma3TextModel(Gemma3TextConfig(**WINDOWED, layer_types=KINDS)),
+    "gpt-oss": lambda: GptOssModel(
+        GptOssConfig(**WINDOWED, num_local_experts=2, num_experts_per_tok=1, layer_types=KINDS)
+    ),
+}  # fmt: skip
+
+
+def made(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with torch.no_grad():
+        # Weights so large that attention is not uniform.
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
+    return model.eval()
+
+
+def of_model(model: nn.Module, **given: Any) -> tuple[Tensor, Tensor]:
+    """Outputs, and the gradient of a random sum of them."""
+    model.zero_grad()
+    out = next(iter(model(**given, use_cache=False).values()))
+    (out * drawn(*out.shape, seed=1, dtype=out.dtype)).sum().backward()
+    return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    others_slow(
+        itertools.product(MODELS, BACKENDS),
+        [("llama", "aot_eager"), ("bert", "eager"), ("gemma2", "eager"), ("gpt-oss", "eager")],
+    ),
+)
+def test_a_model(name: str, backend: str, padded: bool) -> None:
+    """As in eager mode, also where queries of padding see no key, and as its own attention otherwise."""
+    model = made(name)
+    given = {"input_ids": token_ids(2, 9)}
+    if padded:
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        given["attention_mask"][0, :3] = 0
+    model.set_attn_implementation("howsmooth")
+    ours = of_model(model, **given)
+    counter = CompileCounterWithBackend(backend)
+    found = of_model(compiled(model, counter), **given)
+    agree(found, ours, 1e-4 if backend == "inductor" else 1e-5)
+    assert any(
+        "howsmooth.attention" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes
+    )
+    if not padded:
+        model.set_attn_implementation("eager")
+        agree(found, of_model(model, **given), 1e-4)
+
+
+def test_a_model_with_lengths_of_many_kinds() -> None:
+    """Another length is compiled once more, with free lengths; further ones are not."""
+    model, counter = made("llama"), CompileCounterWithBackend("eager")
+    model.set_attn_implementation("howsmooth")
+    run, graphs = compiled(model, counter), []
+    for n in (9, 12, 17, 40):
+        ids = token_ids(2, n)
+        agree(of_model(run, input_ids=ids), of_model(model, input_ids=ids), 1e-5)
+        graphs.append(counter.frame_count)
+    assert graphs == [1, 2, 2, 2]
+
+
+def test_a_compiled_training_step_of_a_model() -> None:
+    ids, found = token_ids(2, 9), []
+    for compiling in (False, True):
+        model = made("llama").train()
+        model.set_attn_implementation("howsmooth")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(ids: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = torch.compile(step, backend="aot_eager") if compiling else step
+        losses = [run(ids) for _ in range(2)]
+        found.append((losses, [p.grad for p in model.parameters()], list(model.state_dict().values())))
+    agree(found[1], found[0], 1e-5)
