@@ -212,10 +212,10 @@ def _others() -> Mapping[str, Number]:
 
 @case("statements/any scores")
 def _any_scores() -> Mapping[str, Number]:
-    """Rotary positions, caps, biases and norms. Sinks wait for a sharper bound."""
+    """Rotary positions, caps, biases, sinks and norms."""
     names = (
         "rotary", "soft cap", "soft cap, causal, rotary", "score bias", "norms of queries and keys",
-        "norms of all queries", "causal window",
+        "norms of all queries", "causal window", "sinks", "sinks, soft cap, bias, causal",
     )  # fmt: skip
     return {name: hs.bounds.any_scores_ball_upper_bound(MAPS[name](), N, 1.2).value for name in names}
 

@@ -124,6 +124,18 @@ for _name in TYPES:
     case(f"models/{_name}")(partial(_type, _name))
 
 
+@case("models/t5 with its decoder")
+def _decoder() -> Mapping[str, Number]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    model = filled(T5ForConditionalGeneration(T5Config(**TYPES["t5"][2], decoder_start_token_id=0)))
+    inputs = {"input_ids": token_ids(5, 40), "decoder_input_ids": token_ids(4, 40, start=11)}
+    return {
+        output: interval(_measured(_site(model, inputs, "model", side="queries", output=output)))
+        for output in ("hidden", "logits")
+    }
+
+
 def builtin(kind: str, dtype: torch.dtype = torch.float64) -> Any:
     """A model that ships with the library."""
     return hs.load_model(f"builtin-{kind}", dtype=dtype, head=True)
