@@ -101,7 +101,6 @@ def _robust() -> Mapping[str, Number]:
         "one token": {"tokens": [2], "order": 2},
         "all tokens": {"order": 2, "norm": math.inf, "attack": False},
         "third order": {"tokens": [2], "order": 3, "attack": False},
-        "one rival": {"tokens": [0], "order": 2, "target": 0, "attack": False},
     }
     for words, options in asked.items():
         for name, number in _radius(robust_radius(model, ids, **options)).items():

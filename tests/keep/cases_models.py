@@ -76,6 +76,10 @@ TYPES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+# Types of which a span of blocks is measured as well, which takes as long as all scopes of a layer.
+_SPANS = ("bert", "llama", "gpt_oss")
+
+
 def token_ids(n: int, vocabulary: int, start: int = 3) -> Tensor:
     """Ids from 3 on, which no special token has."""
     return torch.tensor([[(7 * i + start) % (vocabulary - 3) + 3 for i in range(n)]])
@@ -106,7 +110,7 @@ def _measured(site: Any, rtol: float = 1e-6) -> Any:
 def _type(name: str) -> Mapping[str, Number]:
     model, inputs = build(name), inputs_of(name, torch.float64)
     found: dict[str, Number] = {}
-    for scope in (*LAYER_SCOPES, "span", "model"):
+    for scope in (*LAYER_SCOPES, *(("span",) if name in _SPANS else ()), "model"):
         layers: dict[str, Any] = {"span": {"layers": [0, 1]}, "model": {}}.get(scope, {"layers": [1]})
         site = _site(model, inputs, scope, **layers)
         found[scope] = interval(_measured(site))
@@ -120,24 +124,36 @@ for _name in TYPES:
     case(f"models/{_name}")(partial(_type, _name))
 
 
+@case("models/t5 with its decoder")
+def _decoder() -> Mapping[str, Number]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    model = filled(T5ForConditionalGeneration(T5Config(**TYPES["t5"][2], decoder_start_token_id=0)))
+    inputs = {"input_ids": token_ids(5, 40), "decoder_input_ids": token_ids(4, 40, start=11)}
+    return {
+        output: interval(_measured(_site(model, inputs, "model", side="queries", output=output)))
+        for output in ("hidden", "logits")
+    }
+
+
 def builtin(kind: str, dtype: torch.dtype = torch.float64) -> Any:
     """A model that ships with the library."""
     return hs.load_model(f"builtin-{kind}", dtype=dtype, head=True)
 
 
 def _builtin(kind: str) -> Mapping[str, Number]:
-    model, ids = builtin(kind), token_ids(10, 2048)
+    model, ids = builtin(kind), token_ids(6, 2048)
     found: dict[str, Number] = {}
     for scope in LAYER_SCOPES:
-        for layer in (0, 3):
+        for layer in (0, 3) if scope in ("head", "attention", "block") else (3,):
             found[f"{scope}, layer {layer}"] = interval(_measured(_site(model, ids, scope, layers=[layer])))
     found["span"] = interval(_measured(_site(model, ids, "span", layers=[1, 2])))
-    for output in ("hidden", "logits", "margin"):
+    for output in ("hidden", "margin") if kind == "encoder" else ("hidden", "logits"):
         whole = _site(model, ids, "model", output=output)
         found[f"model, {output}"] = interval(_measured(whole, 1e-5))
-    found["model, logits, last token"] = interval(
-        _measured(_site(model, ids, "model", output="logits", last_token=True), 1e-5)
-    )
+    if kind == "decoder":
+        last = _site(model, ids, "model", output="logits", last_token=True)
+        found["model, logits, last token"] = interval(_measured(last, 1e-5))
     single = _site(builtin(kind, torch.float32), ids, "attention", layers=[3])
     found["attention, float32"] = interval(_measured(single, 1e-3), None)
     return found

@@ -68,8 +68,8 @@ class Interval:
 @dataclass(frozen=True)
 class AtLeast:
     """What a search found, a lower bound or a worst input: it may become better, up to the bound ``most``
-    that nothing exceeds, and not worse by more than its tolerance. Searches choose among near ties, so
-    that their ends differ from processor to processor.
+    that nothing exceeds, and not worse by more than its tolerance. Searches choose among near ties, so that
+    their ends differ from processor to processor.
     """
 
     value: float
