@@ -4,8 +4,9 @@ A page is one session: its Python blocks share their names, its console blocks a
 Blocks of ``python`` run as they stand; with prompts (``>>>``) they are compared like doctests, with ``...``
 for what varies. Blocks of ``console`` hold commands after ``$``: each must end with exit code 0, unless
 ``$ echo $?`` follows and shows another, and each must print what stands below it, again with ``...``.
-Numbers with decimals are compared by their presence only, because they vary with the machine. A block that
-is not to be run is written as ``sh`` or ``text``.
+Of numbers with decimals the digits shown are compared, to one unit of the last one or 1 %, whichever is more;
+only times vary freely. What a Python block prints is compared so with a block of ``text`` right below it. A
+block that is not to be run is written as ``sh``, or as ``text`` below one that prints nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from functools import partial, wraps
+from io import StringIO
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -30,11 +33,13 @@ import pytest
 import torch
 from hypothesis import settings
 from sybil import Example, Sybil
+from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.myst import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
 ROOT = Path(__file__).parent
 RUNNABLE = ("howsmooth", "python", "ls", "head", "cat")
 DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+DECIMAL = r"-?\d+\.\d+"
 SECONDS = 120
 
 # Triton is imported by others too, and what it imports then decides what its interpreter can run.
@@ -204,10 +209,23 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **fixed, "PATH": programs + os.pathsep + os.environ.get("PATH", "")}
 
 
-def _shape(output: str) -> str:
-    """Take out what time and machine decide: progress lines, and the values of decimal numbers."""
-    output = re.sub(r"^ *\d+ %, .*\n", "", output, flags=re.MULTILINE)
-    return re.sub(r"[-\u2212]?\d+\.\d+", "#", output)
+def _same(wanted: str, got: str) -> bool:
+    """Tell whether an output is what the page shows, but for progress, times, and last digits of decimals."""
+    got = re.sub(r"^ *\d+ %, .*\n", "", got, flags=re.MULTILINE)
+    wanted, got = (re.sub(rf"{DECIMAL} s\b", "# s", output) for output in (wanted, got))
+    shown = re.findall(DECIMAL, wanted)
+    # Without gaps the numbers stand in the order of the page, otherwise each is taken for the nearest.
+    in_order = iter(shown) if "..." not in wanted else None
+
+    def as_shown(number: re.Match[str]) -> str:
+        value = float(number[0])
+        page = next(in_order, "nan") if in_order else min(shown, key=lambda one: abs(float(one) - value))
+        digit = 10.0 ** -len(page.partition(".")[2])
+        near = abs(float(page) - value) <= max(1.001 * digit, 0.01 * abs(value))
+        return page if near else number[0]
+
+    got = re.sub(DECIMAL, as_shown, got) if shown else got
+    return doctest.OutputChecker().check_output(wanted, got, DOCTEST)
 
 
 def _console(example: Example) -> None:
@@ -232,9 +250,24 @@ def _console(example: Example) -> None:
             last, got = done.returncode, done.stdout
             shown = index + 1 < len(commands) and commands[index + 1][0] == "echo $?"
             assert last == 0 or shown, f"$ {command}\nended with exit code {last}:\n{got}"
-        same = doctest.OutputChecker().check_output(_shape(wanted), _shape(got), DOCTEST)
-        if wanted.strip() and not same:
+        if wanted.strip() and not _same(wanted, got):
             raise AssertionError(f"$ {command}\nprinted\n{got}\nwhere the page says\n{wanted}")
+
+
+class _Printing(PythonEvaluator):
+    """Runs a Python block, and keeps what it prints for a block of text right below it."""
+
+    def __call__(self, example: Example) -> None:
+        with redirect_stdout(StringIO()) as printed:
+            super().__call__(example)
+        example.namespace["_printed"] = example.end, printed.getvalue()
+
+
+def _text(example: Example) -> None:
+    """Compare a block of text with what the Python block right above it has printed, if it has."""
+    end, got = example.namespace.get("_printed", (0, ""))
+    if got and not example.document.text[end : example.start].strip():
+        assert _same(example.parsed, got), f"printed was\n{got}\nwhere the page says\n{example.parsed}"
 
 
 def _enter(namespace: dict[str, Any]) -> None:
@@ -248,10 +281,14 @@ def _leave(namespace: dict[str, Any]) -> None:
     shutil.rmtree(namespace["_folder"])
 
 
+_python = PythonCodeBlockParser(doctest_optionflags=DOCTEST)
+_python.codeblock_parser = CodeBlockParser("python", _Printing())
+
 pytest_collect_file = Sybil(
     parsers=[
-        PythonCodeBlockParser(doctest_optionflags=DOCTEST),
+        _python,
         CodeBlockParser(language="console", evaluator=_console),
+        CodeBlockParser(language="text", evaluator=_text),
         SkipParser(),
     ],
     path=str(ROOT),

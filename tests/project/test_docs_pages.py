@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")])
@@ -17,3 +22,30 @@ def test_lines_of_code_fit_the_width_of_a_page(page: Path) -> None:
     found = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     blocks = [block for kind, block in found if not kind.startswith("{")]
     assert [line for block in blocks for line in block.splitlines() if len(line) > WIDTH] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["builtin-decoder", "builtin-encoder"])
+def test_pictures_are_those_that_the_command_draws(model: str, tmp_path: Path) -> None:
+    command = (
+        Path(sys.executable).with_name("howsmooth"),
+        "measure",
+        model,
+        "--bounds",
+        "none",
+        "--out",
+        tmp_path,
+    )
+    subprocess.run(command, check=True, capture_output=True)
+    drawn = {model: "overview"} | ({f"{model}-layer-2": "layer-02"} if model == "builtin-decoder" else {})
+    for shown, part in drawn.items():
+        with Image.open(ROOT / "docs" / "_static" / f"{shown}.png") as image:
+            kept = np.asarray(image.convert("L"), dtype=float)
+        with Image.open(tmp_path / "figures" / f"{model}--alice--attention--{part}.png") as image:
+            found = np.asarray(image.convert("L"), dtype=float)
+        assert kept.shape == found.shape
+        assert np.abs(kept - found).mean() < 1  # other sequences give about 14
+    if model == "builtin-decoder":
+        words = [f"{slope:.3f}" for slope in pd.read_csv(tmp_path / "exponents.csv")["slope"]]
+        exponents = f"{', '.join(words[:-1])} and {words[-1]}"
+        assert exponents in (ROOT / "README.md").read_text("utf-8").replace("\n", " ")
