@@ -10,6 +10,7 @@ import torch
 from scipy.integrate import solve_ivp
 
 import howsmooth as hs
+from howsmooth.bounds import Head
 from howsmooth.dynamics import Sphere, clustering_bound, finite_context_bound, flow, log_stability_bound
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, wasserstein

@@ -84,7 +84,9 @@ class LipschitzAttention(LipschitzModule):
     -----
     With half precision (float16 or bfloat16 weights or inputs) and under autocast, the layer computes in
     float32 with autocast disabled, from the stored weights, and casts the result to the dtype of the input.
-    The constant holds in exact arithmetic. Bounds are computed in float64 on the CPU.
+    If the divisor is above e^25 or below e^−25, the layer computes in float64, since products of such weights
+    may leave the range of float32. The constant holds in exact arithmetic. Bounds are computed in float64 on
+    the CPU.
 
     In evaluation mode torch.compile and torch.export can record the layer. The graph asserts what a call
     checks, with RuntimeError, and that the weights are those of its divisor. It gives the weights of a layer
@@ -441,6 +443,9 @@ class LipschitzAttention(LipschitzModule):
             if inverse is not None:
                 output = output * inverse
         output = output.to(query.dtype)
+        if inverse is not None and inverse.dtype != query.dtype:
+            words = f"query: expected tokens whose output has entries within the range of {query.dtype}"
+            require(output, torch.isfinite, lambda _: _out_of_range(query.dtype), words)
         shown = probabilities.mean(dim=1) if average_attn_weights else probabilities
         shown = shown.to(query.dtype)
         if query.ndim == 2:
@@ -478,7 +483,7 @@ class LipschitzAttention(LipschitzModule):
         inverse = math.exp(-self._log_divisor(weights))
         if self._log_divisor_of.far and next(iter(weights.values())).dtype != torch.float64:
             raise HowsmoothError(
-                f"the output of the layer is multiplied by {inverse:.3g}, which weights in float32 cannot hold: "
+                f"the output of the layer is multiplied by {inverse:.3g}, for which float32 is too narrow: "
                 "convert the model with .double() first"
             )
         return inverse
@@ -654,6 +659,15 @@ def _beyond(largest: float, radius: float) -> HowsmoothError:
         expected=f"tokens of norm at most {radius:g}, the radius of the layer",
         got=f"a token of norm {largest:g}",
         remedy="Build the layer with a larger radius, or with beyond='clip', which projects them.",
+    )
+
+
+def _out_of_range(dtype: torch.dtype) -> HowsmoothError:
+    return NonFiniteError(
+        "query",
+        expected=f"tokens whose output has entries within the range of {dtype}",
+        got="larger ones",
+        remedy="Small weights have a small bound, by which biases are divided, too: convert with .double().",
     )
 
 

@@ -25,9 +25,9 @@ _FAR = 25.0
 
 
 class CachedNumber:
-    """A number that is computed from weights and cached until a weight changes. ``far`` says whether it is far
-    from zero.
+    """A number that is computed from weights and cached until a weight changes.
 
+    ``far`` says whether it is far from zero, as :func:`is_far_from_zero` decides.
     Weights are compared with a copy, entry by entry, because PyTorch's version counters miss changes through
     ``.data``.
     """
@@ -83,7 +83,7 @@ class CachedNumber:
 
 
 def is_far_from_zero(log: float) -> bool:
-    """Return whether e^log is so large or small that products of such numbers may leave the range of float32."""
+    """Return whether e^log is so large or small that products of such numbers may leave float32."""
     return abs(log) > _FAR
 
 
