@@ -173,3 +173,22 @@ def test_the_bound_falls_with_the_constant_as_the_sink_grows(
     f = hs.SelfAttention(query, key, values * value, value_bias=bias, sinks=sinks, **masking)  # type: ignore[arg-type]
     found = largest_constant(f, 3, 1.0, starts=2, steps=12)
     assert found <= best(f, length=3, radius=1.0).value < 20 * found
+
+
+def test_a_norm_without_epsilon_is_named_as_the_reason_of_a_refusal() -> None:
+    norm = hs.RMSNorm(torch.ones(3, dtype=torch.float64), eps=0.0)
+    f = random_attention(0, d=6, key_dim=3, biases=False)._rebuilt(query_norm=norm)
+    with pytest.raises(ArgumentError, match=r"attention: expected .* ε > 0"):
+        best(f, length=4, radius=1.0)
+
+
+@pytest.mark.parametrize("name", ["one head", "multi-head", "sinks, softcap, score bias", "rotary"])
+@pytest.mark.parametrize(("size", "values"), [(1e-300, 1e-150), (1e-150, 1e-150), (1e80, 1e150)])
+def test_extreme_weights_have_the_bounds_of_their_rescaling(name: str, size: float, values: float) -> None:
+    """Longer queries, keys and values of shorter tokens are the same attention."""
+    f = CASES[name](N)
+    assert isinstance(f, hs.SelfAttention)
+    shift = None if f.value_bias is None else f.value_bias * (values / size)
+    far = f._rebuilt(query=f.query * size, key=f.key * size, value=f.value * values, value_bias=shift)
+    expected = best(f, length=N, radius=2.0).log_value + math.log(values)
+    assert best(far, length=N, radius=2.0 / size).log_value == pytest.approx(expected, abs=1e-9)

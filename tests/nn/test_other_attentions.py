@@ -17,7 +17,7 @@ from howsmooth import bounds, nn
 from howsmooth.attention import SinkhornAttention as SinkhornMap
 from howsmooth.bounds import differentiable_variant_upper_bounds as ball
 from howsmooth.bounds.visible_key_counts import visible_rows
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
 from tests._search import Point, largest_ratio
 from tests._steepest import dense_norm, steepest
@@ -702,3 +702,44 @@ def test_a_gradient_step_takes_energy_attention_only() -> None:
         with pytest.raises(ArgumentError, match="without beyond='clip'") as caught:
             nn.GradientStep(inner)
         assert caught.value.argument == "inner"
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, pytest.param(1e20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["softmax", *LAYERS])
+def test_tiny_and_huge_weights_in_float32_are_divided_in_float64(kind: str, size: float) -> None:
+    """The products of such weights, and the inverse of their bound, leave the range of float32."""
+    if kind == "sinkhorn" and size > 1:
+        pytest.skip("no convergence")
+    cls = {"softmax": nn.SoftmaxAttention, **LAYERS}[kind]
+    made = cls(D, 2, length=N, radius=1.0, constant=1.0, bias=False)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(size)
+    x = tokens(1, 1, N, D, radius=0.9)
+    in_double = cls(D, 2, length=N, radius=1.0, constant=1.0, bias=False, dtype=torch.float64)
+    in_double.load_state_dict(made.state_dict())
+    for training in (True, False):
+        made.train(training)
+        try:
+            found = made(x.float())[0]
+        except NonFiniteError:
+            assert float(in_double(x)[0].detach().abs().max()) > torch.finfo(torch.float32).max
+        else:
+            torch.testing.assert_close(
+                found.double(), in_double(x.float().double())[0], rtol=1e-5, atol=1e-30
+            )
+    expected = in_double(x)[0][0]
+    torch.testing.assert_close(made.map(x[0]), expected, rtol=1e-5, atol=0.0)
+    with pytest.raises(HowsmoothError, match="double"):
+        nn.deploy(made.eval())
+
+
+def test_small_weights_in_float64_have_the_bound_of_their_rescaling() -> None:
+    """W_O is a factor of the bound, and squares of products of small matrices do not underflow."""
+    made = nn.SoftmaxAttention(D, 2, length=N, radius=1.0, dtype=torch.float64)
+    before = made.lipschitz_bound(N, 1.0).log_value
+    with torch.no_grad():
+        made.out_proj.weight.mul_(1e-150)
+        made.in_proj_weight[2 * D :].mul_(1e-81)
+    expected = before + math.log(1e-150) + math.log(1e-81)
+    assert made.lipschitz_bound(N, 1.0).log_value == pytest.approx(expected, abs=1e-9)

@@ -239,14 +239,22 @@ def best(
             remedy="local_lipschitz(attention, X).lower is a lower bound at X; "
             "for a bound on B_R^n, pass a length instead of X.",
         )
-    candidates = [bound for bound in all_bounds(problem, side=side) if bound.holds]
+    found = all_bounds(problem, side=side)
+    candidates = [bound for bound in found if bound.holds]
     if not candidates:
         if side == "lower" and isinstance(problem.attention, TokenMap):
             parameters_of(problem.attention)  # raises an error about rotary positions and other scores
+        if problem.length is not None:
+            failed = {h.statement: None for bound in found for h in bound.hypotheses if not h.holds}
+            raise ArgumentError(
+                "attention",
+                expected=f"what a bound needs: {'; '.join(failed) or 'no mask, or a causal one'}",
+                got=f"one for which no {side} bound holds",
+            )
         raise ArgumentError(
             "length",
             expected=f"a number of tokens, as no {side} bound for this attention holds for every length",
-            got="None" if problem.length is None else str(problem.length),
+            got="None",
         )
     choose = min if side == "upper" else max
     return choose(candidates, key=lambda bound: bound.log_value)

@@ -380,6 +380,6 @@ def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
 
 
 def _root(square: Tensor) -> Tensor:
-    """Return the square root of each entry, or 0 with derivative 0 where the entry is not positive."""
-    positive = square > 0
+    """Return the square root of each entry, or 0 with derivative 0 where the entry is at most zero."""
+    positive = ~(square <= 0)  # also true for NaN, which an overflow leaves
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

@@ -62,8 +62,10 @@ def l2_layer(
     cores = torch.stack([_l2_core(size, key_dim, rows, radius) for size in sizes])
     blocks = torch.stack([w_h @ f for w_h, f in zip(w.chunk(heads, dim=1), folded, strict=True)])
     beside = (cores[:, None, None] * blocks).movedim(0, 1).flatten(1)
-    squares = (_norm(folded) * sizes * cores).square().sum()
-    return torch.minimum(_norm(beside) * _norm(q.flatten(0, 1)), _norm(w) * squares.sqrt())
+    products = _norm(folded) * sizes * cores
+    largest = products.detach().amax().clamp(min=1e-300)  # squares of small products underflow
+    apart = largest * torch.linalg.vector_norm(products / largest)
+    return torch.minimum(_norm(beside) * _norm(q.flatten(0, 1)), _norm(w) * apart)
 
 
 def _l2_core(size: Tensor, key_dim: int, rows: VisibleRows, radius: float) -> Tensor:

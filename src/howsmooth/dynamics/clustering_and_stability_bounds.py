@@ -10,6 +10,7 @@ import math
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds import Head, Parameters, mean_field_upper_bound, parameters_of
+from howsmooth.bounds.bound import exp
 from howsmooth.dynamics.velocity_fields import positive
 from howsmooth.errors import ArgumentError
 
@@ -65,9 +66,14 @@ def clustering_bound(beta: float, cosine: float, time: float) -> float:
             got=f"{cosine:g}",
             remedy="Nothing is proved for tokens that are not within a right angle of each other.",
         )
+    time = _time(time)
+    if cosine == 1:
+        return 0.0
     rate = 2 * math.exp(-abs(beta) * (1 - cosine)) / _UP
-    s = (1 - cosine) / cosine * math.exp(-rate * _time(time))
-    return s / (1 + s) * _UP
+    # s/(1 + s) from log s, as both factors of s may leave the range of float64
+    log_s = math.log1p(-cosine) - math.log(cosine) - rate * time
+    share = 1 / (1 + math.exp(-abs(log_s)))
+    return _up(share if log_s > 0 else math.exp(log_s) * share)
 
 
 def log_stability_bound(attention: object, radius: float, time: float) -> float:
@@ -107,15 +113,19 @@ def log_stability_bound(attention: object, radius: float, time: float) -> float:
     radius, time = positive("radius", radius), _time(time)
     if time == 0:
         return 0.0
-    total = 0.0
+    constants = []
     for step in range(1, _STEPS + 1):
         # The radius, and so the Lipschitz constant, is largest at the end of the step.
         grown = math.log(radius) + head.V_norm * time * step / _STEPS
-        constant = mean_field_upper_bound(head, math.exp(grown) * _UP).log_value if grown < 300 else math.inf
-        if constant > 700:
+        constant = mean_field_upper_bound(head, math.exp(grown) * _UP).log_value if grown < 700 else math.inf
+        if constant == math.inf:
             return math.inf
-        total += time / _STEPS * math.exp(constant)
-    return total * _UP
+        constants.append(constant)
+    largest = constants[-1]
+    if largest == -math.inf:
+        return 0.0
+    mean = math.fsum(math.exp(constant - largest) for constant in constants) / _STEPS
+    return _up(exp(math.log(time) + largest + math.log(mean)))
 
 
 def finite_context_bound(attention: object, radius: float, time: float, atoms: int, length: int) -> float:
@@ -158,7 +168,12 @@ def finite_context_bound(attention: object, radius: float, time: float, atoms: i
     if atoms == 1:
         return 0.0
     start = math.log(radius) + math.log(2) / 2 + (math.log(atoms - 1) - math.log(length)) / 4
-    return math.exp(growth + start) * _UP if growth + start < 700 else math.inf
+    return _up(exp(growth + start))
+
+
+def _up(number: float) -> float:
+    """Round a number >= 0 up, so that one that has underflowed does not become zero."""
+    return math.nextafter(number * _UP, math.inf)
 
 
 def _plain_head(attention: object) -> Head:
@@ -179,7 +194,7 @@ def _plain_head(attention: object) -> Head:
 def _number(name: str, number: object) -> float:
     try:
         found = float(number)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         found = math.nan
     if isinstance(number, bool | str) or not math.isfinite(found):
         raise ArgumentError(name, expected="a finite number", got=repr(number))

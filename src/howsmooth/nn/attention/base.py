@@ -25,7 +25,7 @@ from howsmooth.bounds import Bound
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.accepted_masks import Masking
-from howsmooth.nn.attention.output_divisor import CachedNumber, divided, log_value
+from howsmooth.nn.attention.output_divisor import CachedNumber, divided, is_far_from_zero, log_value
 from howsmooth.nn.checks import check_placement, require
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.upward_rounding import rounded_up
@@ -87,7 +87,9 @@ class LipschitzAttention(LipschitzModule):
     -----
     With half precision (float16 or bfloat16 weights or inputs) and under autocast, the layer computes in
     float32 with autocast disabled, from the stored weights, and casts the result to the dtype of the input.
-    The constant holds in exact arithmetic. Bounds are computed in float64 on the CPU.
+    If the divisor is above e^25 or below e^−25, the layer computes in float64, since products of such weights
+    may leave the range of float32. The constant holds in exact arithmetic. Bounds are computed in float64 on
+    the CPU.
 
     In evaluation mode torch.compile and torch.export can record the layer. The graph asserts what a call
     checks, with RuntimeError, and that the weights are those of its divisor. It gives the weights of a layer
@@ -219,7 +221,7 @@ class LipschitzAttention(LipschitzModule):
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
         """Return the Lipschitz bound that the layer has before its output is rescaled."""
-        log = log_value(lambda given: self._log_bound(length, radius, given), weights)
+        log = log_value(lambda given: self._log_bound_at(length, radius, given), weights)
         return self._named_bound(log, radius)
 
     @abstractmethod
@@ -331,7 +333,20 @@ class LipschitzAttention(LipschitzModule):
 
         The bound is taken at the layer's length and radius. The result is differentiable in the weights.
         """
-        return self._log_bound(self.length, self._bound_radius, weights)
+        return self._log_bound_at(self.length, self._bound_radius, weights)
+
+    def _log_bound_at(self, length: int, radius: float, weights: Weights) -> Tensor:
+        """Return :meth:`_log_bound`, with the output projection divided by its largest entry meanwhile.
+
+        The bound is proportional to this projection, and products of small weights would underflow.
+        """
+        output = weights.get("out_proj.weight")
+        if output is None:
+            return self._log_bound(length, radius, weights)
+        output = output.to("cpu", torch.float64)
+        size = output.detach().abs().amax()
+        size = torch.where(size > 0, size, 1.0)
+        return self._log_bound(length, radius, {**weights, "out_proj.weight": output / size}) + size.log()
 
     def _log_quotient(self, log_formula: float) -> float:
         """Return log(bound / constant) for the Lipschitz bound and the target constant of the layer.
@@ -345,9 +360,9 @@ class LipschitzAttention(LipschitzModule):
             raise ArgumentError(
                 "constant",
                 expected="a layer whose bound is a positive number",
-                got="zero" if log < 0 else f"exp({log:.4g})",
-                remedy="A layer with bound zero cannot be scaled to another constant; a huge bound comes "
-                "from huge weights or a huge radius.",
+                got="zero" if log == -math.inf else f"exp({log:.4g})",
+                remedy="A layer with bound zero cannot be scaled to another constant. A huge bound comes "
+                "from huge weights or a huge radius, a tiny one from tiny weights.",
             )
         return log - math.log(self.constant)
 
@@ -423,13 +438,19 @@ class LipschitzAttention(LipschitzModule):
         with torch.autocast(x.device.type, enabled=False):
             if self.radius is not None:
                 x = self.inside_ball(x, self.radius, query.dtype)
+            inverse = None if self.constant is None else self._inverse(weights, x)
+            # With a divisor that is far from one, float32 would overflow or underflow on the way.
+            x = x if inverse is None else x.to(inverse.dtype)
             added = self.masking.scores(attn_mask, key_padding_mask, is_causal, heads=self.num_heads, x=x)
             # Half-precision weights take part as the float32 numbers that they are.
             working = {name: weight.to(x.dtype) for name, weight in weights.items()}
             output, probabilities = self._undivided(x, added, working)
-            if self.constant is not None:
-                output = output * self._inverse(weights, output)
+            if inverse is not None:
+                output = output * inverse
         output = output.to(query.dtype)
+        if inverse is not None and inverse.dtype != query.dtype:
+            words = f"query: expected tokens whose output has entries within the range of {query.dtype}"
+            require(output, torch.isfinite, lambda _: _out_of_range(query.dtype), words)
         shown = probabilities.mean(dim=1) if average_attn_weights else probabilities
         shown = shown.to(query.dtype)
         if query.ndim == 2:
@@ -455,29 +476,42 @@ class LipschitzAttention(LipschitzModule):
         """
         if self.constant is None:
             return
-        inverse = math.exp(-self._log_divisor(self._weights()))
+        inverse = self._inverse_to_fold()
         with torch.no_grad():
             for weight in self.out_proj.parameters():
                 weight.mul_(inverse)
         self.constant = None
 
+    def _inverse_to_fold(self) -> float:
+        """Return constant / bound; raise HowsmoothError if it is too far from one for weights in float32."""
+        weights = self._weights()
+        inverse = math.exp(-self._log_divisor(weights))
+        if self._log_divisor_of.far and next(iter(weights.values())).dtype != torch.float64:
+            raise HowsmoothError(
+                f"the output of the layer is multiplied by {inverse:.3g}, for which float32 is too narrow: "
+                "convert the model with .double() first"
+            )
+        return inverse
+
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
         """Return the factor by which the output is multiplied so that the layer has its target Lipschitz
         constant.
 
-        This number is constant / bound, differentiable in the weights, with the dtype and device of ``like``.
+        This number is constant / bound, differentiable in the weights, with the device of ``like``. Its dtype
+        is that in which the layer computes: of ``like``, or float64 if the number is far from one.
         """
         if torch.compiler.is_compiling():
             if self.training:
                 # torch.compile shows the words of an error only if its class has no constructor.
                 raise HowsmoothError("training mode has no graph, as its divisor changes: call model.eval()")
-            return (-self._log_divisor_of.recorded(weights, self._divisor_key)).exp().to(like)
+            return (-self._log_divisor_of.recorded(weights, self._divisor_key)).exp().to(self._working(like))
         for name, weight in weights.items():
             _refuse_batched(name, weight)
         # Without training, the divisor is remembered, and its gradient is computed only on demand.
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
         if not (self.training and learned):
-            return divided(self._log_divisor(weights), weights, self._log, like)
+            log_divisor = self._log_divisor(weights)
+            return divided(log_divisor, weights, self._log, self._working(like))
         # In training, a backward pass will follow and the weights will then change. So the bound is computed
         # once, with its graph, and not remembered.
         try:
@@ -485,9 +519,19 @@ class LipschitzAttention(LipschitzModule):
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             self._log_quotient(math.inf)  # raises an error with the reason
             raise
-        log_divisor = torch.tensor(self._log_quotient(log_value(lambda _: log, weights)), dtype=log.dtype)
+        quotient = self._log_quotient(log_value(lambda _: log, weights))
+        log_divisor = torch.tensor(quotient, dtype=log.dtype)
         # The value is exp(−log_divisor), rounded outwards; the second factor is 1 and has the gradient.
-        return ((-log_divisor).exp() * (log.detach() - log).exp()).to(like)
+        factor = (-log_divisor).exp() * (log.detach() - log).exp()
+        return factor.to(self._working(like, is_far_from_zero(quotient)))
+
+    def _working(self, like: Tensor, far: bool | None = None) -> Tensor:
+        """Return an empty tensor on the device of ``like``, with the dtype in which the layer computes.
+
+        ``far`` says whether the divisor is far from one. Default: that of the cached divisor.
+        """
+        far = self._log_divisor_of.far if far is None else far
+        return like.new_empty((), dtype=torch.float64 if far else like.dtype)
 
     def _by_head(self, t: Tensor) -> Tensor:
         """Split a tensor (batch, n, heads · k) into heads, with the result (batch, heads, n, k)."""
@@ -579,7 +623,11 @@ class LipschitzAttention(LipschitzModule):
         For masks of kind "any" and "additive" the function has no mask. It clips no tokens.
         """
         weights = self._finite_weights()
-        scale = 1.0 if self.constant is None else math.exp(-self._log_divisor(weights))
+        if self.constant is None:
+            return self._map(weights, 1.0)
+        scale = math.exp(-self._log_divisor(weights))
+        if self._log_divisor_of.far:
+            weights = {name: weight.double() for name, weight in weights.items()}
         return self._map(weights, scale)
 
     def settings(self) -> dict[str, Any]:
@@ -616,6 +664,15 @@ def _beyond(largest: float, radius: float) -> HowsmoothError:
         expected=f"tokens of norm at most {radius:g}, the radius of the layer",
         got=f"a token of norm {largest:g}",
         remedy="Build the layer with a larger radius, or with beyond='clip', which projects them.",
+    )
+
+
+def _out_of_range(dtype: torch.dtype) -> HowsmoothError:
+    return NonFiniteError(
+        "query",
+        expected=f"tokens whose output has entries within the range of {dtype}",
+        got="larger ones",
+        remedy="Small weights have a small bound, by which biases are divided, too: convert with .double().",
     )
 
 

@@ -134,7 +134,7 @@ class EnergyAttention(AttentionVariant):
 
     def _fold_divisor(self) -> None:
         if self.constant is not None:
-            self.scale *= math.exp(-self._log_divisor(self._weights()))
+            self.scale *= self._inverse_to_fold()
             self.constant = None
 
     def _map(self, weights: Mapping[str, Tensor], scale: float) -> TokenMap:

@@ -18,12 +18,16 @@ from torch import Tensor
 from howsmooth.errors import HowsmoothError
 from howsmooth.nn.checks import look
 
-__all__ = ["CachedNumber", "divided", "log_value"]
+__all__ = ["CachedNumber", "divided", "is_far_from_zero", "log_value"]
+
+# Float32 ends near e^88, and its accuracy near e^-87; weights have about the square root of their products.
+_FAR = 25.0
 
 
 class CachedNumber:
     """A number that is computed from weights and cached until a weight changes.
 
+    ``far`` says whether it is far from zero, as :func:`is_far_from_zero` decides.
     Weights are compared with a copy, entry by entry, because PyTorch's version counters miss changes through
     ``.data``.
     """
@@ -32,6 +36,7 @@ class CachedNumber:
         self._key: object = None
         self._weights: tuple[Tensor, ...] = ()
         self._value = 0.0
+        self.far = False
         self._number = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
@@ -44,6 +49,7 @@ class CachedNumber:
         same = key == self._key and len(tensors) == len(self._weights)
         if not same or not all(map(_same, tensors, self._weights)):
             self._value = compute()
+            self.far = is_far_from_zero(self._value)
             self._key, self._weights = key, ()
             for tensor in tensors:
                 # A tensor made within a function transform, such as torch.func.jacrev, dies with it.
@@ -74,6 +80,11 @@ class CachedNumber:
             words = "a weight has changed since the divisor of the layer was computed; call model.eval()"
             torch._assert_async((now == before).all(), words)
         return self._number
+
+
+def is_far_from_zero(log: float) -> bool:
+    """Return whether e^log is so large or small that products of such numbers may leave float32."""
+    return abs(log) > _FAR
 
 
 def _alike(now: Tensor, before: Tensor) -> bool:
