@@ -361,7 +361,7 @@ class LipschitzAttention(LipschitzModule):
                 "constant",
                 expected="a layer whose bound is a positive number",
                 got="zero" if log == -math.inf else f"exp({log:.4g})",
-                remedy="A layer with bound zero cannot be scaled to another constant. A huge bound comes "
+                remedy="A layer with bound zero cannot be scaled to another constant; a huge bound comes "
                 "from huge weights or a huge radius, a tiny one from tiny weights.",
             )
         return log - math.log(self.constant)
@@ -510,8 +510,8 @@ class LipschitzAttention(LipschitzModule):
         # Without training, the divisor is remembered, and its gradient is computed only on demand.
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
         if not (self.training and learned):
-            log_divisor = self._log_divisor(weights)
-            return divided(log_divisor, weights, self._log, self._working(like))
+            cached = self._log_divisor(weights)
+            return divided(cached, weights, self._log, self._working(like))
         # In training, a backward pass will follow and the weights will then change. So the bound is computed
         # once, with its graph, and not remembered.
         try:
