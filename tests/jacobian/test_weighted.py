@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian, frozen_derivatives, weighted_autodiff_jacobian
 from howsmooth.measures import DiscreteMeasure
 from howsmooth.spectral import Scaled, to_dense
+from howsmooth.spectral.scaling import PowersOfTwo
 from tests._cases import ACTING, CASES, D, random_attention, tokens
 
 WEIGHTS = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05], dtype=torch.float64)
@@ -213,11 +215,12 @@ def test_frozen_derivatives_do_not_depend_on_the_blocks(monkeypatch: pytest.Monk
     torch.testing.assert_close(torch.cat(parts), whole[0])
 
 
-def test_a_scaled_operator_is_the_operator_times_a_number() -> None:
+def test_a_scaled_operator_is_the_operator_times_powers_of_two() -> None:
     op = closed_form_jacobian(random_attention(0), tokens(0, 2, 4, D))
-    scaled = Scaled(op, 0.25)
-    torch.testing.assert_close(to_dense(scaled), to_dense(op) / 4)
+    scaled = Scaled(op, PowersOfTwo(np.array([-2, 3]), np.array([-1, 0]), np.array([0, 5])))
+    sizes = torch.tensor([0.25, 8.0], dtype=torch.float64)[:, None, None]
+    torch.testing.assert_close(to_dense(scaled), sizes * to_dense(op))
     chosen = torch.tensor([1])
-    torch.testing.assert_close(to_dense(scaled.select(chosen)), to_dense(op)[chosen] / 4)
+    torch.testing.assert_close(to_dense(scaled.select(chosen)), 8 * to_dense(op)[chosen])
     u = tokens(1, 2, 4, D)
-    torch.testing.assert_close(scaled.adjoint_product(u), op.adjoint_product(u) / 4)
+    torch.testing.assert_close(scaled.adjoint_product(u), sizes * op.adjoint_product(u))

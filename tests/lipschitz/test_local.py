@@ -169,6 +169,53 @@ def test_zero_map() -> None:
     assert float(hs.local_lipschitz(lambda t: 0 * t, torch.ones(4, 3)).value) == 0.0
 
 
+def test_maps_whose_products_underflow_are_measured() -> None:
+    """Squares below 1e-38 and 1e-308 are zero, and so are products of weights on their way to the result."""
+    for dtype, size in ((torch.float32, 1e-15), (torch.float64, 1e-150)):
+        first, second = (size * tokens(seed, 4, 4) for seed in (0, 1))
+        first, second = first.to(dtype), second.to(dtype)
+
+        def f(x: Tensor, first: Tensor = first, second: Tensor = second) -> Tensor:
+            return x @ first @ second
+
+        found = hs.local_lipschitz(f, tokens(2, 3, 4).to(dtype), batch_dims=1)
+        truth = (
+            float(torch.linalg.matrix_norm((first.double() / size) @ (second.double() / size), 2)) * size**2
+        )
+        assert ((found.lower <= truth) & (truth <= found.upper)).all()
+        assert found.converged.all()
+
+
+def test_members_of_any_size_keep_their_digits_beside_others() -> None:
+    """The Jacobian of x²/2 is diag x."""
+    x = tokens(0, 5, 3, dtype=torch.float32)
+    x = x * torch.tensor([1.0, 1e-25, 1e-36, 1e15, 0.0])[:, None]
+    found = hs.local_lipschitz(lambda y: y * y / 2, x, batch_dims=1)
+    truth = x.double().abs().amax(dim=1)
+    assert ((found.lower <= truth) & (truth <= found.upper)).all()
+    assert found.converged.tolist() == [True, True, True, True, True]
+    assert (float(found.lower[4]), float(found.upper[4])) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_map_that_loses_its_products_is_no_zero(dtype: torch.dtype) -> None:
+    small = 1e-3 * torch.finfo(dtype).tiny ** 0.7
+
+    def f(x: Tensor) -> Tensor:
+        return x * small * small * small
+
+    with pytest.raises(NonFiniteError, match="underflow to zero inside f") as caught:
+        hs.local_lipschitz(f, tokens(0, 3, 2).to(dtype), batch_dims=1)
+    assert ("float64" in caught.value.remedy) == (dtype == torch.float32)
+    # One number below the smallest normal one has few digits, and is not taken at its word.
+    one = hs.local_lipschitz(
+        lambda x: x * (1e-7 * torch.finfo(dtype).tiny), tokens(0, 1, 2).to(dtype), batch_dims=1
+    )
+    assert float(one.lower) == 0.0
+    assert float(one.upper) >= 1e-7 * torch.finfo(dtype).tiny
+    assert not one.converged.any()
+
+
 def test_homogeneous_in_value_and_blind_to_biases_of_key_and_value() -> None:
     f, x = random_attention(1), tokens(1, 5, D)
     base = hs.local_lipschitz(f, x, rtol=1e-10).value

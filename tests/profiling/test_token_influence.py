@@ -88,6 +88,23 @@ def test_every_entry_contains_the_norm_of_its_dense_block(name: str) -> None:
         assert found.method == "closed form"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_blocks_whose_products_underflow(dtype: torch.dtype) -> None:
+    """Blocks a_ij W V of such weights that W V or its square underflows, and some blocks that are zero."""
+    size = 1e-25 if dtype == torch.float32 else 1e-152
+    a = torch.ones(3, 3, dtype=torch.float64).tril() * tokens(0, 3, 3).abs()
+    w, v = tokens(1, 2, 4), tokens(2, 4, 2)
+    a, w, v = (t.to(dtype) for t in (a, w, v))
+    found = hs.influence(lambda x: a @ x @ (size * w) @ (size * v), tokens(3, 3, 2).to(dtype))
+    truth = torch.linalg.matrix_norm(w.double() @ v.double(), 2) * a.double() * size * size
+    assert ((found.lower <= truth) & (truth <= found.upper)).all()
+    assert (found.upper[a == 0] == 0).all()
+    if dtype == torch.float64:
+        assert found.converged.all()
+        assert found.token_wise.lower <= float(truth.sum(dim=1).max()) <= found.token_wise.upper
+        assert found.token_wise.lower > 0.9 * float(truth.sum(dim=1).max())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_products_with_tiles_are_those_with_dense_blocks(name: str) -> None:
     """The operator itself, whose diagonal blocks and energies a norm would not show."""

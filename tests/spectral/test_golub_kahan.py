@@ -72,6 +72,29 @@ def test_start_quantile_is_that_of_a_gaussian_direction(dimension: int) -> None:
     assert float((squared < start_quantile(dimension, 0.7)).double().mean()) == pytest.approx(0.3, abs=0.015)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "exponents"),
+    [(torch.float32, (0, -100, -73, 90)), (torch.float64, (0, -990, -540, 700))],
+)
+def test_maps_whose_squares_leave_the_range(dtype: torch.dtype, exponents: tuple[int, ...]) -> None:
+    """A power of two multiplies the result of a member and its interval, whatever the other members are."""
+    matrix = gaussian(3, 6, 5, dtype=dtype)
+    sizes = torch.tensor([2.0**k for k in exponents], dtype=dtype)
+    start = gaussian(4, 5, dtype=dtype).expand(4, 5).contiguous()
+    options = {"rtol": 1e-4, "confidence": 0.999, "max_iterations": 20}
+    found = golub_kahan(Dense(sizes[:, None, None] * matrix), start, **options)
+    truth = torch.linalg.matrix_norm(matrix.double(), 2) * sizes.double()
+    assert ((found.lower <= truth) & (truth <= found.upper)).all()
+    assert found.converged.all()
+    torch.testing.assert_close(found.sigma / sizes, found.sigma[:1].expand(4), rtol=1e-12, atol=0.0)
+
+
+def test_a_value_out_of_range_is_told_by_its_logarithm() -> None:
+    """Products of entries near the largest number are finite only if vectors are small."""
+    with pytest.raises(NonFiniteError, match=r"range of float64, got exp\(710\."):
+        solve(torch.full((1, 4, 4), 1e308, dtype=torch.float64))
+
+
 def test_start_quantile_in_dimension_one() -> None:
     assert start_quantile(1, 0.999) == 1.0
 

@@ -33,6 +33,7 @@ from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_ascent, token_wise_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.seeds import torch_seed
+from howsmooth.spectral.scaling import Scaled, shifted
 
 __all__ = ["Ascent", "ascend"]
 
@@ -325,6 +326,8 @@ def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _M
         value = image[i].norm()
         u = torch.zeros_like(image)
         u[i] = image[i] / value.clamp_min(1e-300)
+        if isinstance(jacobian, Scaled):
+            value = shifted(value[None], -jacobian.powers.total)[0]
         parts.append((value, e, u))
     value, e, u = (torch.stack(part) for part in zip(*parts, strict=True))
     return _Measured(value.cpu(), torch.ones(len(x), dtype=torch.bool), e, u)

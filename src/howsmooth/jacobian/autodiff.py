@@ -17,9 +17,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,8 +28,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
+from howsmooth.jacobian.lost_products import underflows
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LinearOperator
+from howsmooth.spectral.scaling import PowersOfTwo, in_range, out_of_range, shifted
 
 __all__ = [
     "MULTIPLES",
@@ -99,10 +102,13 @@ class AutodiffJacobian(LinearOperator):
     graph_bytes
         How many bytes the kept graph takes, weights included; infinite where they cannot be counted.
     image
-        The product with ``start``, which the solver need not compute again; None without a check.
+        The product with ``start``, which the solver need not compute again; None without a check, and where
+        it leaves the range in which all digits are kept.
     judged
         Whether a float64 operator fits into ``float64_bytes``. If so, rounding is estimated from a single
         repeated product.
+    powers
+        The powers of two by which the checks multiplied the products to bring them into that range.
 
     Raises
     ------
@@ -113,7 +119,7 @@ class AutodiffJacobian(LinearOperator):
         If forward or reverse mode is not available, if the two do not agree, or if finite differences
         of ``f`` contradict them.
     NonFiniteError
-        If f(x) is not finite.
+        If f(x) is not finite, or the products underflow whatever vectors they are taken with.
 
     """
 
@@ -164,6 +170,7 @@ class AutodiffJacobian(LinearOperator):
         # The weights and the graph take twice as many bytes in float64.
         self.judged = x.dtype == torch.float32 and 2 * self.graph_bytes <= float64_bytes
         self.image: Tensor | None = None
+        self.powers = PowersOfTwo.ones(self.batch)
         if rounding is None:
             self.image = self._check_derivatives(y, start)
 
@@ -233,8 +240,10 @@ class AutodiffJacobian(LinearOperator):
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         with one_backend(), as_derivative_errors("reverse"):
-            cotangent = self._kept.adjoint_product(u.reshape(self._y_shape))
-        return cotangent.reshape(self.batch, *self.in_shape)
+            return self._transposed(self._kept, u)
+
+    def _transposed(self, at: _Linearisation, u: Tensor) -> Tensor:
+        return at.adjoint_product(u.reshape(self._y_shape)).reshape(self.batch, *self.in_shape)
 
     def _forward_product(self, e: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return f(x) and the product J e of the Jacobian of f with the tangent ``e``, both computed in
@@ -265,8 +274,8 @@ class AutodiffJacobian(LinearOperator):
 
         def products() -> Iterator[Tensor]:
             for c, x in zip(MULTIPLES, moved_by_rounding(self._x), strict=True):
-                moved = _Linearisation(self._f, x, -1).adjoint_product(c * u.reshape(self._y_shape))
-                yield moved.reshape(jtu.shape) / c
+                moved = partial(self._transposed, _Linearisation(self._f, x, -1))
+                yield self.powers.adjoint_product(moved, c * u) / c
 
         with one_backend(), as_derivative_errors("reverse"):
             made = products()
@@ -277,13 +286,15 @@ class AutodiffJacobian(LinearOperator):
                     return generous
             return allowance_for_rounding(itertools.chain([first], made), jtu)
 
-    def _check_derivatives(self, y: Tensor, start: Tensor | None) -> Tensor:
+    def _check_derivatives(self, y: Tensor, start: Tensor | None) -> Tensor | None:
         """Check the forward-mode and reverse-mode derivatives of the map ``f`` against each other and against
         finite differences. Return the product of the Jacobian with the tangent ``start``, or with a random
         tangent if ``start`` is None.
 
         Forward and reverse mode agree if ⟨J e, u⟩ = ⟨e, Jᵀu⟩. Members of a batch must not depend on each
-        other. The rounding errors of the products are estimated and stored. The argument ``y`` is f(x).
+        other. The rounding errors of the products are estimated and stored. The argument ``y`` is f(x). The
+        result is None if the product leaves the range in which all digits are kept; then the products are
+        checked with other powers of two.
         """
         generator = torch.Generator().manual_seed(0)
         e = start
@@ -293,26 +304,40 @@ class AutodiffJacobian(LinearOperator):
         e, u = e.to(self._x), u.to(self._x)
         again, je = self._forward_product(e)
         self._refuse_other_outputs(again)
-        jtu = self._adjoint_product(u)
-        first = self._product(e) if self._kept.twice else je
+        unscaled = first = self._product(e) if self._kept.twice else je
+        self.powers, first = in_range(self, e, first)
+        if self.powers:
+            je = self.powers.product(lambda e: self._forward_product(e)[1], e)
+        jtu = self.powers.adjoint_product(self._adjoint_product, u)
+        self._refuse_underflow(e, first, u, jtu)
         reverse = self._conditioning(u, jtu)
+        product = partial(self.powers.product, self._product)
         if self.judged and float(reverse.max()) <= _SMALL:
             forward = reverse
         else:
-            forward = allowance_for_rounding((self._product(c * e) / c for c in MULTIPLES), first)
-        self.rounding = torch.stack((self.rounding, forward, reverse)).amax(dim=0)
+            forward = allowance_for_rounding((product(c * e) / c for c in MULTIPLES), first)
+        apart = _adjoint_defect(e, je, u, jtu)
+        self.rounding = torch.stack((self.rounding, forward, reverse, apart)).amax(dim=0)
         # The check sums over the whole batch. A map that mixes the batch passes it, and gets the error below.
-        check_adjoint(e, je, u, jtu, forward, reverse)
+        total = self.powers.total
+        sizes = total[_nonzero(je).cpu().numpy()].min(initial=total.max()) - total
+        check_adjoint(e, shifted(je, sizes), u, shifted(jtu, sizes), forward, reverse)
+        # Where only scaled products are not zero, the values of f have underflowed, too, and show nothing.
+        shown, known = e, first
+        if self.powers:
+            lost = _nonzero(first) & ~_nonzero(unscaled)
+            known = shifted(first, -self.powers.total)
+            shown, known = (torch.where(lost.view(-1, *(1,) * (t.ndim - 1)), 0.0, t) for t in (shown, known))
         check_against_differences(
             lambda x: cast(Tensor, self._evaluate(x)),
             self._x,
             y,
-            e.reshape(self._x.shape),
+            shown.reshape(self._x.shape),
             self._product,
             float(self.rounding.max()),
-            first,
+            known,
         )
-        if _mixes(self._product, e):
+        if _mixes(product, e):
             raise ArgumentError(
                 "f",
                 expected="members of the batch that do not depend on each other",
@@ -320,7 +345,31 @@ class AutodiffJacobian(LinearOperator):
                 remedy="Measure one member at a time, or put batch statistics in evaluation mode, or say "
                 "with batch_dims how many of the first axes of x are batch axes.",
             )
-        return first
+        return None if self.powers else first
+
+    def _refuse_underflow(self, e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> None:
+        """Raise NonFiniteError if a product is zero only because numbers inside the map underflow.
+
+        The arguments ``je`` and ``jtu`` are products of the scaled map with ``e`` and ``u``. A map whose
+        Jacobian is zero passes.
+        """
+        lost = ~(_nonzero(je) & _nonzero(jtu))
+        if not bool(lost.any()):
+            return
+        there = lost.view(-1, *(1,) * (u.ndim - 1)), lost.view(-1, *(1,) * (e.ndim - 1))
+        u = torch.where(there[0], shifted(u, self.powers.adjoint_before), 0.0).reshape(self._y_shape)
+        e = torch.where(there[1], shifted(e, self.powers.before), 0.0).reshape(self._x.shape)
+        with one_backend():
+            underflow = self._kept.underflows(e, u)
+        if underflow:
+            raise NonFiniteError(
+                "f",
+                expected=f"a Jacobian whose products stay in the range of {self.dtype}",
+                got="products that underflow to zero inside f",
+                remedy="Measure f and x in float64."
+                if self.dtype == torch.float32
+                else "Multiply small weights by a constant, and divide the result by it.",
+            )
 
     def keeps_rows_apart(self) -> bool:
         """Return True if the map acts on each token separately, so that row i of J E depends only on row i of
@@ -333,7 +382,11 @@ class AutodiffJacobian(LinearOperator):
             return False
         generator = torch.Generator().manual_seed(0)
         e = torch.randn(self.in_shape, generator=generator, dtype=torch.float64).to(self._x)
-        return bool(self._product(e[None]).any()) and not _mixes(lambda e: self._product(e[None])[0], e)
+
+        def product(e: Tensor) -> Tensor:
+            return self.powers.product(self._product, e[None])[0]
+
+        return bool(product(e).any()) and not _mixes(product, e)
 
 
 class _Linearisation:
@@ -400,6 +453,13 @@ class _Linearisation:
         found = _gradient(self.y, self._x, u)
         return torch.zeros_like(self._x) if found is None else found
 
+    def underflows(self, e: Tensor, u: Tensor) -> bool:
+        """Return True if numbers become zero in Jᵀu or J e although their exact values are not."""
+        if self.y.grad_fn is None:
+            return False
+        twice = self.twice and self._jtu is not None and self._jtu.grad_fn is not None
+        return underflows(self.y, self._x, u) or (twice and underflows(cast(Tensor, self._jtu), self._u, e))
+
 
 def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor | None:
     """Return (∂y/∂x)ᵀ u by autograd without freeing the graph, or None if y does not depend on x."""
@@ -450,10 +510,29 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float =
     ``je`` (batch, ...) is the product, and ``moved`` are its repetitions, each with other rounding errors.
     The result is (batch,), float64 on the CPU.
     """
+    exponents = np.zeros(len(je), dtype=np.int64)
+    if je.dtype == torch.float64:  # squares of float32 numbers are in range
+        exponents = -out_of_range(je)
+    je = shifted(je, exponents)
     size = je.double().flatten(1).norm(dim=1)
-    changes = [(product - je).double().flatten(1).norm(dim=1) for product in moved]
+    changes = [(shifted(product, exponents) - je).double().flatten(1).norm(dim=1) for product in moved]
     change = torch.stack(changes).amax(dim=0)
     return allowed * torch.where(size > 0, change / size, 0.0).cpu()
+
+
+def _nonzero(t: Tensor) -> Tensor:
+    """Say of each member of a batch whether it is not zero."""
+    return t.flatten(1).any(dim=1)
+
+
+def _length(t: Tensor) -> float:
+    """Return the Euclidean norm of a tensor, also where squares leave the range of float64."""
+    t = t.double()
+    length = float(t.norm())
+    if 1e-140 < length < 1e140:
+        return length
+    largest = float(t.abs().max())
+    return largest * float((t / largest).norm()) if 0 < largest < math.inf else length
 
 
 def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor, reverse: Tensor) -> None:
@@ -466,12 +545,24 @@ def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor
     left, right = (je * u).sum(dtype=torch.float64), (e * jtu).sum(dtype=torch.float64)
     least = 1e4 * torch.finfo(e.dtype).eps
     sides = ((forward, je), (reverse, jtu))
-    allowed = sum((least + float(error.max())) * float(t.double().norm()) for error, t in sides)
+    allowed = sum((least + float(error.max())) * _length(t) for error, t in sides)
     if not float((left - right).abs()) <= allowed + torch.finfo(e.dtype).tiny:
         raise DerivativeError(
             "f: forward and reverse mode disagree (⟨J e, u⟩ is not ⟨e, Jᵀ u⟩). An in-place change or a "
             "custom derivative inside f is wrong; no number can be trusted."
         )
+
+
+def _adjoint_defect(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> Tensor:
+    """Estimate for each member of a batch the relative rounding error of products that are not adjoint to
+    each other, which those of saturated softmax are not. It is zero for all others.
+
+    A softmax with the weights 1 and p has products p (e₁ − e₂) that rounding sets to zero in its first entry.
+    """
+    left, right = ((a * b).flatten(1).sum(dim=1, dtype=torch.float64) for a, b in ((je, u), (e, jtu)))
+    size = torch.maximum(je.double().flatten(1).norm(dim=1), jtu.double().flatten(1).norm(dim=1))
+    apart = torch.where(size > 0, (left - right).abs() / size, 0.0).cpu()
+    return torch.where(apart > 1e4 * torch.finfo(e.dtype).eps, _ALLOWED * apart, 0.0)
 
 
 def check_against_differences(
@@ -495,23 +586,26 @@ def check_against_differences(
     is defined, the steps are taken towards the inside of the ball. The arguments ``y`` and ``je`` are f(x)
     and, if it is known, the product with e.
     """
-    scale = float(x.double().square().mean().sqrt()) or 1.0
+    scale = _length(x) / math.sqrt(x.numel()) or 1.0
     step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
     steps, at = (step / 4, 0.6 * step, step), y.detach()
 
-    def explained(fine: Tensor, along: Tensor, kink: Tensor) -> bool:
-        known = je if along is e and je is not None else product(along)
+    # Values of f are rounded, and lose all digits below the smallest normal number.
+    tiny = torch.finfo(x.dtype).tiny * math.sqrt(at.numel())
+    blurred = (16 * torch.finfo(x.dtype).eps * _length(at) + tiny) / steps[0]
+
+    def explained(fine: Tensor, along: Tensor, kink: float, step: float = 1.0) -> bool:
+        known = je if along is e and je is not None and step == 1.0 else product(step * along) / step
         known = known.reshape(fine.shape)
-        blurred = 16 * torch.finfo(x.dtype).eps * at.norm() / steps[0]
-        rough = (0.2 + rounding) * torch.maximum(fine.norm(), known.norm())
-        return not bool((fine - known).norm() > torch.stack((4 * kink, blurred, rough)).amax())
+        rough = (0.2 + rounding) * max(_length(fine), _length(known))
+        return not _length(fine - known) > max(4 * kink, blurred, rough)
 
     try:
         ahead = (f(x + steps[0] * e) - at) / steps[0]
     except Exception:  # f accepts x, so it refuses an input near x
         pass
     else:
-        if explained(ahead, e, at.new_zeros(())):
+        if explained(ahead, e, 0.0):
             return
     # The longer steps are taken only if the difference of the shortest one is not explained.
     for some in (steps[:1], steps):
@@ -523,7 +617,9 @@ def check_against_differences(
             return
     fine = found[0]
     # Reliable if all steps agree to 5 %
-    if bool(torch.stack([(one - fine).norm() for one in found]).amax() <= 0.05 * fine.norm()):
+    alike = max(_length(one - fine) for one in found) <= 0.05 * _length(fine)
+    # So short a step may underflow inside f and inside its derivative.
+    if alike and not explained(fine, along, kink, steps[0]):
         raise DerivativeError(
             "f: finite differences contradict its derivative. A detach, a no_grad or a custom "
             "derivative inside f makes the derivative wrong; measure a map without them."
@@ -532,7 +628,7 @@ def check_against_differences(
 
 def _differences(
     f: Callable[[Tensor], Tensor], x: Tensor, at: Tensor, e: Tensor, steps: Sequence[float]
-) -> tuple[Tensor, list[Tensor], Tensor] | None:
+) -> tuple[Tensor, list[Tensor], float] | None:
     """Compute finite differences of the map ``f`` at ``x``, or return None if f refuses all inputs near
     ``x``.
 
@@ -551,9 +647,9 @@ def _differences(
             found = [(4 * f(x + h * e) - 3 * at - f(x + 2 * h * e)) / (2 * h) for h in steps]
         except Exception:
             return None
-        return e, found, at.new_zeros(())
+        return e, found, 0.0
     found = [(ahead + behind) / (2 * h) for h, (ahead, behind) in zip(steps, sides, strict=True)]
-    return e, found, (sides[0][0] - sides[0][1]).norm() / steps[0]
+    return e, found, _length(sides[0][0] - sides[0][1]) / steps[0]
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:

@@ -18,6 +18,7 @@ from howsmooth.jacobian.token_pair_blocks import DenseBlocks, TokenBlocks
 from howsmooth.lipschitz.mixed_precision import check_in_float64
 from howsmooth.lipschitz.singular_value_solver import Solver, starts
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
+from howsmooth.spectral.scaling import Scaled, unscaled
 
 __all__ = ["BlockNorms", "block_norms", "products_needed", "sequence_jacobian"]
 
@@ -62,17 +63,22 @@ class BlockNorms:
         error: Float[Tensor, " pairs"],
         rtol: float,
         factor: Float[Tensor, " pairs"] | float = 1.0,
+        jacobian: LinearOperator | None = None,
     ) -> None:
         """Store the spectral norms of some blocks ∂y_i/∂x_j in the table. The argument ``found`` has
-        the singular values of ``factor`` times these blocks.
+        the singular values of ``factor`` times these blocks, or of blocks of the scaled ``jacobian``.
 
         Intervals are widened by ``error`` on each side.
         """
-        lower, upper = (found.lower - error).clamp_min(0.0), found.upper + error
+        limits = found.sigma, (found.lower - error).clamp_min(0.0), found.upper + error
+        if isinstance(jacobian, Scaled):
+            made = unscaled(torch.stack(limits).numpy(), jacobian.powers.total, jacobian.dtype)
+            value, lower, upper = torch.from_numpy(made)
+        else:
+            value, lower, upper = (limit / factor for limit in limits)
         place = rows.cpu(), columns.cpu()
-        for field, of_scaled in ((self.value, found.sigma), (self.lower, lower), (self.upper, upper)):
-            field[place] = of_scaled / factor
-        self.converged[place] = upper - lower <= rtol * found.sigma
+        self.value[place], self.lower[place], self.upper[place] = value, lower, upper
+        self.converged[place] = upper - lower <= rtol * value
         self.iterations[place] = found.steps
 
 
@@ -115,17 +121,18 @@ def block_norms(
 
 
 def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) -> LinearOperator:
-    """Return the Jacobian of a map at one sequence (n, d) as a linear operator.
+    """Return the Jacobian of a map at one sequence (n, d) as a linear operator. It is scaled if it is so
+    small or large that squares leave the range of its dtype.
 
     Maps of this library are differentiated in float64, other maps in the dtype of ``x``. The output of a map
     is (n_out, d_out), or one vector (d_out,).
     """
-    if not isinstance(f, TokenMap):
-        return AutodiffJacobian(f, x)
-    double = in_double(f)
-    if has_closed_form(double):
-        return closed_form_jacobian(double, x.double()[None])
-    return AutodiffJacobian(double, x.double())
+    if isinstance(f, TokenMap):
+        f, x = in_double(f), x.double()
+        if has_closed_form(f):
+            return closed_form_jacobian(f, x[None])
+    jacobian = AutodiffJacobian(f, x)
+    return Scaled(jacobian, jacobian.powers) if jacobian.powers else jacobian
 
 
 def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
@@ -264,7 +271,7 @@ def _of_rows(
                 parts.append((torch.full_like(moved, at), moved, found))
         # The error of a row's products is relative to its largest block.
         for rows, moved, found in parts:
-            norms.write(rows, moved, found, rounding * largest[rows], solver.rtol)
+            norms.write(rows, moved, found, rounding * largest[rows], solver.rtol, jacobian=jacobian)
         told(group.stop, len(outputs))
     return norms
 
@@ -322,7 +329,7 @@ def _products(
     ``product`` maps the number of a column or row to it.
     """
     found: list[Tensor] = []
-    together = isinstance(jacobian, AutodiffJacobian)
+    together = isinstance(jacobian, AutodiffJacobian | Scaled)
     for part in numbers.to(jacobian.device).split(_TOGETHER):
         if together:
             try:

@@ -4,7 +4,6 @@ at a measure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
 from howsmooth.attention.map import check_measure, check_tokens
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import (
     AutodiffJacobian,
     allowance_for_rounding,
@@ -30,7 +29,7 @@ from howsmooth.lipschitz.mixed_precision import Part, solve_autodiff, solve_clos
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds, starts
 from howsmooth.lipschitz_estimate import LipschitzEstimate, LipschitzEstimates, Method
 from howsmooth.memory import memory_budget
-from howsmooth.spectral import TRIPLET_FIELDS, LeadingTriplet, LinearOperator, Scaled, golub_kahan
+from howsmooth.spectral import TRIPLET_FIELDS, LeadingTriplet, LinearOperator, golub_kahan
 
 __all__ = ["local_lipschitz"]
 
@@ -329,39 +328,23 @@ def _at_measure(
         operator = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
     start = starts(operator, member_seeds(settings.seed, 1), [x.shape[0]])
     image = operator.product(start)
-    factor = _factor(image)
     if method == "closed form":
         # No bound on the rounding errors is proved at measures. If terms cancel, the products change when the
         # atoms move by one unit of rounding; the change of one product estimates the error.
         moved = (closed_form_jacobian(f, y[None], weighting=weighting) for y in moved_by_rounding(x))
-        seen = allowance_for_rounding((factor * at.product(start) for at in moved), factor * image)
+        seen = allowance_for_rounding((at.product(start) for at in moved), image)
         operator.rounding = torch.maximum(operator.rounding, seen)
     found = golub_kahan(
-        Scaled(operator, factor),
+        operator,
         start,
         rtol=settings.rtol,
         confidence=settings.confidence,
         max_iterations=settings.max_iterations,
-        image=factor * image,
+        image=image,
     )
-    # Undo the scaling; the constant may then be out of range, of which the logarithm still tells the size.
-    if not math.isfinite(float(found.sigma) / factor):
-        log = math.log(float(found.sigma)) - math.log(factor)
-        raise NonFiniteError("f", expected="a constant in the range of float64", got=f"exp({log:.6g})")
     fields = {name: getattr(found, name)[0] for name in TRIPLET_FIELDS}
-    fields |= {name: fields[name] / factor for name in ("sigma", "lower", "upper")}
     scope = f"{f.describe()}, at a measure of {x.shape[0]} atoms"
     return settings.estimate(LipschitzEstimate, fields, method, scope)
-
-
-def _factor(image: Float[Tensor, "1 n d_out"]) -> float:
-    """Return the power of two by which a linear operator is multiplied so that its norm is close to one.
-
-    ``image`` is one product of the operator, from which its size is guessed. The constant at a measure may be
-    e^350, whose square overflows in the recurrence. A power of two scales without rounding.
-    """
-    size = float(image.abs().max())
-    return 2.0 ** -max(-1000, round(math.log2(size))) if 0 < size < math.inf else 1.0
 
 
 def _scope(f: Callable[[Tensor], Tensor], *, checked: bool = True) -> str:

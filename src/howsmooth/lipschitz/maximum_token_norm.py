@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -22,6 +23,7 @@ from howsmooth.lipschitz.block_norms import BlockNorms
 from howsmooth.roundoff import interval_in_digits
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LinearOperator
+from howsmooth.spectral.scaling import Scaled, unscaled
 
 __all__ = ["TokenWise", "attained", "token_wise_ascent", "token_wise_lipschitz", "unit_rows"]
 
@@ -98,7 +100,11 @@ def token_wise_lipschitz(
     e = unit_rows(e.double()).to(x.dtype)
     longest = max(1.0, float(torch.linalg.vector_norm(e.double(), dim=-1).max()))
     value, u, error = attained(jacobian, i, e.to(jacobian.dtype))
-    lower = max(value - error, 0.0) / longest
+    if isinstance(jacobian, Scaled):
+        limits = np.array([[value], [max(value - error, 0.0)], [value + error]])
+        lower = unscaled(limits, jacobian.powers.total, jacobian.dtype)[1].item() / longest
+    else:
+        lower = max(value - error, 0.0) / longest
     return TokenWise(lower, float(norms.upper.sum(dim=1).max()), i, e, u.to(x.dtype))
 
 

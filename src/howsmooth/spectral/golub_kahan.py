@@ -26,6 +26,7 @@ from torch import Tensor
 from howsmooth.spectral.accurate_sums import PIECE, inner_products, squared_lengths
 from howsmooth.spectral.operator import LinearOperator, check_finite, checked_rounding
 from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, ritz_values, start_quantile
+from howsmooth.spectral.scaling import PowersOfTwo, Scaled, in_range, shifted, unscaled
 
 __all__ = ["TRIPLET_FIELDS", "LeadingTriplet", "golub_kahan"]
 
@@ -157,10 +158,14 @@ def golub_kahan(
     Raises
     ------
     NonFiniteError
-        If a product is not finite, or rounding errors are as large as the product.
+        If a product is not finite, rounding errors are as large as the product, or a singular value is beyond
+        the range of float64.
 
     Notes
     -----
+    Maps whose squares leave the range of the dtype are multiplied by powers of two, and their singular values
+    divided by them.
+
     The interval is widened on both sides by ``operator.rounding``, which is also the level below which a
     bidiagonal entry counts as zero. At a breakdown an entry vanishes, because the Krylov space is exhausted.
     The upper limit is computed with the rounding level in place of this entry, because an entry that
@@ -190,14 +195,20 @@ def golub_kahan(
     v_basis = _Basis(total, operator.in_size, z)
     u_basis = _Basis(total, operator.out_size, z)
     u: Tensor | None = None
+    powers = PowersOfTwo.ones(total)
 
     for k in range(1, steps_allowed + 1):
         # α_k and u_k from J v_k − β_{k−1} u_{k−1}
         v = v_basis.append(z, beta)
+        e = v.view(len(active), *operator.in_shape)
         if k == 1 and image is not None:
-            w = image.reshape(total, -1) * _inverse(beta)[:, None]
+            w = (image.reshape(total, -1) * _inverse(beta)[:, None]).view(image.shape)
         else:
-            w = operator.product(v.view(len(active), *operator.in_shape)).reshape(len(active), -1)
+            w = operator.product(e)
+        if k == 1:
+            powers, w = in_range(operator, e, w)
+            operator = Scaled(operator, powers) if powers else operator
+        w = w.reshape(len(active), -1)
         if u is not None:
             w = torch.addcmul(w, beta[:, None], u, value=-1)
         w = u_basis.orthogonalise_(w)
@@ -245,9 +256,15 @@ def golub_kahan(
             v_basis.keep(keep)
             u_basis.keep(keep)
 
+    lower = sigma * (1 - slack)
+    if powers:
+        # JᵀJ v in float64, because float32 has no number for the square of a small J
+        gram = None if gram is None else shifted(gram.double(), -2 * powers.total)
+        sigma, lower, upper = unscaled(np.stack((sigma, lower, upper)), powers.total, start.dtype)
+        converged = upper - lower <= rtol * sigma
     return LeadingTriplet(
         sigma=torch.from_numpy(sigma),
-        lower=torch.from_numpy(sigma * (1 - slack)),
+        lower=torch.from_numpy(lower),
         upper=torch.from_numpy(upper),
         converged=torch.from_numpy(converged),
         broke_down=torch.from_numpy(broke_down),

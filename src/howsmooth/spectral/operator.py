@@ -21,7 +21,6 @@ from howsmooth.spectral.accurate_sums import squared_lengths
 __all__ = [
     "LinearOperator",
     "ProductError",
-    "Scaled",
     "Subset",
     "check_finite",
     "checked_rounding",
@@ -242,33 +241,6 @@ class Subset(LinearOperator):
         return image[self.members], back[self.members]
 
 
-class Scaled(LinearOperator):
-    """A linear operator multiplied by a positive number, such as a power of two that brings its norm close to
-    one.
-    """
-
-    def __init__(self, whole: LinearOperator, factor: float) -> None:
-        super().__init__(
-            whole.batch, whole.in_shape, whole.out_shape, whole.dtype, whole.device, whole.rounding
-        )
-        self.whole = whole
-        self.factor = factor
-
-    def select(self, members: Int[Tensor, " chosen"]) -> Scaled:
-        """Return the scaled operator restricted to the chosen maps of its batch."""
-        return Scaled(self.whole.select(members), self.factor)
-
-    def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
-        image, gram = self.whole.gram_product(e)
-        return self.factor * image, self.factor**2 * gram
-
-    def _product(self, e: Tensor) -> Tensor:
-        return self.factor * self.whole.product(e)
-
-    def _adjoint_product(self, u: Tensor) -> Tensor:
-        return self.factor * self.whole.adjoint_product(u)
-
-
 def checked_rounding(operator: LinearOperator) -> np.ndarray:
     """Return the estimated relative rounding error of the norm of each map in an operator. Raise
     NonFiniteError if an error is 0.1 or more, because then no digit of the norm is known.
@@ -282,8 +254,8 @@ def checked_rounding(operator: LinearOperator) -> np.ndarray:
             "f",
             expected=f"a Jacobian of which {operator.dtype} products keep a digit",
             got=f"a relative rounding of {slack.max():.1e}",
-            remedy="Attention scores are too large for it, terms cancel, or f has a kink at these tokens, as "
-            "where it clips tokens of exactly its radius; measure "
+            remedy="Attention scores are too large for it, terms cancel, numbers underflow, or f has a kink "
+            "at these tokens, as where it clips tokens of exactly its radius; measure "
             + ("" if "64" in str(operator.dtype) else "in float64 or ")
             + "at smaller tokens.",
         )
