@@ -13,8 +13,8 @@ from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian, frozen_derivatives, weighted_autodiff_jacobian
 from howsmooth.measures import DiscreteMeasure
-from howsmooth.spectral import Scaled, to_dense
-from howsmooth.spectral.scaling import PowersOfTwo
+from howsmooth.spectral import to_dense
+from howsmooth.spectral.scaling import PowersOfTwo, Scaled
 from tests._cases import ACTING, CASES, D, random_attention, tokens
 
 WEIGHTS = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05], dtype=torch.float64)

@@ -9,14 +9,12 @@ from howsmooth.spectral.lanczos import lanczos, lanczos_together
 from howsmooth.spectral.operator import LinearOperator, ProductError, Subset
 from howsmooth.spectral.operator_export import to_dense, to_scipy
 from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, a_priori_upper, start_quantile
-from howsmooth.spectral.scaling import Scaled
 
 __all__ = [
     "TRIPLET_FIELDS",
     "LeadingTriplet",
     "LinearOperator",
     "ProductError",
-    "Scaled",
     "Subset",
     "a_posteriori_upper",
     "a_priori_upper",
