@@ -232,7 +232,7 @@ INPUTS = st.sampled_from(
         "head.safetensors",
         "broken.npz",
         "plan.toml",
-        "nowhere.wav",
+        "nowhere.npy",
         "data.npz",
     ]
 )
@@ -262,7 +262,7 @@ LIKELY = {
     ),
     "--animation": st.sampled_from(["gif", "none"]),
     "--tolerance": NUMBERS,
-    **dict.fromkeys(("--images", "--audio", "--tokens", "--embeddings"), INPUTS),
+    **dict.fromkeys(("--images", "--tokens", "--embeddings"), INPUTS),
 }
 """What an option may well be given, so that more than the parser is tried."""
 

@@ -267,7 +267,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "file untrained": ([*FILE, "--random-init"], "expected a model with --random-init"),
     "two inputs": (
         [*SMALL, "--tokens", "ids.txt"],
-        "expected one text, file of tokens, images or audio, got ",
+        "expected one text, file of tokens or images, got ",
     ),
     "file with a text": ([*FILE, "--text", "alice"], "expected a model with --text, got the parameter file"),
     "seed": ([*SMALL, "--seed", "-1"], "seed: expected a number from 0"),

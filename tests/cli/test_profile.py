@@ -128,7 +128,7 @@ def test_token_ids_and_images_are_inputs_too(capsys: Capture, monkeypatch: pytes
     assert main(["profile", "./tiny", "--random-init", "--tokens", "ids.json", "--layers", "0"]) == 0
     assert "4 tokens" in capsys.readouterr().out
     assert main(["profile", "builtin-encoder", "--tokens", "ids.json", "--images", "builtin"]) == 2
-    assert "expected one text, file of tokens, images or audio, got --tok" in capsys.readouterr().err
+    assert "expected one text, file of tokens or images, got --tok" in capsys.readouterr().err
     for words, said in (
         (["--images", "a.png", "--images", "b.png"], "images: expected one image, got 2"),
         (["--images", "a.png", "--span", "0:4"], "span: expected none beside images, got 0:4"),

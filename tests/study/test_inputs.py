@@ -1,4 +1,4 @@
-"""Studies on images, sound, token ids and embedded tokens: what is stored, said, continued and refused."""
+"""Studies on images, token ids and embedded tokens: what is stored, said, continued and refused."""
 
 from __future__ import annotations
 
@@ -100,7 +100,6 @@ def test_a_study_on_images(vit: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ({"lengths": (7,)}, ArgumentError, "such as 2, 5, 10, 17"),
         ({"samples": 31}, TextError, "30 inputs, fewer than 31 samples"),
-        ({"images": (), "audio": ("builtin",)}, Exception, "takes images, not audio"),
         ({"texts": ("alice",)}, ArgumentError, "images and text"),
         ({"images": ("builtin", "builtin")}, ArgumentError, "twice"),
         ({"images": ()}, ArgumentError, "at least one"),
@@ -191,7 +190,6 @@ def test_token_ids_and_embedded_tokens(
     ("arguments", "word"),
     [
         (["builtin-encoder", "--images", "builtin"], "takes text, not images"),
-        (["builtin-encoder", "--audio", "builtin"], "takes text, not audio"),
         (["builtin-encoder", "--tokens", "nowhere.txt"], "No such file"),
         (["builtin-encoder", "--embeddings", "nowhere.safetensors"], "No such file"),
         (["builtin-encoder", "--images", "builtin", "--text", "alice"], "images and text"),

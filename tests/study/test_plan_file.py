@@ -101,7 +101,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         as_published="output,stopping",
     )
     assert study.execution == Execution(tmp_path / "results", "processes", 3, threads=2)
-    others = {"images", "audio", "tokens", "embeddings", "scheduler"}
+    others = {"images", "tokens", "embeddings", "scheduler"}
     assert {key for key in KEYS if f"\n{key} =" not in FULL} == others
 
 
@@ -118,13 +118,13 @@ def test_what_a_plan_says_of_all_models_holds_for_those_that_do_not_say_it(tmp_p
 
 
 def test_a_plan_is_written_the_same_way_in_python_and_in_a_file(tmp_path: Path) -> None:
-    (tmp_path / "sound.wav").write_bytes(b"")
-    content = 'models = "a"\naudio = ["sound.wav"]\nlayers = "0,-1"\nlengths = [8, "2:4:2"]\nmemory = "1kB"'
-    plan = Plan("a", audio=str(tmp_path / "sound.wav"), layers=[0, -1], lengths="2:4:2,8", memory=1000)
+    (tmp_path / "a.png").write_bytes(b"")
+    content = 'models = "a"\nimages = ["a.png"]\nlayers = "0,-1"\nlengths = [8, "2:4:2"]\nmemory = "1kB"'
+    plan = Plan("a", images=str(tmp_path / "a.png"), layers=[0, -1], lengths="2:4:2,8", memory=1000)
     assert read_plan(written(tmp_path, content)).plan == plan
     assert replace(plan) == plan
     assert (plan.texts, plan.lengths, plan.models[0].label) == ((), (2, 4, 8), "a")
-    assert [source.kind for source in plan.sources] == ["audio"]
+    assert [source.kind for source in plan.sources] == ["images"]
     assert json.loads(json.dumps(plan.described()))["layers"] == "0,-1"
 
 
@@ -184,7 +184,7 @@ BAD: dict[str, tuple[str, str]] = {
     "memory": ('models = ["a"]\nmemory = 0', "plan.toml: memory: expected at least 1"),
     "memory in words": ('models = ["a"]\nmemory = "much"', "plan.toml: memory: expected a number of bytes"),
     "workers alone": ('models = ["a"]\nworkers = 2', "workers: expected it together with the executor"),
-    "sound and text": ('models = ["a"]\ntexts = "a"\naudio = "b"', "inputs: expected only text input"),
+    "images and text": ('models = ["a"]\ntexts = "a"\nimages = "b"', "inputs: expected only text input"),
     "part": ('models = [{name = "a", part = 1}]', "models: part: expected a non-empty string, got 1"),
     "out": ('models = ["a"]\nout = 3', "plan.toml: out: expected a non-empty string"),
     "syntax": ("models = [", "plan: expected a plan file in TOML, got .*plan.toml"),

@@ -106,7 +106,7 @@ def _show(model: LoadedModel, found: Inspection) -> None:
         say("")
     _show_layers(found, [key for key in (facts or [{}])[0] if key not in shared])
     if found.tokens is not None:
-        # An image or audio has a fixed number of tokens.
+        # An image or a piece of audio has a fixed number of tokens.
         chosen = model.modality in ("text", "embeddings")
         more = "; a longer sliding window is visible only with more --tokens" if chosen else ""
         say(f"\nThe masks are those of an input of {found.tokens} tokens{more}.")

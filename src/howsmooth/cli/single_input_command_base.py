@@ -38,7 +38,9 @@ class OneInputPlan(InputPlan):
     PHASE: ClassVar[str] = "Measuring"
     NO_SPAN: ClassVar[str] = "It chooses the part of a text or of token ids that is read."
     #: How another input than a text is given, for a model that takes none.
-    OTHERWISE: ClassVar[str] = "howsmooth profile takes --images and --audio."
+    OTHERWISE: ClassVar[str] = (
+        "howsmooth profile takes --images; in Python, hs.profile(model, inputs) takes tensors of any model."
+    )
 
     span: str | None = shared("span")
     device: str = shared("device")
@@ -88,15 +90,13 @@ class OneInputPlan(InputPlan):
 
     def input_of(self, loaded: Any) -> Any:
         """Return the input of a loaded model in a form that :func:`howsmooth.profile` takes."""
-        from howsmooth.models import audio_inputs, image_inputs, load_token_ids
+        from howsmooth.models import image_inputs, load_token_ids
         from howsmooth.models.inputs.token_files import load_embeddings
 
         if self.images:
             made = image_inputs(loaded, self.images[0])
             # The built-in images are thirty, of which the first is taken.
             return {name: one[:1] for name, one in made.items()} if self.images == ("builtin",) else made
-        if self.audio:
-            return audio_inputs(loaded, self.audio[0])
         if self.tokens:
             return self._one_sequence("tokens", load_token_ids(self.tokens[0]))
         if self.embeddings:

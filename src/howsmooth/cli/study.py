@@ -154,7 +154,7 @@ def _show_status(found: Status, folder: Path, *, of_plan: bool) -> None:
     elif any(part.planned is None for part in found.parts):
         say(
             "A question mark: the model was not loaded yet or could not be, so its layers are unknown; or "
-            "its lengths are those that a model of images or audio has by default."
+            "its lengths are those that a model of images has by default."
         )
     if found.reasons:
         say("\nReasons of failures (the next run tries these measurements again):")

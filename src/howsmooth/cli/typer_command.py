@@ -37,7 +37,7 @@ TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
 ONE_PROCESS = ("executor", "workers", "scheduler")
 """The options of an execution that a command without workers leaves out."""
 
-OTHER_INPUTS = ("images", "audio", "embeddings")
+OTHER_INPUTS = ("images", "embeddings")
 """The inputs that a command of texts and token ids leaves out."""
 
 

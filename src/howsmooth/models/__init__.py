@@ -1,22 +1,21 @@
 """Load text, vision and audio models, and capture their attention layers as maps of the tokens.
 
-``loading`` loads a model by its name, and ``inputs`` makes its inputs from images, audio, token ids or
+``loading`` loads a model by its name, and ``inputs`` makes its inputs from images, token ids or
 embeddings. ``capture`` runs the model once, in ``measurement_mode``, which restores the model afterwards.
 ``tracing`` finds every softmax attention of that forward pass and keeps the module calls around it.
 ``identification`` then runs each layer by itself, finds the map that it computes, and verifies the map
 against the model's own numbers. The result is a ``site``: the map of one layer, and its tokens. ``inspect``
 captures every layer in every scope and says what is refused, ``padded_sequences`` captures batches with
-padding, and ``sequence_datasets`` cuts token ids, images and audio into sequences of a given length.
+padding, and ``sequence_datasets`` cuts token ids and images into sequences of a given length.
 """
 
 from howsmooth.models.capture import capture
 from howsmooth.models.captured_layer import CrossSite, Site
-from howsmooth.models.inputs.audio_sources import load_audio
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
 from howsmooth.models.inspect import InspectedSite, Inspection, Refusal, inspect_model
 from howsmooth.models.loading.load import LoadedModel, builtin_names, load_model
-from howsmooth.models.sequence_datasets import audio_inputs, image_inputs
+from howsmooth.models.sequence_datasets import image_inputs
 from howsmooth.scopes import SCOPES
 
 __all__ = [
@@ -27,12 +26,10 @@ __all__ = [
     "LoadedModel",
     "Refusal",
     "Site",
-    "audio_inputs",
     "builtin_names",
     "capture",
     "image_inputs",
     "inspect_model",
-    "load_audio",
     "load_embeddings",
     "load_images",
     "load_model",

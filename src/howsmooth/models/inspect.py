@@ -134,8 +134,8 @@ def inspect_model(
     model
         As for :func:`capture`.
     inputs
-        As for :func:`capture`. By default random token ids or embedded tokens, a built-in image, or a second
-        of built-in audio, whichever the model takes.
+        As for :func:`capture`. By default random token ids or embedded tokens, a built-in image, or noise as
+        audio, whichever the model takes.
     tokens
         The number of random token ids or embedded tokens, at least 2; by default 16, or fewer if the model
         has fewer positions.

@@ -1,16 +1,14 @@
-"""Datasets of sequences for a model: token ids, embeddings, images and audio, divided into sequences of a
-given length.
+"""Datasets of sequences for a model: token ids, embeddings and images, divided into sequences of a given
+length.
 
-The length of an image is its number of patches plus the tokens that the model adds; the length of audio is
-the number of frames in the attention. Both are found by counting the tokens of the captured layers.
+The length of an image is its number of patches plus the tokens that the model adds. It is found by counting
+the tokens of the captured layers.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,22 +18,18 @@ from transformers import PreTrainedModel
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models.capture import capture
 from howsmooth.models.float32_weights import computing_dtype, float32_layers
-from howsmooth.models.inputs.audio_sources import Audio, load_audio
 from howsmooth.models.inputs.image_sources import Images, load_images
 from howsmooth.models.inputs.model_inputs import in_dtype
 from howsmooth.models.inputs.submodels_by_modality import token_width
 from howsmooth.models.inputs.token_files import TokenStream, load_embeddings, load_token_ids
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.loading.processors import AudioPreparation, ImagePreparation
+from howsmooth.models.loading.processors import ImagePreparation
 from howsmooth.models.measurement_mode import measurement_mode
 
 __all__ = [
-    "AudioChunkDataset",
-    "AudioDataset",
     "Dataset",
     "ImageDataset",
     "TokenDataset",
-    "audio_inputs",
     "dataset_of",
     "image_inputs",
     "open_input",
@@ -44,19 +38,18 @@ __all__ = [
 _MOST_LENGTHS = 8  # lengths of images that are measured by default
 _LARGEST_GRID = 64  # patches along one side of an image
 
-Opened = Images | Audio | TokenStream
-P = TypeVar("P", ImagePreparation, AudioPreparation)
+Opened = Images | TokenStream
 
 
 def open_input(kind: str, places: Sequence[str]) -> Opened:
-    """Read token ids, embedded tokens, images or audio from files, or use the built-in images or audio.
+    """Read token ids, embedded tokens or images from files, or use the built-in images.
 
     Parameters
     ----------
     kind
-        ``"tokens"``, ``"embeddings"``, ``"audio"`` or ``"images"``.
+        ``"tokens"``, ``"embeddings"`` or ``"images"``.
     places
-        The paths: several for images, otherwise one. ``"builtin"`` stands for built-in images or audio.
+        The paths: several for images, otherwise one. ``"builtin"`` stands for built-in images.
 
     Raises
     ------
@@ -68,12 +61,7 @@ def open_input(kind: str, places: Sequence[str]) -> Opened:
         return load_images(list(places))
     if len(places) != 1:
         raise ArgumentError(kind, expected="one file", got=str(len(places)))
-    loaders: dict[str, Callable[[object], Opened]] = {
-        "tokens": load_token_ids,
-        "embeddings": load_embeddings,
-        "audio": load_audio,
-    }
-    return loaders[kind](places[0])
+    return load_token_ids(places[0]) if kind == "tokens" else load_embeddings(places[0])
 
 
 def dataset_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None) -> Dataset:
@@ -98,13 +86,7 @@ def dataset_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None 
     """
     if isinstance(opened, TokenStream):
         return TokenDataset(opened, model)
-    if isinstance(opened, Images):
-        return ImageDataset(opened, model, layers)
-    preparation = _preparation(model, AudioPreparation, "audio", "audio")
-    frames = getattr(model.model, "_get_feat_extract_output_lengths", None)
-    if preparation.raw and frames is not None:
-        return AudioDataset(opened, model, preparation, frames)
-    return AudioChunkDataset(opened, model, layers, preparation)
+    return ImageDataset(opened, model, layers)
 
 
 def image_inputs(
@@ -136,63 +118,18 @@ def image_inputs(
         If the images cannot be read.
 
     """
-    preparation = _preparation(model, ImagePreparation, "images", "vision")
+    preparation = _preparation(model)
     found = load_images(images)
     pair = (size, size) if isinstance(size, int) else size
     return in_dtype(model.model, preparation.prepared([found[index] for index in range(found.size)], pair))
 
 
-def audio_inputs(
-    model: LoadedModel, audio: object = "builtin", *, seconds: float | None = None, rate: int | None = None
-) -> dict[str, Tensor]:
-    """Return the inputs of an audio model for a recording.
-
-    Parameters
-    ----------
-    model
-        An audio model, or the audio part or encoder of one, from :func:`~howsmooth.models.load_model`.
-    audio, rate
-        As for :func:`~howsmooth.models.inputs.audio_sources.load_audio`; resampled to the rate of the model.
-    seconds
-        Length of the part that is used, from the beginning; by default the length for which the model was
-        made, or the whole audio if that is shorter.
-
-    Returns
-    -------
-    dict
-        The model's inputs, a batch of one, in its dtype, for :func:`~howsmooth.models.capture`.
-
-    Raises
-    ------
-    ModelError
-        If the model takes no audio.
-    ArgumentError
-        If the audio cannot be read, or is shorter than ``seconds``.
-
-    """
-    preparation = _preparation(model, AudioPreparation, "audio", "audio")
-    found = load_audio(audio, rate)
-    samples = found.at(preparation.rate)
-    wanted = len(samples) / preparation.rate if seconds is None else seconds
-    if seconds is None:
-        wanted = min(wanted, preparation.seconds)
-    count = round(wanted * preparation.rate)
-    if not 1 <= count <= len(samples):
-        raise ArgumentError(
-            "seconds", expected=f"more than 0 and at most {found.seconds:.4g}", got=f"{seconds}"
-        )
-    return in_dtype(model.model, preparation.prepared([samples[:count]]))
-
-
-def _preparation(model: LoadedModel, kind: type[P], given: str, part: str) -> P:
-    """Return the image or audio processor of the model; raise ModelError if the model takes other inputs.
-
-    ``kind`` is ImagePreparation or AudioPreparation.
-    """
-    if not isinstance(model.preparation, kind):
+def _preparation(model: LoadedModel) -> ImagePreparation:
+    """Return the image processor of the model; raise ModelError if the model takes other inputs."""
+    if not isinstance(model.preparation, ImagePreparation):
         raise ModelError(
-            f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not {given}. "
-            f"If it has a part for that, choose it with part (--part {part})."
+            f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not images. "
+            "If it has a part for that, choose it with part (--part vision)."
         )
     return model.preparation
 
@@ -223,18 +160,16 @@ def _tokens_at(
 
 
 class Dataset:
-    """The base class of datasets, which divide token ids, embedded tokens, images or audio into sequences for
-    one model.
+    """The base class of datasets, which divide token ids, embedded tokens or images into sequences for one
+    model.
 
     Attributes
     ----------
     count
-        The number of tokens, frames or images in the source.
+        The number of tokens or images in the source.
     parts
         The stretches of the source in which a sequence may lie, as (first token, number of tokens); None if
         every sequence is a whole item, such as an image.
-    beyond
-        How many tokens of the source a sequence of n tokens occupies in addition to n.
     lengths
         The possible lengths of a sequence; empty if every length is possible.
     usual
@@ -246,7 +181,6 @@ class Dataset:
 
     count: int
     parts: tuple[tuple[int, int], ...] | None = None
-    beyond = 0
     lengths: tuple[int, ...] = ()
     usual: tuple[int, ...] = ()
     preparation: str
@@ -322,7 +256,7 @@ class ImageDataset(Dataset):
 
     def __init__(self, images: Images, model: LoadedModel, layers: Sequence[int] | None) -> None:
         self._images, self._model, self.count = images, model, len(images)
-        self._preparation = made = _preparation(model, ImagePreparation, "images", "vision")
+        self._preparation = made = _preparation(model)
         self._own = n = _tokens_at(model, self._inputs([0], made.size), layers, "image")
         self._sizes = {n: made.size}
         self._added: int | None = None
@@ -392,85 +326,3 @@ class ImageDataset(Dataset):
         columns = self._sizes[n][1] // self._preparation.patch[1]
         patches = [f"{1 + i // columns},{1 + i % columns}" for i in range(n - self._added)]
         return (*["class"] * self._added, *patches)
-
-
-class AudioDataset(Dataset):
-    """Segments of a recording, for models that compute frames (tokens) from raw samples."""
-
-    beyond = 1  # consecutive frames use overlapping samples, by less than one frame
-
-    def __init__(
-        self,
-        audio: Audio,
-        model: LoadedModel,
-        preparation: AudioPreparation,
-        frames: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._model, self._preparation = model, preparation
-        self._samples = audio.at(preparation.rate)
-
-        def samples_for(n: int) -> int:
-            """Return the smallest number of audio samples from which the model computes n frames."""
-            return bisect_left(range(2**20), n, key=lambda count: int(frames(torch.tensor(count))))
-
-        self._field = samples_for(1)
-        self._hop = samples_for(2) - self._field
-        self.count = 1 + (len(self._samples) - self._field) // self._hop
-        if self.count < 2:
-            raise ArgumentError(
-                "audio", expected=f"at least {self._field + self._hop} samples for {model.name}",
-                got=f"{len(self._samples)} at {preparation.rate} a second",
-            )  # fmt: skip
-        self.parts = ((0, self.count + self.beyond),)
-        self.usual = tuple(n for n in (6, 12, 25, 50, 100, 200) if n + self.beyond <= self.count)
-        self._step = self._hop / preparation.rate
-        self.preparation = f"a frame every {1000 * self._step:.4g} ms; {preparation.sentence}"
-
-    def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the model inputs for some audio segments of n frames each.
-
-        ``starts`` holds the index of the first frame of each segment.
-        """
-        length = self._field + (n - 1) * self._hop
-        cut = [self._samples[start * self._hop : start * self._hop + length] for start in starts]
-        return in_dtype(self._model.model, self._preparation.prepared(cut))
-
-    def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a label for each of n frames. The label is the frame's time in seconds from the start of the
-        recording.
-        """
-        return tuple(f"{index * self._step:.2f}s" for index in range(start, start + n))
-
-
-class AudioChunkDataset(Dataset):
-    """Audio divided into chunks of a fixed length, for models that take features such as a spectrogram."""
-
-    def __init__(
-        self, audio: Audio, model: LoadedModel, layers: Sequence[int] | None, preparation: AudioPreparation
-    ) -> None:
-        self._model, self._preparation = model, preparation
-        samples = audio.at(preparation.rate)
-        size = round(preparation.seconds * preparation.rate)
-        # A shorter piece at the end is left out, unless it is the only one.
-        self._chunks = [samples[k * size : (k + 1) * size] for k in range(max(1, len(samples) // size))]
-        self._n = n = _tokens_at(model, self._inputs([0]), layers, "chunk of audio")
-        self.lengths = self.usual = (n,)
-        self.parts = tuple((k * n, n) for k in range(len(self._chunks)))
-        self.count = len(self._chunks) * n
-        self.preparation = (
-            f"chunks of {preparation.seconds:.4g} seconds for {n} tokens; {preparation.sentence}"
-        )
-
-    def _inputs(self, chunks: Sequence[int]) -> dict[str, Tensor]:
-        return in_dtype(self._model.model, self._preparation.prepared([self._chunks[one] for one in chunks]))
-
-    def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the model inputs for some chunks of audio.
-
-        ``starts`` holds the index of the first token of each chunk.
-        """
-        return self._inputs([start // self._n for start in starts])
-
-    def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a label for each of n tokens. The label is the index of the token in its chunk of audio."""
-        return super().words(0, n)

@@ -181,7 +181,7 @@ class ModelSource:
     usual_length
         The default length: 64, or less if the model or the text is shorter. ``None`` if there is no default.
     usual_lengths
-        The lengths of images or audio, of at least two tokens, at which the model is usually examined; empty
+        The lengths of images, of at least two tokens, at which the model is usually examined; empty
         for a text.
 
     """

@@ -1,7 +1,7 @@
-"""Read the inputs of a study (texts, images, audio and others), and cut them into sequences for a model.
+"""Read the inputs of a study (texts, images and others), and cut them into sequences for a model.
 
 Texts are tokenised here with the tokenizer of the model. :mod:`howsmooth.models.sequence_datasets` reads
-images, audio, token ids and embedded tokens. For all of these inputs, this module chooses where the sequences
+images, token ids and embedded tokens. For all of these inputs, this module chooses where the sequences
 begin.
 """
 
@@ -57,7 +57,6 @@ class TextFeed:
     tokenizer: Any
     preparation: str
 
-    beyond = 0
     lengths: tuple[int, ...] = ()
     usual: tuple[int, ...] = ()
 
@@ -188,12 +187,9 @@ def sequence_starts(
             raise ValueError(f"it has {feed.count} inputs, fewer than {samples} samples")
         drawn = draw_distinct(samples, feed.count, random.Random(seed))
         return {(n, sample): start for n in lengths for sample, start in enumerate(drawn)}
-    beyond = feed.beyond
-    if (needed := samples * sum(n + beyond for n in lengths)) > feed.count:
+    if (needed := samples * sum(lengths)) > feed.count:
         raise ValueError(f"its sequences need {needed} tokens, and it has {feed.count}")
-    room = {(n + beyond, sample): start for (n, sample), start in held.items()}
-    placed = arrange(feed.count, [n + beyond for n in lengths], samples, seed, room, feed.parts)
-    return {(n - beyond, sample): start for (n, sample), start in placed.items()}
+    return arrange(feed.count, lengths, samples, seed, held, feed.parts)
 
 
 def token_pieces(content: str, places: Sequence[int], first: int, n: int) -> list[str]:

@@ -69,8 +69,8 @@ __all__ = [
 BOUNDS = ("auto", "all", "none")
 """Which bounds to compute beside constants: as many as take little time, all, or none."""
 
-KINDS = ("text", "tokens", "embeddings", "images", "audio")
-"""The kinds of input: text, token ids, embedded tokens, images and audio."""
+KINDS = ("text", "tokens", "embeddings", "images")
+"""The kinds of input: text, token ids, embedded tokens and images."""
 
 DEFAULT_TEXT = "alice"
 
@@ -102,9 +102,6 @@ _CROSS_ELSEWHERE = (
 
 _DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
 _DEFAULT_LENGTHS = tuple(range(2, 101, 2))
-
-# The input of a model for each kind. Text, token ids and embedded tokens are all text input.
-_SENSES = {"text": "text", "tokens": "text", "embeddings": "text", "images": "images", "audio": "audio"}
 
 # SQLite stores seeds and step counts as signed 64-bit integers.
 _MOST_SEED = 2**63 - 1
@@ -150,12 +147,6 @@ _SHARED: dict[str, Any] = {
         "Images instead of a text: a file, a folder, or builtin (generated). May be repeated. The length of "
         "an image is the number of its patches and of the tokens that the model adds, such as a class token.",
         metavar="builtin|PATH",
-    ),
-    "audio": option(
-        (),
-        several(words(place=True)),
-        "Audio instead of a text: a .wav or .npy file, or builtin (generated).",
-        metavar="builtin|FILE",
     ),
     "tokens": option(
         (),
@@ -356,7 +347,7 @@ class Plan(Options):
 
     An entry of ``models`` is a name, a table or a :class:`ModelSpec`. Names and tables inherit
     ``random_init``, ``as_decoder`` and ``part`` from the plan; a :class:`ModelSpec` does not. The inputs of a
-    plan are either all text input (texts, token ids, embedded tokens), all images or all audio.
+    plan are either all text input (texts, token ids, embedded tokens) or all images.
     """
 
     models: tuple[ModelSpec, ...] = option(
@@ -380,7 +371,7 @@ class Plan(Options):
         None,
         token_counts(),
         "Numbers of tokens: start:stop:step with the stop included, or a list such as 8,16,32. "
-        "Default: the even numbers from 2 to 100; for images and audio, some lengths of the model.",
+        "Default: the even numbers from 2 to 100; for images, some lengths of the model.",
         metavar="RANGES",
     )
     samples: int = option(
@@ -390,7 +381,6 @@ class Plan(Options):
         "special tokens.",
     )
     images: tuple[str, ...] = shared("images")
-    audio: tuple[str, ...] = shared("audio")
     tokens: tuple[str, ...] = shared("tokens")
     embeddings: tuple[str, ...] = shared("embeddings")
     scopes: tuple[str, ...] = option(
@@ -443,12 +433,12 @@ class Plan(Options):
 
     def check(self) -> None:
         """Choose defaults that depend on other fields, and refuse plans that no model or text can satisfy."""
-        others = self.tokens or self.embeddings or self.images or self.audio
+        others = self.tokens or self.embeddings or self.images
         if self.models is None:
             if others:
                 raise ArgumentError(
                     "models",
-                    expected="the name of a model together with images, audio, token ids or embeddings",
+                    expected="the name of a model together with images, token ids or embeddings",
                     got="none",
                     remedy="The default models are measured on texts only.",
                 )
@@ -456,7 +446,7 @@ class Plan(Options):
         if self.texts is None:
             self._set("texts", () if others else (DEFAULT_TEXT,))
         if self.lengths is None:
-            self._set("lengths", () if self._senses() <= {"images", "audio"} else _DEFAULT_LENGTHS)
+            self._set("lengths", () if self._senses() <= {"images"} else _DEFAULT_LENGTHS)
         self._set("models", tuple(self._model(entry) for entry in self.models))
         self._check_inputs()
         self._check_models()
@@ -488,13 +478,13 @@ class Plan(Options):
             return ModelSpec(**table)
 
     def _senses(self) -> set[str]:
-        return {_SENSES[source.kind] for source in self.sources}
+        return {"images" if source.kind == "images" else "text" for source in self.sources}
 
     def _check_inputs(self) -> None:
         if len(senses := sorted(self._senses())) > 1:
             raise ArgumentError(
                 "inputs",
-                expected="only text input, only images or only audio",
+                expected="only text input or only images",
                 got=" and ".join(senses),
                 remedy="Measure each with its own command, into another folder if the models differ. Of a "
                 "model that takes both, such as CLIP, choose a part: text or vision.",
@@ -525,7 +515,6 @@ class Plan(Options):
             "text": self.texts,
             "tokens": self.tokens,
             "embeddings": self.embeddings,
-            "audio": self.audio,
         }
         single = [InputSpec(kind, (place,)) for kind, places in apart.items() for place in places or ()]
         return (*single, *([InputSpec("images", self.images)] if self.images else []))
@@ -544,7 +533,7 @@ class Plan(Options):
     def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
         """Return the lengths at which to measure a model.
 
-        An empty result stands for the default lengths of a model of images or audio.
+        An empty result stands for the default lengths of a model of images.
         """
         return self.lengths if model.lengths is None else model.lengths
 
@@ -575,7 +564,6 @@ class InputPlan(Options):
         help=f"{_SHARED['text'].metadata['option'].help} Default: {DEFAULT_TEXT}.",
     )
     images: tuple[str, ...] = shared("images")
-    audio: tuple[str, ...] = shared("audio")
     tokens: tuple[str, ...] = shared("tokens")
     embeddings: tuple[str, ...] = shared("embeddings")
     layers: Ranges = shared("layers")
@@ -587,9 +575,9 @@ class InputPlan(Options):
     def check(self) -> None:
         """Raise ArgumentError if the plan names more than one input."""
         given = [f"--{kind}" for kind in KINDS if getattr(self, kind)]
-        if len(given) > 1 or any(len(getattr(self, kind)) > 1 for kind in ("tokens", "embeddings", "audio")):
+        if len(given) > 1 or any(len(getattr(self, kind)) > 1 for kind in ("tokens", "embeddings")):
             raise ArgumentError(
-                "inputs", expected="one text, file of tokens, images or audio", got=" and ".join(given)
+                "inputs", expected="one text, file of tokens or images", got=" and ".join(given)
             )
 
     @property
@@ -661,7 +649,7 @@ class AttackPlan(SourcePlan):
         (),
         # Attention on a single token is the linear map V x, which no attack can change.
         token_counts(2),
-        "Numbers of tokens, at least 2: start:stop:step or a list. Default: 12:392:76; for images and audio, "
+        "Numbers of tokens, at least 2: start:stop:step or a list. Default: 12:392:76; for images, "
         "some lengths of the model.",
         metavar="RANGES",
     )

@@ -160,7 +160,7 @@ class TextRecord(Row, table="texts", key=("name",), again="stay"):
     """A text, or another input, on which models were measured.
 
     ``kind`` is one of :data:`howsmooth.study.plans.KINDS`. ``characters`` is the number of characters of a
-    text, or of tokens, images or audio samples of other inputs.
+    text, or of tokens or images of other inputs.
     """
 
     name: str
@@ -512,7 +512,7 @@ class Contents:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The kind of each input, such as text, images or audio, by the input's name."""
+        """The kind of each input, such as text or images, by the input's name."""
         return dict(self.texts[["name", "kind"]].itertuples(index=False, name=None))
 
     def with_choices(self, table: pd.DataFrame) -> pd.DataFrame:

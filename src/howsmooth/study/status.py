@@ -125,7 +125,7 @@ def status(folder: str | os.PathLike[str], plan: Plan | None = None, texts: Iter
             kind, of_keys = (PublishedValue, "attention") if scope == PUBLISHED else (Measurement, scope)
             done = _done(store, plan, spec.label, text, kind)
             if spec.label not in models or not plan.lengths_of(spec):
-                # The layers are unknown, or the lengths, which a model of images or audio has by default.
+                # The layers are unknown, or the lengths, which a model of images has by default.
                 made = sum(key[0] == of_keys for key in done)
                 fails = any(row.model == spec.label and row.text in (None, text) for row in failures)
                 parts.append(Part(spec.label, text, scope, None, made, None if fails else 0))

@@ -146,7 +146,7 @@ def place_sequences(
         fewer = "fewer samples, or fewer or shorter lengths"
         if plan.samples == len(subject.lengths) == 1:
             longest = max(length for _, length in subject.feed.parts or ((0, subject.feed.count),))
-            fewer = f"--lengths {longest - subject.feed.beyond}, or a smaller one"
+            fewer = f"--lengths {longest}, or a smaller one"
         raise TextError(
             f"{name} is too short{more}: for {subject.model.label}, {error}. Use {fewer}, or {longer}{other}."
         ) from error

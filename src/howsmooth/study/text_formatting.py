@@ -37,10 +37,8 @@ RUN_AGAIN = "run the same command again (howsmooth study with --resume)"
 """How to continue after an error."""
 
 _KINDS = {"tokens": "token ids", "embeddings": "embedded tokens"}
-_UNITS = {"images": "tokens: patches of the image", "audio": "tokens: frames of the audio"}
-_AMOUNTS = {
-    "text": "characters", "tokens": "token ids", "embeddings": "embedded tokens", "audio": "audio samples"
-}  # fmt: skip
+_UNITS = {"images": "tokens: patches of the image"}
+_AMOUNTS = {"text": "characters", "tokens": "token ids", "embeddings": "embedded tokens"}
 
 _LONGEST_STEM = 120
 # Names reserved by Windows, with any suffix.

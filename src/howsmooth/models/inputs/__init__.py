@@ -1,1 +1,1 @@
-"""Readers of model inputs (images, audio, token ids, embeddings) from files or arrays, with checks."""
+"""Readers of model inputs (images, token ids, embeddings) from files or arrays, with checks."""

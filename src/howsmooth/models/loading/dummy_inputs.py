@@ -8,11 +8,10 @@ from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError
 from howsmooth.models.float32_weights import computing_dtype
-from howsmooth.models.inputs.audio_sources import load_audio
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.model_inputs import in_dtype, max_length, vocabulary_size
 from howsmooth.models.inputs.submodels_by_modality import modality_of, token_width
-from howsmooth.models.loading.processors import AudioPreparation, ImagePreparation
+from howsmooth.models.loading.processors import ImagePreparation
 
 __all__ = ["sample_inputs"]
 
@@ -20,16 +19,18 @@ _TOKENS = 16  # the default length
 
 
 def sample_inputs(
-    model: nn.Module, preparation: ImagePreparation | AudioPreparation | None, tokens: object = None
+    model: nn.Module, preparation: ImagePreparation | dict[str, Tensor] | None, tokens: object = None
 ) -> Tensor | dict[str, Tensor]:
-    """Return dummy inputs for a model: a sequence of random tokens, a built-in image or built-in audio.
+    """Return dummy inputs for a model: a sequence of random tokens, a built-in image or noise as
+    audio.
 
     Parameters
     ----------
     model
         The model.
     preparation
-        How images or audio become inputs of the model; None for other models.
+        How images become inputs of the model, or the inputs that stand for noise in an audio model; None for
+        other models.
     tokens
         The number of token ids or embedded tokens, at least 2; None for 16, or fewer if the model has
         fewer positions.
@@ -55,11 +56,8 @@ def sample_inputs(
         return {"inputs_embeds": made} if isinstance(model, PreTrainedModel) else made
     if isinstance(preparation, ImagePreparation):
         return in_dtype(model, preparation.prepared([load_images()[0]]))
-    if isinstance(preparation, AudioPreparation):
-        audio = load_audio()
-        seconds = 1.0 if preparation.raw else min(preparation.seconds, audio.seconds)
-        samples = audio.at(preparation.rate)[: int(seconds * preparation.rate)]
-        return in_dtype(model, preparation.prepared([samples]))
+    if preparation is not None:
+        return in_dtype(model, preparation)
     taken = model.main_input_name if isinstance(model, PreTrainedModel) else "its first argument"
     raise ArgumentError(
         "inputs",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -40,12 +40,7 @@ from howsmooth.models.inputs.model_inputs import (
 from howsmooth.models.inputs.submodels_by_modality import choose_part, modality_of, named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.model_location import Place, find
-from howsmooth.models.loading.processors import (
-    AudioPreparation,
-    ImagePreparation,
-    audio_preparation,
-    image_preparation,
-)
+from howsmooth.models.loading.processors import ImagePreparation, audio_sample, image_preparation
 from howsmooth.models.loading.safety_checks import check_files, forget_implementations
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
@@ -88,8 +83,9 @@ class LoadedModel:
     heads: int | None
     #: Why no attention was found when the model ran on a short input; empty if attention was found.
     obstacle: str = ""
-    #: How images or audio become inputs of the model; None for other models.
-    preparation: ImagePreparation | AudioPreparation | None = None
+    #: How images become inputs of the model; for an audio model the inputs that stand for noise, if
+    #: transformers can make them; None for other models.
+    preparation: ImagePreparation | dict[str, Tensor] | None = None
     #: In what it differs from the model of this name: its part, "random init" and "as decoder".
     variant: str = ""
 
@@ -339,9 +335,9 @@ def _built(
 
 def _preparation(
     place: Place, config: Any, model: nn.Module, modality: str
-) -> ImagePreparation | AudioPreparation | None:
-    """Return the processor that converts images or audio to model inputs. Return None if the model takes
-    neither images nor audio.
+) -> ImagePreparation | dict[str, Tensor] | None:
+    """Return the processor that converts images to model inputs, or the inputs that stand for noise in an
+    audio model. Return None if the model takes neither images nor audio.
 
     Raises
     ------
@@ -356,7 +352,7 @@ def _preparation(
         )
     if modality == "image":
         return image_preparation(place, config, model)
-    return audio_preparation(place, config, model) if modality == "audio" else None
+    return audio_sample(place, config, model) if modality == "audio" else None
 
 
 def _refuse_several(place: Place, model: PreTrainedModel) -> None:
@@ -384,7 +380,7 @@ def _without_pooler(config: Any) -> dict[str, Any]:
 
 
 def _layers(
-    model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
+    model: nn.Module, preparation: ImagePreparation | dict[str, Tensor] | None
 ) -> tuple[list[AttentionLayer], str]:
     """Run a model on a short input to find its attention layers. The first result is the list of the layers,
     the second is a phrase that says why the list is empty.
@@ -441,7 +437,7 @@ def _check_memory(place: Place, config: Any, dtype: torch.dtype | None) -> None:
 _GIVEN = {
     "text": "a text (--text)",
     "image": "images (--images)",
-    "audio": "audio (--audio)",
+    "audio": "audio (as tensors, in Python)",
     "embeddings": "embedded tokens (--embeddings)",
 }
 _TOKEN_IDS = (
@@ -455,7 +451,9 @@ def _tokenizer(
 ) -> tuple[Tokenizer, str]:
     if modality != "text":
         obstacle = f"{place.name!r} takes no text ({modality})."
-        if modality in _GIVEN:
+        if modality == "audio":
+            obstacle += " Give tensors, in Python: hs.capture(model, inputs), hs.profile(model, inputs)."
+        elif modality in _GIVEN:
             obstacle += f" Give {_GIVEN[modality]}, to the commands that have the option."
         return Tokenizer(None, obstacle), "none"
     if place.location is not None:

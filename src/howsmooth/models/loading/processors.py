@@ -1,4 +1,6 @@
-"""Conversion of images and audio to model inputs, with the processor of the model from transformers."""
+"""Conversion of images to model inputs by the processor of the model from transformers, and of noise by the
+feature extractor of an audio model.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,9 @@ from transformers import (
 )
 
 from howsmooth.errors import ArgumentError, ModelError, reason
-from howsmooth.models.inputs.audio_sources import Waveform
 from howsmooth.models.loading.model_location import Place
 
-__all__ = ["AudioPreparation", "ImagePreparation", "audio_preparation", "image_preparation"]
+__all__ = ["ImagePreparation", "audio_sample", "image_preparation"]
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _LARGEST_SIDE = 4096
@@ -177,7 +178,8 @@ def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePrepa
             _processor=processor,
             _options=options,
         )
-    raise _unusable("images", place, failure)
+    why = "" if failure is None else f"{type(failure).__name__}: {reason(failure)}"
+    raise ModelError(f"transformers has no usable way from images to the inputs of {place.name!r}: {why}.")
 
 
 def _channels(place: Place, config: Any) -> int:
@@ -233,87 +235,45 @@ def _tried(
     return size, options
 
 
-@dataclass(frozen=True)
-class AudioPreparation:
-    """The feature extractor of an audio model, which converts audio to model inputs.
+def audio_sample(place: Place, config: Any, model: nn.Module) -> dict[str, Tensor] | None:
+    """Return what the feature extractor of an audio model makes of noise, as inputs of the model.
 
-    Attributes
-    ----------
-    rate
-        Samples per second of the model's input.
-    seconds
-        Length of the input for which the model was made; 10 if the model does not state it.
-    raw
-        Whether the input are the samples themselves, not features such as a spectrogram.
-    sentence
-        A phrase for reports that names the feature extractor and its rate.
-
-    """
-
-    rate: int
-    seconds: float
-    raw: bool
-    sentence: str
-    _extractor: Any = field(repr=False)
-    _taken: frozenset[str] = field(repr=False)
-    """The names of the model's arguments; some extractors return more values."""
-
-    def prepared(self, waves: Sequence[Waveform]) -> dict[str, Tensor]:
-        """Return the model inputs for recordings of equal length, sampled at ``self.rate``."""
-        made = self._extractor(list(waves), sampling_rate=self.rate, return_tensors="pt")
-        # An attention mask of ones is left out.
-        return {
-            name: value
-            for name, value in made.items()
-            if name in self._taken and (name != "attention_mask" or not bool((value == 1).all()))
-        }
-
-
-def audio_preparation(place: Place, config: Any, model: nn.Module) -> AudioPreparation:
-    """Build the feature extractor of an audio model, and try it on one second of silence.
-
-    Its settings come from the model's files or, if there are none, from the defaults of the model's type.
-
-    Raises
-    ------
-    ModelError
-        If transformers has no feature extractor for this model, or the extractor cannot be used.
-
+    A model of raw samples gets a second of noise; another model gets the length for which it was made, or 10
+    seconds if that is unknown. The settings of the extractor come from the model's files or, if there are
+    none, from the defaults of the model's type. None if transformers has no usable extractor.
     """
     try:
         if _has_files(place):
-            origin = "settings of the model's files"
             extractor = AutoFeatureExtractor.from_pretrained(
                 place.location, trust_remote_code=False, local_files_only=place.local_files_only
             )
         else:
-            origin = "the defaults of the model's type"
             extractor = FEATURE_EXTRACTOR_MAPPING[type(config)]()
         rate = int(extractor.sampling_rate)
         seconds = float(getattr(extractor, "chunk_length", None) or _USUAL_SECONDS)
         if not (1000 <= rate <= 192_000 and 0 < seconds <= _MOST_SECONDS):
-            raise ValueError(f"{seconds:.4g} seconds at {rate} samples a second")  # noqa: TRY301 - as others
-        tried = extractor([np.zeros(rate, np.float32)], sampling_rate=rate, return_tensors="pt")
-    except Exception as error:  # each feature extractor raises errors of its own
-        raise _unusable("audio", place, error) from error
-    values = tried.get("input_values")
-    return AudioPreparation(
-        rate=rate,
-        seconds=seconds,
-        raw=values is not None and values.ndim == 2,
-        sentence=f"{type(extractor).__name__} at {rate} samples a second ({origin})",
-        _extractor=extractor,
-        _taken=frozenset(inspect.signature(model.forward).parameters),
-    )
+            return None
+
+        def made_of(length: float) -> Any:
+            wave = 0.1 * np.random.RandomState(0).standard_normal(int(length * rate))
+            return extractor([wave.astype(np.float32)], sampling_rate=rate, return_tensors="pt")
+
+        made = made_of(1.0)
+        if "input_values" not in made or made["input_values"].ndim != 2:  # features such as a spectrogram
+            made = made_of(seconds)
+    except Exception:  # each feature extractor raises errors of its own
+        return None
+    taken = inspect.signature(model.forward).parameters
+    # An attention mask of ones is left out.
+    return {
+        name: value
+        for name, value in made.items()
+        if name in taken and (name != "attention_mask" or not bool((value == 1).all()))
+    }
 
 
 def _has_files(place: Place) -> bool:
     return any(place.file(name) is not None for name in _FILES)
-
-
-def _unusable(what: str, place: Place, error: Exception | None) -> ModelError:
-    why = "" if error is None else f"{type(error).__name__}: {reason(error)}"
-    return ModelError(f"transformers has no usable way from {what} to the inputs of {place.name!r}: {why}.")
 
 
 def _pair(value: Any) -> tuple[int, int] | None:

@@ -84,7 +84,7 @@ def render(
         models=plain_rows(contents.models),
         texts=plain_rows(contents.texts),
         kinds=kinds,
-        windows=not kinds <= {"images", "audio"} or not kinds,
+        windows=kinds != {"images"},
         inputs=plain_rows(contents.inputs),
         runs=tables.runs(contents.runs),
         maskings=tables.maskings(rows),
