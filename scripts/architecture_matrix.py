@@ -15,17 +15,17 @@ asked for stay as they are in the JSON file. Exits with 1 if a number is wrong.
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import re
 import sys
-import textwrap
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,8 +35,6 @@ import transformers
 from tests.architectures.build import model_types
 from tests.architectures.isolation import rows, shard
 from tests.architectures.measure import LIMITS, Row
-
-from howsmooth.scopes import SCOPES
 
 _STATUS = ("measured", "refused", "no attention", "not built", "not run", "wrong")
 
@@ -50,11 +48,12 @@ def main() -> int:
     parser.add_argument("--types", nargs="*", help="only these types")
     parser.add_argument("--json", type=Path, help="file to write; rows of other types in it are kept")
     parser.add_argument("--merge", nargs="*", type=Path, help="files to put together instead of measuring")
-    parser.add_argument("--page", type=Path, help="Markdown page to make of the JSON file; measures nothing")
+    parser.add_argument("--page", type=Path, help="page and table to make of the JSON file")
     asked = parser.parse_args()
     known = {row.type: row for row in read(asked.json)} if asked.json and asked.json.exists() else {}
     if asked.page:
         asked.page.write_text(page(asked.json), encoding="utf-8")
+        (asked.page.parent / "_static" / "architectures.csv").write_text(table(asked.json), encoding="utf-8")
         return 0
     if asked.merge:
         known |= {row.type: row for path in asked.merge for row in read(path)}
@@ -125,71 +124,40 @@ def _short(number: float | None) -> str:
 
 
 def page(source: Path) -> str:
-    """Return the page of the documentation that shows a JSON file."""
+    """Return the page of the documentation that sums up a JSON file."""
     head = json.loads(source.read_text(encoding="utf-8"))
     of = read(source)
-    groups = {status: [row for row in of if row.status == status] for status in _STATUS}
-    measured = groups["measured"]
-    closed = [row for row in measured if not row.autodiff]
+    measured = [row for row in of if row.status == "measured"]
+    count = Counter(row.status for row in of)
     worst = [max(getattr(row, name) or 0.0 for row in measured) for name in ("differences", "autodiff_error")]
-    whole = sum(row.captured == row.sites for row in measured)
-    text = _HEAD.format(
+    return _PAGE.format(
         transformers=head["transformers"],
         torch=head["torch"],
         types=len(of),
-        built=len(of) - len(groups["not built"]) - len(groups["not run"]),
         measured=len(measured),
-        closed=len(closed),
+        closed=sum(not row.autodiff for row in measured),
         mixed=sum(bool(row.autodiff and row.closed_form) for row in measured),
         autodiff=sum(not row.closed_form for row in measured),
-        whole=whole,
-        wrong=len(groups["wrong"]),
-        refused=len(groups["refused"]),
-        without=len(groups["no attention"]),
-        missing=len(groups["not built"]) + len(groups["not run"]),
+        whole=sum(row.captured == row.sites for row in measured),
+        bounded=sum(_kind_of_bound(row) not in ("heads", "none") for row in measured),
+        wrong=count["wrong"],
+        refused=count["refused"],
+        without=count["no attention"],
+        missing=count["not built"] + count["not run"],
         differences=f"{worst[0]:.1g}",
         autodiff_error=f"{worst[1]:.1g}",
         differences_limit=f"{head['limits']['differences']:.0e}",
         autodiff_limit=f"{head['limits']['autodiff']:.0e}",
     )
-    text += _bounds(measured)
-    plain = [row for row in closed if row.captured == row.sites and not (row.reasons or _why(row))]
-    text += _names("Captured whole", _WHOLE, plain)
-    text += _table(
-        "Captured with a restriction",
-        "| type | captured | path | scopes | why |",
-        [_measured_cells(row) for row in measured if row not in plain],
-        words=_RESTRICTED,
-    )
-    for status in ("wrong", "refused"):
-        cells = [
-            (f"`{row.type}`", _text("; ".join(_reasons(row.wrong or row.reasons)))) for row in groups[status]
-        ]
-        text += _table(status.capitalize(), "| type | reason |", cells)
-    text += _names("Without softmax attention", _WITHOUT, groups["no attention"])
-    text += _names("Not built or not run here", _MISSING, groups["not built"] + groups["not run"])
-    return text.rstrip() + "\n"
 
 
-_WHOLE = "Every parameter of every self-attention is known, in all five scopes."
-_RESTRICTED = """\
-The path says how the Jacobian is computed ({doc}`guide/any-model`): in *closed form* with every parameter
-known, with the *softmax* alone in closed form, or by *autodiff*. `howsmooth inspect` gives all reasons."""
-_WITHOUT = (
-    "Linear and state-space mixers, convolutions, Fourier transforms and pooling have no map to measure."
-)
-_MISSING = """\
-Their code fails with two small layers, in float64, or without packages that were not installed. The errors
-are in `tests/architectures/matrix.json`."""
-_INNER = "the softmax in closed form, the rest differentiated by PyTorch"
-_WHOLLY = "differentiated by PyTorch as it is"
-_HEAD = """\
+_PAGE = """\
 # Architectures
 
-Can `howsmooth.capture` take the attention out of a model type, in closed form, in which scopes, and is the
-result the model's own? Here is the answer for each of the {types} model types of transformers {transformers}
-(torch {torch}) that have a base model. `howsmooth inspect` answers it for a model of yours
-({{doc}}`guide/any-model`).
+Can `howsmooth.capture` take the attention out of a model type, and is the result the model's own? The answer
+for each of the {types} model types of transformers {transformers} (torch {torch}) that have a base model is a
+line of the table [architectures.csv](_static/architectures.csv). `howsmooth inspect` answers it for a model of
+yours ({{doc}}`guide/any-model`).
 
 | types | |
 |---|---|
@@ -197,8 +165,8 @@ result the model's own? Here is the answer for each of the {types} model types o
 in {whole} every self-attention is captured |
 | {wrong} | wrong |
 | {refused} | refused, with the reason |
-| {without} | without a softmax |
-| {missing} | could not be built or run here |
+| {without} | without a softmax: linear and state-space mixers, convolutions, Fourier transforms, pooling |
+| {missing} | could not be built or run so small, in float64, or without packages that were not installed |
 
 Each type is built with two layers (of each kind), width 64 and random weights in float64, and run on a few
 tokens, a small image or a short piece of audio. Cross-attention is left out. The tokens of each captured site
@@ -210,31 +178,46 @@ are moved *in the whole model*, and the change of the scope's values is compared
 | the model's own reverse mode | {autodiff_error} | {autodiff_limit} |
 
 Up to twelve sites and scopes of a type are checked, where a module of the model holds the scope's values.
-The errors of each type are in `tests/architectures/matrix.json`, from which
-`scripts/architecture_matrix.py` makes this page.
-"""
-
-
-_BOUNDS = """
-## Bounds on a ball
 
 For each layer {{func}}`howsmooth.bounds.best` was asked for an upper bound on the ball that holds the layer's
-tokens, for the number of tokens in the run. It is finite in every layer of {finite} of {measured} measured
-types ({percent:.0f} %). No bound was below the constant at these tokens, which lie inside the ball.
+tokens. It is finite in every layer of {bounded} measured types, and never below the constant at these tokens.
 
-| bound of every layer | types | bound / constant at the tokens, median |
-|---|---|---|
-| of plain scores, any mask ({{doc}}`theory/bounds-on-a-ball`) | {plain} | {plain_ratio} |
-| of rotary, normed, capped or biased scores or sinks, in some layer ({{doc}}`theory/any-scores`) | {scores} \
-| {scores_ratio} |
-| of recorded operations, in some layer ({{doc}}`theory/recorded-maps`) | {recorded} | {recorded_ratio} |
-| of the layer's heads alone, in some layer | {heads} | |
-| none, in some layer | {none} | |
-
-The last factors are large where a layer divides by a norm: the ball contains tokens near zero, at which that
-is steep, and a real token is not near zero. At given tokens the certificates are far sharper
-({{doc}}`theory/certificates`).
+| column | meaning |
+|---|---|
+| `captured` of `sites` | layers of self-attention that are captured, of all |
+| `closed_form`, `autodiff` | of these, how many have their Jacobian in closed form, or by autodiff |
+| `scopes` | the scopes in which they are captured |
+| `differences`, `autodiff_error` | the largest errors of the two judges |
+| `bound`, `bound_over_constant` | the kind of bound on the ball of every layer, and its median ratio |
+| `reasons` | why a layer is not captured, or not with every parameter known |
 """
+
+
+_COLUMNS = (
+    "type", "status", "sites", "captured", "closed_form", "autodiff", "scopes", "differences", "autodiff_error",
+    "bound", "bound_over_constant", "reasons",
+)  # fmt: skip
+
+
+def table(source: Path) -> str:
+    """Return the table beside that page as CSV, with a line for each type."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(_COLUMNS)
+    for row in read(source):
+        counts = (row.sites, row.captured, row.closed_form, row.autodiff, " ".join(row.scopes))
+        judged = (row.differences, row.autodiff_error)
+        bound = (_kind_of_bound(row), row.looseness) if row.status == "measured" else ("", None)
+        reasons = _reasons([*row.wrong, *row.path_reasons, *row.reasons])
+        lines.writerow((row.type, row.status, *counts, *judged, *bound, "; ".join(reasons)))
+    return text.getvalue()
+
+
+def _reasons(found: Iterable[str]) -> list[str]:
+    """Return the first sentences of reasons, each once, without names of classes."""
+    kept = (why for why in found if why != "every parameter is known")
+    short = (re.split(r"\. |\.$", re.sub(r" \(\w+\)", "", words))[0] for words in kept)
+    return list(dict.fromkeys(" ".join(words.split()) for words in short))
 
 
 def _kind_of_bound(row: Row) -> str:
@@ -246,92 +229,6 @@ def _kind_of_bound(row: Row) -> str:
     if any("recorded" in name for name in names):
         return "recorded"
     return "scores" if any("any_scores" in name for name in names) else "plain"
-
-
-def _bounds(measured: list[Row]) -> str:
-    """Return the section about the bound on a ball that applies to the layers of each model type."""
-    kinds: dict[str, list[Row]] = {kind: [] for kind in ("plain", "scores", "recorded", "heads", "none")}
-    for row in measured:
-        kinds[_kind_of_bound(row)].append(row)
-    finite = sum(len(kinds[kind]) for kind in ("plain", "scores", "recorded"))
-    ratios = {}
-    for kind in ("plain", "scores", "recorded"):
-        known = [row.looseness for row in kinds[kind] if row.looseness is not None]
-        ratios[f"{kind}_ratio"] = f"{median(known):.2g}" if known else ""
-    text = _BOUNDS.format(
-        finite=finite,
-        measured=len(measured),
-        percent=100 * finite / len(measured),
-        **{kind: len(of) for kind, of in kinds.items()},
-        **ratios,
-    )
-    for kind, words in _KINDS.items():
-        text += f"\n**{words}**: {', '.join(f'`{row.type}`' for row in kinds[kind])}.\n"
-    return "\n".join(line for part in text.split("\n") for line in _wrapped(part))
-
-
-_KINDS = {
-    "plain": "Plain scores",
-    "scores": "Other scores",
-    "recorded": "Recorded operations",
-    "none": "None, in some layer",
-}
-
-
-def _wrapped(line: str) -> list[str]:
-    return (
-        textwrap.wrap(line, 110, break_long_words=False, break_on_hyphens=False)
-        if line.startswith("**")
-        else [line]
-    )
-
-
-def _measured_cells(row: Row) -> tuple[str, ...]:
-    scopes = "all" if len(row.scopes) == len(SCOPES) else ", ".join(row.scopes)
-    captured = "all" if row.captured == row.sites else f"{row.captured} of {row.sites}"
-    return f"`{row.type}`", captured, ", ".join(_paths(row)), scopes, _text("; ".join(_why(row)))
-
-
-def _paths(row: Row) -> list[str]:
-    """Return the readings of the type's layers, the best first."""
-    names = {"every parameter": "closed form", _INNER: "softmax", _WHOLLY: "autodiff"}
-    return [name for start, name in names.items() if any(why.startswith(start) for why in row.path_reasons)]
-
-
-def _why(row: Row) -> list[str]:
-    """Return why a type's layers are not all read with every parameter, or not captured, in short."""
-    reasons = [why for why in row.path_reasons if why != "every parameter is known"]
-    reasons += [why for why in row.reasons if why.partition(":")[0] not in SCOPES]
-    return _reasons(reasons)
-
-
-def _reasons(found: Iterable[str]) -> list[str]:
-    """Return the first sentences of reasons, each once, without names of classes."""
-    short = []
-    for words in found:
-        words = re.sub(r" \(\w+\)", "", words.removeprefix(f"{_INNER}: ").removeprefix(f"{_WHOLLY}: "))
-        short.append(re.split(r"; |\. |\.$", words)[0])
-    return list(dict.fromkeys(short))
-
-
-def _names(title: str, words: str, of: list[Row]) -> str:
-    if not of:
-        return ""
-    names = textwrap.fill(", ".join(f"`{row.type}`" for row in of), 110, break_on_hyphens=False)
-    return f"\n## {title}\n\n{words}\n\n{names}.\n"
-
-
-def _text(words: str) -> str:
-    """Plain words in a cell of a Markdown table."""
-    return re.sub(r"([\\`*_{}\[\]<>|$#~])", r"\\\1", " ".join(words.split()))
-
-
-def _table(title: str, head: str, cells: list[tuple[str, ...]], words: str = "") -> str:
-    if not cells:
-        return ""
-    rule = "|" + " --- |" * (head.count("|") - 1)
-    title += f"\n\n{words}" if words else ""
-    return "\n".join([f"\n## {title}\n", head, rule, *(f"| {' | '.join(row)} |" for row in cells), ""])
 
 
 if __name__ == "__main__":

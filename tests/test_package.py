@@ -257,7 +257,6 @@ def test_version_is_the_same_everywhere() -> None:
     version = PROJECT["project"]["version"]
     assert howsmooth.__version__ == version
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
@@ -310,7 +309,7 @@ def test_sdist_holds_what_a_developer_needs(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"dev.py", "conftest.py", "constraints.txt", "pyproject.toml", "LICENSE", "README.md"}
-    wanted |= {"CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "docs/conf.py", "tests/test_package.py"}
+    wanted |= {"CONTRIBUTING.md", "CITATION.cff", "docs/conf.py", "tests/test_package.py"}
     assert wanted <= names
 
 

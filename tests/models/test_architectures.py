@@ -1,7 +1,7 @@
 """Every architecture: capture finds its attention, the Jacobians are the model's own, and stay so.
 
-The oracle is in ``architectures.oracle``; ``architectures/matrix.json`` is what was found when the page
-docs/architectures.md was made.
+The oracle is in ``architectures.oracle``; ``architectures/matrix.json`` is what was found, and the page
+docs/architectures.md and its table are made of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import howsmooth as hs
+from tests._shared import script
 from tests.architectures import oracle
 from tests.architectures.build import build, inputs_of, model_types
 from tests.architectures.isolation import isolated, shard
@@ -23,7 +24,8 @@ from tests.architectures.oracle import NotFoundError, Probe, agreement
 
 SHARDS = 12
 STORED: dict[str, dict[str, Any]] = {}
-_STORE = json.loads((Path(__file__).parents[1] / "architectures" / "matrix.json").read_text(encoding="utf-8"))
+ROOT = Path(__file__).parents[2]
+_STORE = json.loads((ROOT / "tests" / "architectures" / "matrix.json").read_text(encoding="utf-8"))
 STORED |= {row["type"]: row for row in _STORE["rows"]}
 
 #: Chosen for variety: norms, positions, masks, heads, modalities, and how attention is called.
@@ -75,6 +77,14 @@ def test_the_committed_matrix_has_no_wrong_number_and_enough_architectures() -> 
     assert max(row["differences"] for row in measured) <= limits["differences"] <= 1e-6
     assert max(row["autodiff_error"] for row in measured) <= limits["autodiff"] <= 1e-9
     assert all(row["reasons"] for row in STORED.values() if row["status"] not in ("measured", "no attention"))
+
+
+def test_the_page_and_its_table_are_those_of_the_matrix() -> None:
+    made, source = script("scripts/architecture_matrix.py"), ROOT / "tests" / "architectures" / "matrix.json"
+    again = "run scripts/architecture_matrix.py with --json tests/architectures/matrix.json --page"
+    assert (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8") == made.page(source), again
+    table = (ROOT / "docs" / "_static" / "architectures.csv").read_text(encoding="utf-8")
+    assert table == made.table(source), again
 
 
 def _llama() -> tuple[Probe, hs.Site]:
