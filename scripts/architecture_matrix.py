@@ -156,7 +156,7 @@ _PAGE = """\
 
 Can `howsmooth.capture` take the attention out of a model type, and is the result the model's own? The answer
 for each of the {types} model types of transformers {transformers} (torch {torch}) that have a base model is a
-line of the table [architectures.csv](_static/architectures.csv). `howsmooth inspect` answers it for a model of
+line of [architectures.csv](_static/architectures.csv). `howsmooth inspect` answers it for a model of
 yours ({{doc}}`guide/any-model`).
 
 | types | |
@@ -194,8 +194,8 @@ tokens. It is finite in every layer of {bounded} measured types, and never below
 
 
 _COLUMNS = (
-    "type", "status", "sites", "captured", "closed_form", "autodiff", "scopes", "differences", "autodiff_error",
-    "bound", "bound_over_constant", "reasons",
+    "type", "status", "sites", "captured", "closed_form", "autodiff", "scopes", "differences",
+    "autodiff_error", "bound", "bound_over_constant", "reasons",
 )  # fmt: skip
 
 

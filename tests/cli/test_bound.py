@@ -172,7 +172,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny("llama").save_pretrained(folder / "llama")
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
     ViTModel(ViTConfig(**sizes, image_size=16, patch_size=4)).save_pretrained(folder / "vit")
-    (folder / "ids.txt").write_text(" ".join(str(3 + i * 7 % 20) for i in range(40)), encoding="utf-8")
+    np.save(folder / "ids.npy", [3 + i * 7 % 20 for i in range(40)])
     np.save(folder / "x.npy", gaussian(5, 9, 24).numpy().astype("float32"))
     return folder
 
@@ -180,7 +180,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("model", "option", "lengths"),
     [
-        ("llama", ["--tokens", "ids.txt"], "7"),
+        ("llama", ["--tokens", "ids.npy"], "7"),
         ("llama", ["--embeddings", "x.npy"], "5"),
         ("vit", ["--images", "builtin"], None),
     ],
@@ -266,7 +266,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "second layer of a file": ([*FILE, "--layers", "1"], "layers of head.safetensors, which has 1"),
     "file untrained": ([*FILE, "--random-init"], "expected a model with --random-init"),
     "two inputs": (
-        [*SMALL, "--tokens", "ids.txt"],
+        [*SMALL, "--tokens", "ids.npy"],
         "expected one text, file of tokens or images, got ",
     ),
     "file with a text": ([*FILE, "--text", "alice"], "expected a model with --text, got the parameter file"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -98,8 +99,8 @@ def test_refuses_and_names_the_option(options: list[str], said: str, capsys: Cap
 def test_a_layer_of_cross_attention_names_the_encoder(capsys: Capture) -> None:
     sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
     T5Config(**sizes).save_pretrained("t5")
-    Path("ids.txt").write_text("5 7 9 11")
-    given = ["influence", "t5", "--random-init", "--tokens", "ids.txt"]
+    np.save("ids.npy", [5, 7, 9, 11])
+    given = ["influence", "t5", "--random-init", "--tokens", "ids.npy"]
     assert main(given) == 2
     said = "layers: expected a layer of self-attention, got -1, which is cross-attention. Choose another"
     assert said in (err := capsys.readouterr().err)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import T5Config, T5Model
@@ -15,14 +16,14 @@ from howsmooth.scopes import SIDES
 from tests._selection import others_slow
 
 IDS = list(range(3, 15))
-HOW = ["--tokens", "ids.json", "--lengths", "4", "--samples", "2", "--bounds", "none", "-q", "--no-figures"]
+HOW = ["--tokens", "ids.npy", "--lengths", "4", "--samples", "2", "--bounds", "none", "-q", "--no-figures"]
 
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.chdir(tmp_path)
-    Path("ids.json").write_text(json.dumps([IDS]), "utf-8")
+    np.save("ids.npy", [IDS])
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from transformers import GPT2Config
@@ -55,9 +56,9 @@ def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
 
 def test_token_ids_and_untrained_models(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("howsmooth.profiling.Precision.write", lambda *_, **__: [Path("not-drawn.html")])
-    Path("ids.json").write_text("[5, 6, 7, 8]")
+    np.save("ids.npy", [5, 6, 7, 8])
     GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=2).save_pretrained("tiny")
-    given = ["--random-init", "--tokens", "ids.json", "--layers", "0", "--bits", "4", "--quantisers", "token"]
+    given = ["--random-init", "--tokens", "ids.npy", "--layers", "0", "--bits", "4", "--quantisers", "token"]
     assert main(["precision", "./tiny", *given]) == 0
     out = capsys.readouterr().out
     assert "4 tokens" in out

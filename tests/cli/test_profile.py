@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from transformers import GPT2Config
@@ -76,16 +77,16 @@ def test_several_inputs_are_refused_and_untrained_weights_are_named(name: str, c
     model = [name, "./tiny", "--random-init", "--layers", "0", "-q"]
     assert main([*model, "--text", "a.txt", "--text", "b.txt"]) == 2
     assert "text: expected one value, got 'a.txt', 'b.txt'" in capsys.readouterr().err
-    Path("ids.txt").write_text("1 2 3 4 5\n7 8 9\n")
+    np.save("ids.npy", [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
     if name == "bound":
-        assert main([*model, "--tokens", "ids.txt", "--lengths", "8"]) == 2
+        assert main([*model, "--tokens", "ids.npy", "--lengths", "8"]) == 2
         assert "pieces of at most 5. Use --lengths 5, or a smaller one" in capsys.readouterr().err
     else:
-        assert main([*model, "--tokens", "ids.txt"]) == 2
+        assert main([*model, "--tokens", "ids.npy"]) == 2
         said = "tokens: expected a file with one sequence, got ids with 2. Write one of them into"
         assert said in capsys.readouterr().err
-    Path("ids.txt").write_text("1 2 3 4 5\n")
-    assert main([*model, "--tokens", "ids.txt"]) == 0
+    np.save("ids.npy", [1, 2, 3, 4, 5])
+    assert main([*model, "--tokens", "ids.npy"]) == 0
     assert "tiny (random init)" in capsys.readouterr().out
 
 
@@ -123,16 +124,16 @@ def test_influence_is_written_if_asked_for(capsys: Capture) -> None:
 
 def test_token_ids_and_images_are_inputs_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("howsmooth.profiling.Profile.write", lambda *_, **__: [Path("not-drawn.html")])
-    Path("ids.json").write_text("[5, 6, 7, 8]")
+    np.save("ids.npy", [5, 6, 7, 8])
     GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=2).save_pretrained("tiny")
-    assert main(["profile", "./tiny", "--random-init", "--tokens", "ids.json", "--layers", "0"]) == 0
+    assert main(["profile", "./tiny", "--random-init", "--tokens", "ids.npy", "--layers", "0"]) == 0
     assert "4 tokens" in capsys.readouterr().out
-    assert main(["profile", "builtin-encoder", "--tokens", "ids.json", "--images", "builtin"]) == 2
+    assert main(["profile", "builtin-encoder", "--tokens", "ids.npy", "--images", "builtin"]) == 2
     assert "expected one text, file of tokens or images, got --tok" in capsys.readouterr().err
     for words, said in (
         (["--images", "a.png", "--images", "b.png"], "images: expected one image, got 2"),
         (["--images", "a.png", "--span", "0:4"], "span: expected none beside images, got 0:4"),
-        (["--text", "a.txt", "--tokens", "ids.json"], "inputs: expected one text, file of tokens"),
+        (["--text", "a.txt", "--tokens", "ids.npy"], "inputs: expected one text, file of tokens"),
     ):
         assert main(["profile", "builtin-encoder", *words]) == 2
         assert said in capsys.readouterr().err

@@ -51,11 +51,11 @@ def test_several_sentences_in_a_file_are_named_as_one_input(capsys: Capture) -> 
 def test_embedded_tokens_give_the_radii_of_their_ids(capsys: Capture) -> None:
     model = hs.load_model("model", head=True).model
     ids = torch.tensor([[2, 5, 6, 3]])
-    Path("ids.json").write_text(json.dumps(ids[0].tolist()))
+    np.save("ids.npy", ids[0].numpy())
     np.save("x.npy", embedded(model, {"input_ids": ids}).numpy())
     target = str((int(model(ids).logits[0].argmax()) + 1) % 3)
     rankings = []
-    for given in (["--tokens", "ids.json"], ["--embeddings", "x.npy"]):
+    for given in (["--tokens", "ids.npy"], ["--embeddings", "x.npy"]):
         assert main([*SHORT, *given, "--jointly", "--norm", "inf", "--target", target, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["ranking"][0]["rival"] == int(target)
@@ -128,7 +128,7 @@ def test_after_an_interruption_the_same_command_continues(
         (["model", "--embeddings", "x.npy"], "x.npy"),
         (["model", "--embeddings", "x.npy", "--span", "0:2"], "--positions chooses the tokens that move"),
         (["model", "--text", "letter.txt", "--positions", "9"], "positions: expected tokens of model"),
-        (["model", "--embeddings", "x.npy", "--tokens", "ids.json"], "tokens"),
+        (["model", "--embeddings", "x.npy", "--tokens", "ids.npy"], "tokens"),
         (["builtin-encoder"], "BertForMaskedLM"),
         (["gpt2", "--random-init"], "gpt2"),
     ],

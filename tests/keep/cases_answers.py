@@ -141,8 +141,8 @@ def _study() -> Mapping[str, Number]:
 
     found: dict[str, Number] = {}
     with tempfile.TemporaryDirectory() as folder:
-        file, out = Path(folder, "ids.txt"), Path(folder, "out")
-        file.write_text(" ".join(str((7 * i) % 2000 + 5) for i in range(100)))
+        file, out = Path(folder, "ids.npy"), Path(folder, "out")
+        np.save(file, [(7 * i) % 2000 + 5 for i in range(100)])
         options = "--lengths 4,8,16 --samples 2 --layers 0 --scope attention --bounds none --no-figures -q"
         options += " --dtype float64 --rtol 1e-6"
         command = ["measure", "builtin-decoder", "--tokens", str(file), "--out", str(out), *options.split()]

@@ -33,7 +33,7 @@ _EXAMPLES = (
     "Examples:",
     "[cyan]howsmooth bound builtin-encoder --layers 0[/]  the first layer, with all heads",
     "[cyan]howsmooth bound builtin-decoder --scope head --heads 0,1 --lengths 16,64[/]  two heads",
-    "[cyan]howsmooth bound ./my-llama --tokens ids.txt --layers -1[/]  token ids instead of a text",
+    "[cyan]howsmooth bound ./my-llama --tokens ids.npy --layers -1[/]  token ids instead of a text",
     "[cyan]howsmooth bound ./head.safetensors --lengths 100 --radius 4[/]  your own parameters",
     "[cyan]howsmooth bound gpt2 --random-init --layers 6 --json[/]  JSON for another program",
     "In place of the model, a .toml file may hold the options as keys: source, layers, lengths and so on.",

@@ -19,7 +19,7 @@ _EXAMPLES = (
     "[cyan]howsmooth measure gpt2 --random-init --text alice --layers 6[/]  the architecture, untrained",
     "[cyan]howsmooth measure builtin-encoder --as-decoder[/]  an encoder with a causal mask",
     "[cyan]howsmooth measure vit --random-init --images builtin --layers 0,5[/]  images instead of a text",
-    "[cyan]howsmooth measure ./my-model --embeddings X.safetensors --lengths 4,8[/]  "
+    "[cyan]howsmooth measure ./my-model --embeddings X.npy --lengths 4,8[/]  "
     "tokens that another program embedded",
     "[cyan]howsmooth measure builtin-encoder --as-published all[/]  also what the paper's code computes",
     "[cyan]howsmooth measure ./my-model --lengths 1024,4096 --dry-run[/]  only predict the time",

@@ -28,8 +28,8 @@ _EXAMPLES = (
     "Examples:",
     "[cyan]howsmooth radius ./model --text letter.txt[/]  every token of a text",
     "[cyan]howsmooth radius ./model --text letter.txt --seconds 600[/]  then ten minutes in third order",
-    "[cyan]howsmooth radius ./model --tokens ids.json --jointly --norm inf[/]  all tokens at once",
-    "[cyan]howsmooth radius ./model --tokens ids.json --positions 1,3 --jointly[/]  two tokens at once",
+    "[cyan]howsmooth radius ./model --tokens ids.npy --jointly --norm inf[/]  all tokens at once",
+    "[cyan]howsmooth radius ./model --tokens ids.npy --positions 1,3 --jointly[/]  two tokens at once",
     "[cyan]howsmooth radius ./model --embeddings x.npy --order 3 --json[/]  embedded tokens",
     "Run the same command again to continue after an interruption.",
 )
@@ -59,8 +59,8 @@ class RadiusPlan(OneInputPlan):
     )
     embeddings: tuple[str, ...] = shared(
         "embeddings",
-        help="Embedded tokens instead of a text, as the first layer reads them: a .npy or .safetensors file "
-        "of one tensor (n, d).",
+        help="Embedded tokens instead of a text, as the first layer reads them: a .npy file of one array "
+        "(n, d).",
     )
     target: int | None = option(
         None, whole(0), "The class that the answer must not become. Default: any other."

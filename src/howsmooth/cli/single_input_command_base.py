@@ -90,8 +90,8 @@ class OneInputPlan(InputPlan):
 
     def input_of(self, loaded: Any) -> Any:
         """Return the input of a loaded model in a form that :func:`howsmooth.profile` takes."""
-        from howsmooth.models import image_inputs, load_token_ids
-        from howsmooth.models.inputs.token_files import load_embeddings
+        from howsmooth.models import image_inputs
+        from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
 
         if self.images:
             made = image_inputs(loaded, self.images[0])

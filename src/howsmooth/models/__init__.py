@@ -11,8 +11,6 @@ padding, and ``sequence_datasets`` cuts token ids and images into sequences of a
 
 from howsmooth.models.capture import capture
 from howsmooth.models.captured_layer import CrossSite, Site
-from howsmooth.models.inputs.image_sources import load_images
-from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
 from howsmooth.models.inspect import InspectedSite, Inspection, Refusal, inspect_model
 from howsmooth.models.loading.load import LoadedModel, builtin_names, load_model
 from howsmooth.models.sequence_datasets import image_inputs
@@ -30,8 +28,5 @@ __all__ = [
     "capture",
     "image_inputs",
     "inspect_model",
-    "load_embeddings",
-    "load_images",
     "load_model",
-    "load_token_ids",
 ]

@@ -151,15 +151,14 @@ _SHARED: dict[str, Any] = {
     "tokens": option(
         (),
         several(words(place=True)),
-        "Token ids instead of a text: a .npy or .json file, or a text file with one sequence of numbers a "
-        "line.",
+        "Token ids instead of a text: a .npy file of an integer array (tokens) or (sequences, tokens).",
         metavar="FILE",
     ),
     "embeddings": option(
         (),
         several(words(place=True)),
-        "Embedded tokens instead of a text: a .npy or .safetensors file of tensors (n, d), which stand for "
-        "the model's embedding of ids; with --part encoder, what its first layer reads.",
+        "Embedded tokens instead of a text: a .npy file of an array (n, d) or (sequences, n, d), which "
+        "stands for the model's embedding of ids; with --part encoder, what its first layer reads.",
         metavar="FILE",
     ),
     "layers": option(

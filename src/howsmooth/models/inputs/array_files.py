@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError, ModelError, NonFiniteError, reason
+from howsmooth.errors import ArgumentError, ModelError, reason
 
-__all__ = ["DataSource", "check_range", "read_array", "read_arrays", "shown"]
+__all__ = ["DataSource", "read_array", "read_arrays", "shown"]
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 
 
 @dataclass(frozen=True, eq=False)
 class DataSource:
-    """Data for a model, read from a file or an array, with the name, origin and SHA-256 hash of the data.
+    """Data for a model, read from a file, with the name, origin and SHA-256 hash of the data.
 
     Attributes
     ----------
@@ -38,23 +38,24 @@ class DataSource:
     digest: str
 
 
-def read_array(path: Path) -> np.ndarray:
+def read_array(path: Path, argument: str) -> np.ndarray:
     """Read the array in a .npy file without running code that the file may contain.
 
     Raises
     ------
     ArgumentError
-        If the file cannot be read, or contains pickled objects.
+        If the file is of another kind, cannot be read, or contains pickled objects.
 
     """
-    try:
-        return np.asarray(np.load(path, allow_pickle=False))
-    except Exception as error:  # numpy raises many kinds of errors for a damaged header
-        raise ArgumentError(
-            shown(path),
-            expected="an array of numpy (.npy)",
-            got=f"a file that cannot be read ({reason(error)})",
-        ) from error
+    got = f"{shown(path)!r}"
+    if path.suffix.lower() == ".npy":
+        try:
+            return np.asarray(np.load(path, allow_pickle=False))
+        except Exception as error:  # numpy raises many kinds of errors for a damaged header
+            got = f"{shown(path)}, which cannot be read ({reason(error)})"
+    raise ArgumentError(
+        argument, expected="a .npy file", got=got, remedy="numpy.save(file, array) writes one."
+    )
 
 
 def read_arrays(path: Path, what: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Tensor]:
@@ -111,19 +112,6 @@ def _tensor(name: str, array: np.ndarray) -> Tensor:
         raise ValueError(f"{name} holds {array.dtype}, where float32 or float64 numbers are needed")
     # torch supports neither foreign byte orders nor all strides, so that the array is copied.
     return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
-
-
-def check_range(array: np.ndarray, low: float, high: float, argument: str, remedy: str = "") -> None:
-    """Raise ArgumentError unless all values are finite and between ``low`` and ``high``."""
-    if not np.isfinite(array).all():
-        raise NonFiniteError(argument, expected="finite values", got="NaN or infinity")
-    if not low <= array.min() <= array.max() <= high:
-        raise ArgumentError(
-            argument,
-            expected=f"floating-point values from {low:.4g} to {high:.4g}",
-            got=f"values from {float(array.min()):.4g} to {float(array.max()):.4g}",
-            remedy=remedy,
-        )
 
 
 def _is_file(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Readers of images for vision models from files, folders and arrays, and the built-in images."""
+"""The reader of images for vision models, from files and folders, and the built-in images."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
-from torch import Tensor
 
 from howsmooth.errors import ArgumentError, reason
-from howsmooth.models.inputs.array_files import DataSource, check_range, read_array, shown
+from howsmooth.models.inputs.array_files import DataSource, shown
 from howsmooth.models.inputs.builtin_images import builtin_images
 
 __all__ = ["Images", "load_images"]
 
-_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".npy")
+_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
 _MOST_ENTRIES = 100_000
 _MOST_STRETCHED = 100
 
@@ -48,46 +47,33 @@ class Images(DataSource):
 
 
 def load_images(source: object = "builtin") -> Images:
-    """Find the images in files, folders or arrays, and check that each image can be read.
+    """Find the images in files or folders, and check that each image can be read.
 
     Parameters
     ----------
     source
         ``"builtin"``; a file or a folder (with its subfolders), or a list of files and folders, in which each
-        file counts once; a NumPy array (height, width), (height, width, 3) or (batch, height, width, 3); or a
-        tensor (3, height, width) or (batch, 3, height, width). Values are bytes from 0 to 255, or
-        floating-point numbers from 0 to 1, which are rounded to bytes. In folders, only files with the ending
-        of an image or ``.npy`` are read. Grey images become RGB, and transparent pixels are put on white.
+        file counts once. In folders, only files with the ending of an image are read. Grey images become RGB,
+        and transparent pixels are put on white.
 
     Raises
     ------
     ArgumentError
         If a path does not exist, a folder has no images, or a file is no image, has more pixels than Pillow
-        considers safe, or has a side more than a hundred times as long as the other; or if an array has
-        another shape, or values outside of the range.
+        considers safe, or has a side more than a hundred times as long as the other.
 
     """
     if isinstance(source, Images):
         return source
-    if isinstance(source, Tensor):
-        if source.ndim not in (3, 4) or source.shape[-3] not in (1, 3):
-            raise ArgumentError(
-                "images",
-                expected="a tensor (3, height, width) or (batch, 3, height, width)",
-                got=f"shape {tuple(source.shape)}",
-            )
-        source = source.detach().cpu().movedim(-3, -1).numpy()
-    if isinstance(source, np.ndarray):
-        held = _of_array(source, "images")
-        return Images("images", f"{len(held)} images given as an array", _digest(held), held)
     places = [source] if isinstance(source, str | os.PathLike) else source
     if not (
         isinstance(places, Sequence) and places and all(isinstance(one, str | os.PathLike) for one in places)
     ):
         raise ArgumentError(
             "images",
-            expected="'builtin', paths of files or folders, an array or a tensor",
+            expected="'builtin', or paths of files or folders",
             got=repr(places)[:80],
+            remedy="The image processor of the model makes tensors of arrays and of Pillow images.",
         )
     if list(map(os.fspath, places)) == ["builtin"]:
         return _builtin()
@@ -110,15 +96,15 @@ def _builtin() -> Images:
 
 def _of_files(places: list[Path]) -> Images:
     files = list(dict.fromkeys(file.resolve() for place in places for file in _files(place)))
-    # Every file is read once now, so that a damaged file is reported before anything is measured.
-    held = [one for file in files for one in _checked(file)]
+    for file in files:  # now, so that a damaged file is reported before anything is measured
+        _read(file)
     first = places[0].resolve()
     where = f"{places[0]} and {len(places) - 1} more" if len(places) > 1 else str(places[0])
     return Images(
         (first.name if first.is_dir() else first.stem) or "images",
-        f"{'one image' if len(held) == 1 else f'{len(held)} images'} of {where}",
+        f"{'one image' if len(files) == 1 else f'{len(files)} images'} of {where}",
         _digest(file.read_bytes() for file in files),
-        held,
+        files,
     )
 
 
@@ -162,19 +148,22 @@ def _below(folder: Path) -> Iterator[Path]:
         yield from (Path(above, name) for name in files if not name.startswith("."))
 
 
-def _checked(file: Path) -> Sequence[Image.Image | Path]:
-    if file.suffix.lower() == ".npy":
-        return _of_array(read_array(file), str(file))
-    _read(file)
-    return [file]
-
-
 def _read(file: Path) -> Image.Image:
     picture = _opened(file)
     if picture.mode.startswith(("I", "F")):  # grey with more than eight bits per pixel
-        values = np.asarray(picture, dtype=np.float64)
-        return _picture(values if picture.mode == "F" else values / 65535.0, str(file))
-    _check_sides(picture.width, picture.height, str(file))
+        values = np.asarray(picture, dtype=np.float64) / (1.0 if picture.mode == "F" else 65535.0)
+        if not (np.isfinite(values).all() and 0.0 <= values.min() <= values.max() <= 1.0):
+            raise ArgumentError(
+                str(file), expected="grey values from 0 to 1, or of sixteen bits", got="others"
+            )
+        picture = Image.fromarray(np.rint(255.0 * values).astype(np.uint8))
+    if max(picture.size) > _MOST_STRETCHED * min(picture.size):
+        # It would fill the memory when it is resized for a model.
+        raise ArgumentError(
+            str(file),
+            expected=f"an image with no side more than {_MOST_STRETCHED} times as long as the other",
+            got=f"{picture.width} x {picture.height}",
+        )
     ground = Image.new("RGBA", picture.size, "white")
     return Image.alpha_composite(ground, picture.convert("RGBA")).convert("RGB")
 
@@ -189,42 +178,3 @@ def _opened(file: Path) -> Image.Image:
                 return ImageOps.exif_transpose(picture)
     except Exception as error:  # Pillow raises many kinds of errors for a damaged file
         raise ArgumentError(str(file), expected="an image that can be read", got=reason(error)) from error
-
-
-def _of_array(array: np.ndarray, argument: str) -> list[Image.Image]:
-    batch = list(array) if array.ndim == 4 else [array]
-    if not batch:
-        raise ArgumentError(argument, expected="at least one image", got=f"shape {tuple(array.shape)}")
-    return [_picture(one, argument) for one in batch]
-
-
-def _picture(array: np.ndarray, argument: str) -> Image.Image:
-    if array.ndim == 3 and array.shape[-1] == 1:
-        array = array[..., 0]
-    if array.shape[2:] not in ((), (3,)) or array.ndim < 2 or 0 in array.shape:
-        raise ArgumentError(
-            argument,
-            expected="an image (height, width) or (height, width, 3)",
-            got=f"an array of shape {tuple(array.shape)}",
-        )
-    _check_sides(array.shape[1], array.shape[0], argument)
-    if array.dtype.kind == "f":
-        check_range(array, 0.0, 1.0, argument, "Divide bytes by 255, or give them as uint8.")
-        array = np.rint(255.0 * array.astype(np.float64)).astype(np.uint8)
-    elif array.dtype != np.uint8:
-        raise ArgumentError(
-            argument, expected="bytes (uint8) or floating-point values from 0 to 1", got=str(array.dtype)
-        )
-    return Image.fromarray(array).convert("RGB")
-
-
-def _check_sides(width: int, height: int, argument: str) -> None:
-    """Raise ArgumentError for a very narrow image, which would fill the memory when it is resized for a
-    model.
-    """
-    if max(width, height) > _MOST_STRETCHED * min(width, height):
-        raise ArgumentError(
-            argument,
-            expected=f"an image with no side more than {_MOST_STRETCHED} times as long as the other",
-            got=f"{width} x {height}",
-        )
