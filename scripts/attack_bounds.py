@@ -9,7 +9,7 @@ is the largest singular value of its dense Jacobian. Each ascent moves the token
 and all weights, whose norms stay as they were drawn. Every bound that applies is evaluated where the ascent
 ends, and for a quarter of the cases at a step on the way. The cases nearest to a bound are computed again
 with 40 digits, and 40 digits decide wherever float64 exceeds a bound.
-docs/theory/ascents-against-bounds.md shows a run.
+docs/evidence.md shows a run.
 """
 
 from __future__ import annotations
