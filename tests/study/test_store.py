@@ -46,16 +46,15 @@ CHOICES: dict[Any, tuple[Any, ...]] = {
     float: FLOATS,
     bool: (True, False),
     str: NAMES,
-    bytes: (b"", b"\0\xff", bytes(range(256))),
     tuple[str, ...]: ((), NAMES, ("a",)),
     tuple[float, ...]: ((), FLOATS, (0.5,)),
 }
 PLAIN = {
-    int: 3, float: 0.5, bool: True, str: "words", bytes: b"\0", tuple[str, ...]: ("a",),
+    int: 3, float: 0.5, bool: True, str: "words", tuple[str, ...]: ("a",),
     tuple[float, ...]: (0.5,),
 }  # fmt: skip
 OTHER = {
-    int: 4, float: 2.5, bool: False, str: "other", bytes: b"", tuple[str, ...]: (),
+    int: 4, float: 2.5, bool: False, str: "other", tuple[str, ...]: (),
     tuple[float, ...]: (0.1, 0.2),
 }  # fmt: skip
 
@@ -218,7 +217,6 @@ def test_a_transaction_holds_all_or_nothing(store: Store) -> None:
     def work(stop: bool) -> None:
         with store.transaction():
             store.add([row()], 1)
-            store.delete_rows(Measurement, "n > ?", 8)
             store.add([bounding()], 1)
             if stop:
                 raise KeyboardInterrupt
@@ -228,7 +226,7 @@ def test_a_transaction_holds_all_or_nothing(store: Store) -> None:
     assert [one.n for one, _ in store.rows(Measurement)] == [9]
     assert store.count(Bounding) == 0
     work(stop=False)
-    assert [one.n for one, _ in store.rows(Measurement)] == [4]
+    assert [one.n for one, _ in store.rows(Measurement)] == [9, 4]
     assert store.count(Bounding) == 1
 
 
@@ -261,21 +259,13 @@ def test_keys_are_those_of_the_rows_asked_for(store: Store) -> None:
 
 
 def test_each_kind_of_work_has_an_identity_of_its_own(store: Store) -> None:
-    measure = {
-        "seed": 0,
-        "rtol": 1e-4,
-        "sphere": True,
-        "rescale": False,
-        "radius": None,
-        "until": 2.0,
-        "d": 3,
-    }
+    measure = {"seed": 0, "sphere": True, "rescale": False, "radius": None, "until": 2.0, "text": "a"}
     store.check("measure", measure)  # nothing was begun
     store.begin("measure", measure)
     store.begin("attack", {"seed": 5})
     store.begin("measure", {"seed": 9})  # the first one stays
     assert store.identity("measure") == measure
-    assert (store.identity("attack"), store.identity("flow")) == ({"seed": 5}, {})
+    assert (store.identity("attack"), store.identity("figure")) == ({"seed": 5}, {})
     store.check("measure", measure)
     for name, value, made, remedy in (
         ("seed", 1, "with --seed 0, not 1", ", or repeat --seed 0"),
@@ -283,7 +273,7 @@ def test_each_kind_of_work_has_an_identity_of_its_own(store: Store) -> None:
         ("rescale", True, "without --rescale, not with it", ", or leave --rescale out"),
         ("radius", 2.0, "with --radius its default, not 2", ", or leave --radius out"),
         ("until", None, "with --until 2, not its default", ", or repeat --until 2"),
-        ("d", 4, "with the dimension 3, not 4", ""),
+        ("text", "b", "with the text a, not b", ""),
     ):
         with pytest.raises(StoreError) as refusal:
             store.check("measure", measure | {name: value})

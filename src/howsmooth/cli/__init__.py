@@ -17,7 +17,6 @@ import typer
 from howsmooth.cli.attack import attack
 from howsmooth.cli.bound import bound
 from howsmooth.cli.certify import certify
-from howsmooth.cli.flow import flow
 from howsmooth.cli.influence import influence
 from howsmooth.cli.inspect import inspect
 from howsmooth.cli.measure import TYPED, measure
@@ -35,6 +34,11 @@ __all__ = ["app", "main"]
 REFUSED = 2
 PIPE_CLOSED = 141
 """The exit code that a shell reports for a program that SIGPIPE ended: 128 + 13."""
+
+GONE = {
+    "flow": 'Tokens flow in Python: hs.dynamics.flow, in the guide "Flows".',
+}
+"""Commands that there were, each with a sentence on what replaces it."""
 
 _BIBTEX = r"""@inproceedings{castin2024smooth,
   title     = {How Smooth Is Attention?},
@@ -97,7 +101,6 @@ for _command in (
     attack,
     radius,
     precision,
-    flow,
     certify,
     inspect,
     reproduce,
@@ -117,13 +120,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         The exit code. 0: the command succeeded. 2: the command refused its arguments or inputs, and printed
-        the reason to standard error. 3: some measurements or figures failed, or a flow ended early. 130: the
+        the reason to standard error. 3: some measurements or figures failed. 130: the
         user interrupted the command, or a batch system ended it with SIGTERM. 141: the program that reads the
         output, such as ``head``, has ended. A traceback with exit code 1 is a bug of howsmooth.
 
     """
     # Without arguments, show the help. TYPED is recorded in the store with each run.
     typed = tuple(sys.argv[1:] if arguments is None else arguments) or ("--help",)
+    if typed[0] in GONE:
+        return _refuse(f"howsmooth has no command {typed[0]}. {GONE[typed[0]]}")
     TYPED.set(typed)
     if arguments is None:  # as a program, not called by another one, whose signals are its own
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,13 +1,12 @@
-"""Load attention layers and heads from a model or a parameter file, for bounds, attacks and flows."""
+"""Load attention layers and heads from a model or a parameter file, for bounds and attacks."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -221,20 +220,16 @@ class ModelSource:
         self.usual_length = min(possible, key=lambda n: abs(n - usual)) if possible else usual
 
     def attentions(self, length: int) -> list[Target]:
-        """Run the model on ``length`` tokens; return its layers or heads with the tokens they receive."""
-        return [
-            Target(s.layer, s.head, s.scope, s.masking, s.map, s.norm, s.x[0].detach().cpu())
-            for s in self.sites(length, self._plan.scopes[0])
-        ]
-
-    def sites(self, length: int, scope: str) -> Sequence[Any]:
-        """Run the model on ``length`` tokens; return its layers or heads as ``howsmooth.models.Site``.
+        """Run the model on ``length`` tokens; return its layers or heads with the tokens they receive.
 
         The length, the seed, the text and the model determine where in the text the sequence begins.
         """
         subject = replace(self._subject, lengths=(length,))
         inputs = subject.feed.inputs([place_sequences(self._plan, subject, {})[length, 0]], length)
-        return capture_sites(self._model, inputs, subject, scope, subject.layers, length)
+        sites = capture_sites(self._model, inputs, subject, self._plan.scopes[0], subject.layers, length)
+        return [
+            Target(s.layer, s.head, s.scope, s.masking, s.map, s.norm, s.x[0].detach().cpu()) for s in sites
+        ]
 
 
 AttentionSource = FileSource | ModelSource

@@ -16,9 +16,9 @@ import pandas as pd
 from howsmooth.scopes import CROSS_SCOPE
 
 __all__ = [
-    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "CORRECTED", "FIGURE", "FLOW", "KEY_COLUMNS", "KINDS",
+    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "CORRECTED", "FIGURE", "KEY_COLUMNS", "KINDS",
     "MEASURE", "PLACE", "PUBLISHED",
-    "Attack", "Bounding", "Contents", "Ending", "Failure", "FigureRow", "FrameRow", "GrowthRow",
+    "Attack", "Bounding", "Contents", "Failure", "FigureRow",
     "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
     "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord", "keys_of",
     "plain_rows", "quantities",
@@ -47,7 +47,7 @@ def keys_of(
 PublishedKey = tuple[int, int, int, str, str]
 """The key (layer, n, sample, quantity, items) of a published value of one model on one text."""
 
-MEASURE, ATTACK, FLOW, FIGURE = "measure", "attack", "flow", "figure"
+MEASURE, ATTACK, FIGURE = "measure", "attack", "figure"
 """The values of :attr:`StudyRecord.kind`. Bounds and published values belong to ``measure``."""
 
 ATTACK_PLACE = ("layer", "head", "n")
@@ -107,9 +107,9 @@ class Row:
 
 @dataclass(frozen=True)
 class StudyRecord(Row, table="studies", key=("kind",)):
-    """The settings shared by all rows of one kind of work in a store, such as measurements or a flow.
+    """The settings shared by all rows of one kind of work in a store, such as measurements.
 
-    ``kind`` is ``measure``, ``attack``, ``flow`` or ``figure``; ``identity`` holds the settings as JSON.
+    ``kind`` is ``measure``, ``attack`` or ``figure``; ``identity`` holds the settings as JSON.
     """
 
     kind: str
@@ -402,62 +402,6 @@ class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
     evaluations: int
     seed: int
     file: str | None
-
-
-@dataclass(frozen=True)
-class FrameRow(Row, table="frames", key=("place",)):
-    """A row of the store: the state of a flow at one time.
-
-    Arrays are bytes of little-endian float64. ``x`` has the tokens (n, d). ``mean`` (d) and ``covariance``
-    (d, d) belong to the Gaussian measure that is followed beside the tokens, if any. ``evaluations`` counts
-    the evaluations of the vector field since the previous frame, which took ``seconds``.
-    """
-
-    place: int
-    time: float
-    n: int
-    d: int
-    x: bytes
-    mean: bytes | None
-    covariance: bytes | None
-    evaluations: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Ending(Row, table="endings", key=("status",)):
-    """A row of the store: the reason why a flow ended before its last time.
-
-    ``status`` is ``blew up`` if no finite state exists beyond a time between ``lower`` and ``upper``, and
-    ``stopped`` if the integrator gave up between these times. ``what`` is the part that ended: the tokens or
-    the Gaussian measure.
-    """
-
-    status: str
-    what: str
-    reason: str
-    lower: float
-    upper: float
-
-
-@dataclass(frozen=True)
-class GrowthRow(Row, table="growths", key=("time",)):
-    """A row of the store: how much perturbations of a flow's initial tokens have grown at one time.
-
-    The values come from :class:`howsmooth.dynamics.Growth`.
-    """
-
-    time: float
-    value: float
-    lower: float
-    upper: float
-    confidence: float
-    converged: bool
-    product: float
-    exponential: float
-    discretisation_error: float | None
-    method: str
-    step: float
 
 
 @dataclass(frozen=True)

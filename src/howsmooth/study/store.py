@@ -49,15 +49,13 @@ R = TypeVar("R", bound=Row)
 # What SQLite does with a row whose key is in the table already: raise an error, keep the old row, or replace
 # it.
 _AGAIN = {"refuse": "", "stay": "OR IGNORE ", "replace": "OR REPLACE "}
-_SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB", tuple: "TEXT"}
+_SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL", str: "TEXT", tuple: "TEXT"}
 _FRAME_TYPES = {int: "int64", bool: "bool", float: "float64"}
 # Parts of a study's identity that are not set by an option of the same name.
 _NO_OPTIONS = {
     "source": "source",
     "text": "text",
     "special_tokens": "special tokens",
-    "n": "number of tokens",
-    "d": "dimension",
 }
 
 
@@ -193,11 +191,6 @@ class Store:
                     f"DELETE FROM failures WHERE what = '{kind.table}' "
                     f"AND EXISTS (SELECT 1 FROM {kind.table} AS m WHERE {same})"
                 )
-
-    def delete_rows(self, kind: type[Row], where: str, *values: object) -> None:
-        """Delete the rows of one table that satisfy an SQL condition."""
-        with self.transaction():
-            self._connection.execute(f"DELETE FROM {kind.table} WHERE {where}", values)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -339,7 +332,7 @@ def now() -> str:
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
     """Return two phrases: how a wanted setting differs from the stored one, and what the user can do."""
     if name == "fingerprint":
-        return "with other parameters, or from other tokens (their fingerprint differs)", ""
+        return "with other parameters (their fingerprint differs)", ""
     if name in _NO_OPTIONS:
         return f"with the {_NO_OPTIONS[name]} {stored}, not {wanted}", ""
     option = f"--{name.replace('_', '-')}"

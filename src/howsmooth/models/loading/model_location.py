@@ -148,9 +148,9 @@ def find(name: str, *, random_init: bool) -> Place:
         hint = f" Models are in the folders {', '.join(inside)} inside." if inside else ""
         if path.suffix in (".npy", ".npz", ".safetensors"):
             hint = (
-                " The parameters of one attention, in a .npz or .safetensors file, are for howsmooth bound, "
+                " The parameters of one attention, in a .npz or .safetensors file, are for howsmooth bound "
+                "and attack."
             )
-            hint += "attack and flow."
         raise ModelError(f"{name!r} {what}.{hint} {_remedy(name)}")
     if looks_like_path or ":" in name:
         raise ModelError(f"There is no folder {name!r}. {_remedy(name)}")

@@ -1,4 +1,4 @@
-"""Draw figures of measurements, attacks and flows. Nothing is measured here."""
+"""Draw figures of measurements and attacks. Nothing is measured here."""
 
 from __future__ import annotations
 
