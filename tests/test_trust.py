@@ -11,7 +11,6 @@ import io
 import json
 import pickle
 import re
-import shutil
 import struct
 import zipfile
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
 from howsmooth.study.measurement_outputs import write_outputs
-from howsmooth.study.merge import merge_stores
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.text_formatting import file_stem
 from tests._sources import AttackWork, SmallModel, plain_table, small_tools
@@ -402,10 +400,7 @@ def test_names_of_models_and_texts_in_studies(root: Path, model: str, text: str)
             make_plan(models=(ModelSpec(model),), texts=(text,))
         return
     plan = make_plan(models=(ModelSpec(model),), texts=(text,), lengths=(2, 4), samples=2)
-    run(plan, Path("theirs"), made)
-    # Another's store is merged with the names that are in it.
-    merge_stores([Path("theirs")], Path("out"))
-    shutil.rmtree("theirs")
+    run(plan, Path("out"), made)
     write_outputs(Path("out"))
     check_names(root, "out")
     nothing_above(root)

@@ -32,7 +32,7 @@ from tests._sources import AttackWork, SmallModel, plain_table, small_tools
 from tests._study import make_tools, words
 
 ENDINGS = {0, 2, 3, 130}
-COMMANDS = ("measure", "bound", "attack", "study", "certify")
+COMMANDS = ("measure", "bound", "attack", "certify")
 
 # ---- where a command runs, and what is held against it
 
@@ -61,7 +61,6 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
 
         patch.setattr(torch, "set_num_threads", set_threads)
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        patch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
         patch.setattr("howsmooth.study.attack_outputs.draw_attacks", lambda *_: [])
         if not real:
             put_stand_ins(patch, command)
@@ -71,7 +70,7 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
 def put_stand_ins(patch: pytest.MonkeyPatch, command: str) -> None:
     """Put stand-ins for models, texts and all that takes long in the places of the library's functions."""
     tools = small_tools(count=400)
-    if command in ("measure", "study"):
+    if command == "measure":
         tools, _ = make_tools(models={"small": SmallModel()}, texts={"prose": words(400)})
 
     def load_model(name: str, *, device: str = "cpu", **options: Any) -> Any:
@@ -219,6 +218,7 @@ INPUTS = st.sampled_from(
     ]
 )
 LIKELY = {
+    "--plan": INPUTS,
     "--lengths": RANGES,
     "--layers": RANGES,
     "--heads": RANGES,
@@ -243,7 +243,6 @@ USUAL = {
     "measure": ["small", "--text", "prose", "--lengths", "2,3", "--samples", "1"],
     "bound": ["small", "--text", "prose", "--lengths", "3", "--layers", "0"],
     "attack": ["small", "--text", "prose", "--lengths", "3", "--layers", "0", "--steps", "2"],
-    "study": ["plan.toml"],
     "certify": ["model.safetensors", "--data", "data.npz", "--radius", "3"],
 }
 """A command line that works."""
@@ -262,7 +261,6 @@ REAL = {
     ],
     "bound": ["head.safetensors", "--lengths", "5,9", "--radius", "3"],
     "attack": ["head.safetensors", "--lengths", "3", "--radius", "2", "--steps", "2", "--restarts", "1"],
-    "study": ["plan.toml"],
     "certify": ["model.safetensors", "--data", "data.npz", "--clip"],
 }
 """The same for the library's own tools."""
@@ -416,12 +414,13 @@ def plans(draw: st.DrawFn, usual: str) -> str:
 
 
 def try_plan(plan: str, *, real: bool) -> None:
-    with workplace("study", real=real) as root:
+    with workplace("measure", real=real) as root:
         Path("plan.toml").write_bytes(plan.encode("utf-8", "surrogatepass"))
-        began = run(root, "study", "plan.toml", "--out", "out", "--quiet")
-        run(root, "study", "plan.toml", "--out", "out", "--status", "--json")
+        line = ["measure", "--plan", "plan.toml", "--out", "out"]
+        began = run(root, *line, "--quiet")
+        run(root, *line, "--dry-run", "--json")
         if began in (0, 3):
-            assert run(root, "study", "plan.toml", "--out", "out", "--resume", "--quiet") == began
+            assert run(root, *line, "--quiet") == began
 
 
 @quickly

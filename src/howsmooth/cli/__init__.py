@@ -25,7 +25,6 @@ from howsmooth.cli.precision import precision
 from howsmooth.cli.profile import profile
 from howsmooth.cli.radius import radius
 from howsmooth.cli.reproduce import reproduce
-from howsmooth.cli.study import study
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.text_formatting import encodable, readable
 
@@ -37,6 +36,9 @@ PIPE_CLOSED = 141
 
 GONE = {
     "flow": 'Tokens flow in Python: hs.dynamics.flow, in the guide "Flows".',
+    "merge": "Machines share one store by howsmooth measure --plan FILE --executor dask.",
+    "status": "A run tells its progress, and howsmooth measure --plan FILE --dry-run counts what is left.",
+    "study": "A plan file is carried out, and continued, by howsmooth measure --plan FILE.",
 }
 """Commands that there were, each with a sentence on what replaces it."""
 
@@ -96,7 +98,6 @@ for _command in (
     profile,
     influence,
     measure,
-    study,
     bound,
     attack,
     radius,
@@ -167,8 +168,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = next((word for word in typed[2:] if sentence.endswith(f"extra argument(s) ({word})")), "")
         if file and Path(file).is_file():
             stop += f" Is {'--data' if typed[0] == 'certify' else '--text'} {file} meant?"
-        if typed[0] == "study" and sentence.startswith("No such option"):
-            stop += " What a study measures is set in its plan file."
         return _refuse(f"{sentence}{stop} See {place} --help.")
     return code if isinstance(code, int) else 0
 

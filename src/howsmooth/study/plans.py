@@ -46,6 +46,7 @@ from howsmooth.study.text_formatting import encodable
 __all__ = [
     "BOUNDS",
     "DEFAULT_TEXT",
+    "FIGURES",
     "INFLUENCE_RTOL",
     "INFLUENCE_TOKENS",
     "KINDS",
@@ -68,6 +69,9 @@ __all__ = [
 
 BOUNDS = ("auto", "all", "none")
 """Which bounds to compute beside constants: as many as take little time, all, or none."""
+
+FIGURES = ("page", "all")
+"""Which figures a study draws: those on its page, or also files of each layer and head."""
 
 KINDS = ("text", "tokens", "embeddings", "images", "audio")
 """The kinds of input: text, token ids, embedded tokens, images and audio."""

@@ -121,13 +121,11 @@ class StudyRecord(Row, table="studies", key=("kind",)):
 class Run(Row, table="runs", key=("id",), again="replace"):
     """A run: one process that computed rows of the store.
 
-    ``token`` is a random identifier that is unique among stores. ``worked`` is the time in seconds from the
-    start of its first row to its last row, by a monotonic clock. ``finished`` is ``None`` if the run did not
-    reach its end.
+    ``worked`` is the time in seconds from the start of its first row to its last row, by a monotonic clock.
+    ``finished`` is ``None`` if the run did not reach its end.
     """
 
     id: int
-    token: str
     started: str
     finished: str | None
     command: str

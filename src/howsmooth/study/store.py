@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from howsmooth.study.records import (
     StudyRecord,
     TextRecord,
 )
-from howsmooth.study.store_file import STORE_NAME, begun, connected, empty, in_use, store_there, translated
+from howsmooth.study.store_file import STORE_NAME, begun, connected, empty, store_there, translated
 
 __all__ = ["STORE_NAME", "Store", "now"]
 
@@ -73,7 +72,6 @@ class Store:
         self.path = path
 
     exists = staticmethod(store_there)
-    in_use = staticmethod(in_use)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, write: bool = True, late: bool = False) -> Store:
@@ -155,8 +153,7 @@ class Store:
         # In one transaction, so that the number is still free when the row is written.
         with self.transaction():
             number = self._query("SELECT ifnull(max(id), 0) + 1 FROM runs").fetchone()[0]
-            token = secrets.token_hex(8)
-            self.add([Run(number, token, now(), None, command, device, json.dumps(dict(environment)), 0.0)])
+            self.add([Run(number, now(), None, command, device, json.dumps(dict(environment)), 0.0)])
         return int(number)
 
     def finish_run(self, number: int) -> None:
@@ -179,18 +176,6 @@ class Store:
             self._make_good(written)
             if run is not None and worked is not None:
                 self.add([replace(self._run(run), worked=worked)])
-
-    def drop_failures_made_good(self) -> None:
-        """Delete the records of failures whose results are now in the store, for example after a merge."""
-        with self.transaction():
-            for kind in (Measurement, Bounding, PublishedValue):
-                names = [name for name in PLACE if name in kind.columns()]
-                # IS instead of =, because a column may be NULL in both, and NULL = NULL is not true in SQL.
-                same = " AND ".join(f"m.{name} IS failures.{name}" for name in names)
-                self._connection.execute(
-                    f"DELETE FROM failures WHERE what = '{kind.table}' "
-                    f"AND EXISTS (SELECT 1 FROM {kind.table} AS m WHERE {same})"
-                )
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

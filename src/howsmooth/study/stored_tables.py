@@ -30,8 +30,8 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     Parameters
     ----------
     folder
-        The ``--out`` folder of ``howsmooth measure``, ``study`` or ``attack``, the folder of a figure in
-        that of ``howsmooth reproduce``, or the file ``study.sqlite`` in it.
+        The ``--out`` folder of ``howsmooth measure`` or ``attack``, the folder of a figure in that of
+        ``howsmooth reproduce``, or the file ``study.sqlite`` in it.
 
     Returns
     -------
@@ -60,11 +60,11 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
         if within is not None:
             remedy = f"Give a folder in it, such as {within}."
         elif table is not None:
-            remedy = f"Read {table} with pandas: only measure, study and attack write a store."
+            remedy = f"Read {table} with pandas: only measure and attack write a store."
         else:
             remedy = "Give the folder that --out named."
         raise StoreError(
-            f"folder: expected the output folder of howsmooth measure, study or attack, got {place}. {remedy}"
+            f"folder: expected the output folder of howsmooth measure or attack, got {place}. {remedy}"
         )
     with Store.open(place, write=False) as store:
         tables = store.tables()

@@ -151,6 +151,8 @@ def find(name: str, *, random_init: bool) -> Place:
                 " The parameters of one attention, in a .npz or .safetensors file, are for howsmooth bound "
                 "and attack."
             )
+        elif path.suffix == ".toml":
+            hint = " A plan file is given as howsmooth measure --plan FILE."
         raise ModelError(f"{name!r} {what}.{hint} {_remedy(name)}")
     if looks_like_path or ":" in name:
         raise ModelError(f"There is no folder {name!r}. {_remedy(name)}")
