@@ -28,11 +28,11 @@ from howsmooth.models.attention_parameter_files import save_parameters
 from howsmooth.models.loading.load import _device as check_device
 from howsmooth.study.plan_file import KEYS
 from tests._cases import random_attention, tokens
-from tests._sources import AttackWork, SmallModel, plain_table, small_tools
+from tests._sources import SmallModel, plain_table, small_tools
 from tests._study import make_tools, words
 
 ENDINGS = {0, 2, 3, 130}
-COMMANDS = ("measure", "bound", "attack", "certify")
+COMMANDS = ("measure", "bound", "certify")
 
 # ---- where a command runs, and what is held against it
 
@@ -61,7 +61,6 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
 
         patch.setattr(torch, "set_num_threads", set_threads)
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        patch.setattr("howsmooth.study.attack_outputs.draw_attacks", lambda *_: [])
         if not real:
             put_stand_ins(patch, command)
         yield root
@@ -77,7 +76,6 @@ def put_stand_ins(patch: pytest.MonkeyPatch, command: str) -> None:
         check_device(device)
         return tools.load_model(name, **options)
 
-    work = AttackWork()
     for name, stand_in in {
         "howsmooth.models.load_model": load_model,
         "howsmooth.models.capture": tools.capture,
@@ -86,9 +84,6 @@ def put_stand_ins(patch: pytest.MonkeyPatch, command: str) -> None:
         "howsmooth.lipschitz.local_lipschitz": tools.measure,
         "howsmooth.study.tasks.bounds.bound_site": tools.bound,
         "howsmooth.bounds.table": plain_table,
-        "howsmooth.bounds.best": work.best,
-        "howsmooth.adversarial.constructions": work.constructions,
-        "howsmooth.adversarial.ascend": work.ascend,
     }.items():
         patch.setattr(name, stand_in)
 
@@ -146,10 +141,6 @@ RANGES = st.one_of(
     st.sampled_from(
         ["2,3", "2:4", "all", "-1", "4:2", "2:4:0", "2:4:-1", "0", "", ",", "2,,3", "1:99999999999"]
     ),
-)
-# An attack is possible at any length, at the cost of its square.
-FEW_TOKENS = st.sampled_from(
-    ["3", "2:4", "4,2", "2:6:2", "0", "-1", "1", "", "x", "2:", "99999999999", "nan"]
 )
 NAMES = st.one_of(
     st.sampled_from(
@@ -226,8 +217,6 @@ LIKELY = {
     "--seed": NUMBERS,
     "--rtol": NUMBERS,
     "--confidence": NUMBERS,
-    "--steps": NUMBERS,
-    "--restarts": NUMBERS,
     "--radius": NUMBERS,
     "--radii": st.lists(NUMBERS, max_size=3).map(",".join),
     "--length": st.one_of(st.sampled_from(["1", "2", "3"]), NUMBERS),
@@ -242,7 +231,6 @@ LIKELY = {
 USUAL = {
     "measure": ["small", "--text", "prose", "--lengths", "2,3", "--samples", "1"],
     "bound": ["small", "--text", "prose", "--lengths", "3", "--layers", "0"],
-    "attack": ["small", "--text", "prose", "--lengths", "3", "--layers", "0", "--steps", "2"],
     "certify": ["model.safetensors", "--data", "data.npz", "--radius", "3"],
 }
 """A command line that works."""
@@ -260,7 +248,6 @@ REAL = {
         "0",
     ],
     "bound": ["head.safetensors", "--lengths", "5,9", "--radius", "3"],
-    "attack": ["head.safetensors", "--lengths", "3", "--radius", "2", "--steps", "2", "--restarts", "1"],
     "certify": ["model.safetensors", "--data", "data.npz", "--clip"],
 }
 """The same for the library's own tools."""
@@ -275,14 +262,8 @@ def command_lines(draw: st.DrawFn, *, real: bool, commands: Sequence[str] = COMM
     # Without a model, all of what a command does by default would be done, which takes minutes.
     works = real or draw(st.booleans())
     line = list(usual[command]) if works else draw(st.lists(NAMES, max_size=2))
-    if command == "attack" and real:
-        taking = [
-            name for name in taking if name not in ("--steps", "--restarts")
-        ]  # a large number takes hours
     for name in draw(st.lists(st.sampled_from(taking), max_size=3) if taking else st.just([])):
         value = draw(st.one_of(LIKELY.get(name, NAMES), VALUES))
-        if (command, name) == ("attack", "--lengths"):
-            value = draw(FEW_TOKENS)
         line += draw(st.sampled_from([[name, value], [f"{name}={value}"]]))
     line += draw(st.lists(st.sampled_from(flags), max_size=3))
     line += draw(st.one_of(st.just([]), st.just([]), st.lists(TEXTS, max_size=1)))
@@ -309,10 +290,8 @@ def test_the_usual_lines_work(command: str) -> None:
 
 @quickly
 @given(command_lines(real=False))
-@example(["attack", *USUAL["attack"], "--threads", str(10**12), "--out", "out"])
 @example(["measure", *USUAL["measure"], "--threads", str(10**12), "--out", "out"])
 @example(["measure", *USUAL["measure"], "--max-iterations", "9" * 20, "--out", "out"])
-@example(["attack", *USUAL["attack"], "--steps", "9" * 30, "--out", "out"])
 @example(["measure", "small", "--images", "builtin", "--out", "out"])
 @example(["measure", "small", "--images", "/", "--out", "out"])
 @example(["measure", "small", "--tokens", "start.npy", "--embeddings", "head.safetensors", "--out", "out"])

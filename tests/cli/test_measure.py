@@ -309,9 +309,11 @@ def test_no_network_needed_for_help_and_version(capsys: pytest.CaptureFixture[st
 
 
 def test_the_help_gives_examples_that_can_be_typed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    Path("sweep.toml").write_text('models = ["builtin-encoder"]')
     main(["measure", "--help"])
     said = capsys.readouterr().out
     examples = [

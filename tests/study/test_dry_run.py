@@ -142,7 +142,7 @@ def test_a_dry_run_prints_what_is_left_and_writes_nothing(typed: Typed, tmp_path
     assert not folder.exists()
     assert out.splitlines()[1].split() == ["small", "prose", "attention", "3", "3", "15", "45", "8", "?"]
     assert "Left to measure: 45 measurements." in out
-    assert "or ? if it is not known beforehand" in out
+    assert "beside the model, or ? if it is not known beforehand." in " ".join(out.split())
     assert "Nothing was written." in out
 
 

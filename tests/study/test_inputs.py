@@ -25,8 +25,8 @@ from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.window_placement import arrange, overlapping
-from tests._study import contents_of, make_plan, make_tools, rows_of
+from howsmooth.study.window_placement import arrange
+from tests._study import contents_of, make_plan, make_tools, overlapping, rows_of
 
 IMAGES = InputSpec("images", ("builtin",))
 

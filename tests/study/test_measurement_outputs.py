@@ -20,9 +20,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 import howsmooth as hs
-from howsmooth.errors import StoreError
+from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.figures import drawing, measurements
-from howsmooth.study.figures.drawing import add_colourbar, draw_overview, linear_ticks, log_ticks, parts_of
+from howsmooth.study.figures.drawing import add_colourbar, linear_ticks, log_ticks
 from howsmooth.study.html_assets import png
 from howsmooth.study.measurement_outputs import Outputs, write_outputs
 from howsmooth.study.plans import ModelSpec
@@ -181,7 +181,7 @@ def test_only_figures_that_change_are_drawn_again(tmp_path: Path, monkeypatch: p
     )
     assert drawn == ["overview", "layer-02"]
     drawn.clear()
-    monkeypatch.setattr(measurements, "drawing_code", lambda: "another version")
+    monkeypatch.setattr(measurements, "_drawing_code", lambda: "another version")
     write_outputs(tmp_path, figures="all")
     assert len(drawn) == 4
 
@@ -375,11 +375,12 @@ def test_the_name_of_a_colour_bar_is_above_the_bar() -> None:
 
 def test_a_panel_says_which_interval_excludes_zero() -> None:
     n = np.arange(4, 100)
-    rows = pd.DataFrame(
-        {"n": n, "lipschitz": 1 + 0.1 * np.cos(n), "layer": 0, "head": None, "converged": True}
-    )
-    (part,) = parts_of(rows, "lipschitz")
+    value = 1 + 0.1 * np.cos(n)
+    rows = pd.DataFrame({"n": n, "lipschitz": value, "lower": value, "upper": value, "radius_mean": 1.0})
+    rows = rows.assign(layer=0, head=None, converged=True)
+    (part,) = measurements._parts_of(rows)
     fit = dataclasses.replace(part.fit, slope=0.071, low=-0.003, high=0.145)
     part = dataclasses.replace(part, fit=fit)
-    figure = draw_overview([part], lambda axis, part: None, "tokens", 4)
+    family = measurements._Family(Path(), "small", "prose", "attention", "text", "scope attention")
+    figure = measurements._draw_overview([part], rows, family, "title")
     assert [text.get_text() for text in figure.axes[0].texts] == ["0.071 [\N{MINUS SIGN}0.003, 0.145]"]

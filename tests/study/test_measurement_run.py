@@ -24,7 +24,6 @@ from howsmooth.study.records import Measurement
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.lipschitz_constants import batch_size
 from howsmooth.study.tasks.task import Task, Work
-from howsmooth.study.window_placement import overlapping
 from tests._study import (
     FakeModel,
     Heard,
@@ -32,6 +31,7 @@ from tests._study import (
     digest,
     make_plan,
     make_tools,
+    overlapping,
     rows_of,
     run,
     words,

@@ -258,24 +258,22 @@ def test_keys_are_those_of_the_rows_asked_for(store: Store) -> None:
 
 
 def test_each_kind_of_work_has_an_identity_of_its_own(store: Store) -> None:
-    measure = {"seed": 0, "sphere": True, "rescale": False, "radius": None, "until": 2.0, "text": "a"}
+    measure = {"seed": 0, "output": None, "rtol": 2.0}
     store.check("measure", measure)  # nothing was begun
     store.begin("measure", measure)
-    store.begin("attack", {"seed": 5})
+    store.begin("figure", {"seed": 5})
     store.begin("measure", {"seed": 9})  # the first one stays
     assert store.identity("measure") == measure
-    assert (store.identity("attack"), store.identity("figure")) == ({"seed": 5}, {})
+    assert (store.identity("figure"), store.identity("other")) == ({"seed": 5}, {})
     store.check("measure", measure)
     for name, value, made, remedy in (
         ("seed", 1, "with --seed 0, not 1", ", or repeat --seed 0"),
-        ("sphere", False, "with --sphere, not without it", ", or add --sphere"),
-        ("rescale", True, "without --rescale, not with it", ", or leave --rescale out"),
-        ("radius", 2.0, "with --radius its default, not 2", ", or leave --radius out"),
-        ("until", None, "with --until 2, not its default", ", or repeat --until 2"),
-        ("text", "b", "with the text a, not b", ""),
+        ("output", "logits", "with --output its default, not logits", ", or leave --output out"),
+        ("rtol", None, "with --rtol 2, not its default", ", or repeat --rtol 2"),
     ):
+        changed = {key: one for key, one in (measure | {name: value}).items() if one is not None}
         with pytest.raises(StoreError) as refusal:
-            store.check("measure", measure | {name: value})
+            store.check("measure", changed)
         said = f"{store.path} belongs to another study: it was made {made}. Choose another --out{remedy}."
         assert str(refusal.value) == said
 
@@ -469,7 +467,7 @@ def test_every_table_of_a_study_is_read(tmp_path: Path) -> None:
     assert (tables["measurements"]["lower"] <= tables["measurements"]["upper"]).all()
     assert tables["models"]["stored"].to_list() == ["float16"]
     assert tables["measurements"]["computed"].unique() == ["float32"]
-    assert "attacks" not in tables
+    assert "failures" not in tables
     runs = tables["measurements"].merge(tables["runs"], left_on="run", right_on="id")
     assert len(runs) == 4
     assert "run" not in tables["models"]

@@ -14,17 +14,17 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.attack import attack
 from howsmooth.cli.bound import bound
 from howsmooth.cli.certify import certify
 from howsmooth.cli.influence import influence
 from howsmooth.cli.inspect import inspect
-from howsmooth.cli.measure import TYPED, measure
+from howsmooth.cli.measure import measure
 from howsmooth.cli.plan_execution import INTERRUPTED
 from howsmooth.cli.precision import precision
 from howsmooth.cli.profile import profile
 from howsmooth.cli.radius import radius
 from howsmooth.cli.reproduce import reproduce
+from howsmooth.cli.typer_command import TYPED
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.text_formatting import encodable, readable
 
@@ -35,6 +35,7 @@ PIPE_CLOSED = 141
 """The exit code that a shell reports for a program that SIGPIPE ended: 128 + 13."""
 
 GONE = {
+    "attack": "Tokens with a large constant are searched by howsmooth bound MODEL --search.",
     "flow": 'Tokens flow in Python: hs.dynamics.flow, in the guide "Flows".',
     "merge": "Machines share one store by howsmooth measure --plan FILE --executor dask.",
     "status": "A run tells its progress, and howsmooth measure --plan FILE --dry-run counts what is left.",
@@ -99,7 +100,6 @@ for _command in (
     influence,
     measure,
     bound,
-    attack,
     radius,
     precision,
     certify,

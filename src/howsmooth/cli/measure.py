@@ -13,7 +13,7 @@ import typer
 from howsmooth.cli.plan_execution import FAILED, means_of, resumable, rows_kept
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, paragraph, say, show_table
-from howsmooth.cli.typer_command import TYPED, ShownOrQuiet, as_typed, command
+from howsmooth.cli.typer_command import ShownOrQuiet, as_typed, command
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import WHAT, choice, flag, option
 from howsmooth.study.plans import FIGURES, Plan, shared
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from howsmooth.study.study_preparation import PreparedStudy
     from howsmooth.study.tasks.task import Work
 
-__all__ = ["TYPED", "measure"]
+__all__ = ["measure"]
 
 _EXAMPLES = (
     "The folder --out receives a store with one row for each measurement, measurements.csv, exponents.csv "
@@ -42,8 +42,6 @@ _EXAMPLES = (
     "[cyan]howsmooth measure ./my-model --lengths 1024,4096 --dry-run[/]  only count, and predict the memory",
     "[cyan]howsmooth measure builtin-decoder --executor processes --workers 2[/]  on two processes",
     "[cyan]howsmooth measure --plan sweep.toml[/]  what a plan file says: many models, texts and scopes",
-    "[cyan]howsmooth measure --plan sweep.toml --executor dask --scheduler tcp://10.0.0.1:8786[/]  "
-    "on a cluster",
     "[cyan]howsmooth measure builtin-decoder --json --quiet > result.json[/]  JSON for another program",
     "Run the same command again to continue after an interruption; finished measurements are not repeated. "
     "Lengths, samples, layers, heads, scopes, texts and models can be added to a folder at any time.",

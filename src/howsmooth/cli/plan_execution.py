@@ -59,14 +59,12 @@ def resumable(kept: Callable[[], str], again: str) -> Iterator[None]:
 
 def rows_kept(folder: Path) -> str:
     """Return a phrase that says how many results are stored in a folder."""
-    from howsmooth.study.records import ATTACK_PLACE, Attack, Measurement, PublishedValue
+    from howsmooth.study.records import Measurement, PublishedValue
     from howsmooth.study.store import Store
 
-    # One attack writes several rows, so attacks are counted by attention and length.
-    kinds = {kind: kind.key for kind in (Measurement, PublishedValue)} | {Attack: ATTACK_PLACE}
     kept = ""
     if Store.exists(folder):
         with Store.open(folder, write=False) as store:
-            counts = {kind.table: len(store.keys(kind, key)) for kind, key in kinds.items()}
+            counts = {kind.table: store.count(kind) for kind in (Measurement, PublishedValue)}
         kept = " and ".join(f"{count} {table}" for table, count in counts.items() if count)
     return f"{kept} are saved in {encodable(str(folder))}" if kept else "nothing was measured yet"

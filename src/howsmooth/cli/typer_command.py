@@ -140,9 +140,9 @@ def _above(paragraph: str) -> str:
     return f"{told}:\n\n{example}[/]" if end else paragraph
 
 
-def as_typed(*more: str) -> str:
-    """Return the ``howsmooth`` command that the user typed, with the arguments ``more`` appended."""
-    return encodable(shlex.join(["howsmooth", *TYPED.get(), *more]))
+def as_typed() -> str:
+    """Return the ``howsmooth`` command that the user typed."""
+    return encodable(shlex.join(["howsmooth", *TYPED.get()]))
 
 
 def use_threads(count: int | None) -> None:

@@ -6,9 +6,8 @@ Each class names the key by which its rows differ. The store creates its tables 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import product
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -16,11 +15,11 @@ import pandas as pd
 from howsmooth.scopes import CROSS_SCOPE
 
 __all__ = [
-    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "CORRECTED", "FIGURE", "KEY_COLUMNS", "KINDS",
+    "CORRECTED", "FIGURE", "KEY_COLUMNS", "KINDS",
     "MEASURE", "PLACE", "PUBLISHED",
-    "Attack", "Bounding", "Contents", "Failure", "FigureRow",
+    "Bounding", "Contents", "Failure", "FigureRow",
     "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
-    "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord", "keys_of",
+    "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord",
     "plain_rows", "quantities",
 ]  # fmt: skip
 
@@ -31,35 +30,11 @@ KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
 """The columns of a :data:`Key`."""
 
 
-def keys_of(
-    scope: str, layers: Iterable[int], heads: Iterable[int | None], lengths: Iterable[int], samples: int
-) -> frozenset[Key]:
-    """Return the keys of all measurements of the given layers, heads, lengths and samples in one scope.
-
-    A key is (scope, layer, head, n, sample).
-    """
-    return frozenset(
-        (scope, layer, head, n, sample)
-        for layer, head, n, sample in product(layers, heads, lengths, range(samples))
-    )
-
-
 PublishedKey = tuple[int, int, int, str, str]
 """The key (layer, n, sample, quantity, items) of a published value of one model on one text."""
 
-MEASURE, ATTACK, FIGURE = "measure", "attack", "figure"
+MEASURE, FIGURE = "measure", "figure"
 """The values of :attr:`StudyRecord.kind`. Bounds and published values belong to ``measure``."""
-
-ATTACK_PLACE = ("layer", "head", "n")
-"""The columns that identify the attention and the length of an attack."""
-
-ATTACK_KINDS = {
-    "tokens": "the tokens of the text or of the file",
-    "construction": "tokens written down from the parameters",
-    "ascent": "gradient ascent",
-    "upper": "the smallest upper bound that holds",
-}
-"""The values of :attr:`Attack.kind` with their meanings."""
 
 PLACE = ("model", "text", *KEY_COLUMNS)
 """The columns that identify a measurement in a store."""
@@ -109,7 +84,7 @@ class Row:
 class StudyRecord(Row, table="studies", key=("kind",)):
     """The settings shared by all rows of one kind of work in a store, such as measurements.
 
-    ``kind`` is ``measure``, ``attack`` or ``figure``; ``identity`` holds the settings as JSON.
+    ``kind`` is ``measure`` or ``figure``; ``identity`` holds the settings as JSON.
     """
 
     kind: str
@@ -368,38 +343,6 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
     detail: str
     what: str
     happened: str
-
-
-@dataclass(frozen=True)
-class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
-    """A row of the store: a local Lipschitz constant that an attack measured, or an upper bound on it.
-
-    The upper bound holds at all tokens in the ball that the attack searched. ``kind`` is one of
-    :data:`ATTACK_KINDS`. ``value`` is the measured constant, with the interval from ``lower`` to ``upper``;
-    for the kind ``upper`` it is the smallest upper bound, which is ``None`` if it overflows. ``log_value`` is
-    its logarithm. ``radius`` is the radius of the ball, ``radius_max`` the norm of the longest token.
-    ``file`` is the path of the saved tokens, relative to the folder of the store.
-    """
-
-    layer: int
-    head: int | None
-    scope: str
-    masking: str
-    n: int
-    radius: float
-    radius_from: str
-    kind: str
-    name: str
-    value: float | None
-    log_value: float
-    lower: float | None
-    upper: float | None
-    converged: bool
-    radius_max: float | None
-    seconds: float
-    evaluations: int
-    seed: int
-    file: str | None
 
 
 @dataclass(frozen=True)

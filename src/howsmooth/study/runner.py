@@ -267,15 +267,10 @@ class TaskTimes:
         # Seconds and rows, by the tasks' `alike` and then by n.
         self._done: dict[tuple[Any, ...], dict[int, tuple[float, int]]] = defaultdict(dict)
 
-    def learn(
-        self, alike: tuple[Any, ...], n: int, rows: int, seconds: float, *, instead: bool = False
-    ) -> None:
-        """Record how long some rows of length n took to compute, in tasks with the key ``alike``.
-
-        These rows are added to the rows of this length recorded before; with ``instead``, they replace them.
-        """
+    def learn(self, alike: tuple[Any, ...], n: int, rows: int, seconds: float) -> None:
+        """Record how long some rows of length n took to compute, in tasks with the key ``alike``."""
         for key in (alike, (_ANY, alike[0])):
-            before, others = (0.0, 0) if instead else self._done[key].get(n, (0.0, 0))
+            before, others = self._done[key].get(n, (0.0, 0))
             self._done[key][n] = (before + seconds, others + rows)
 
     def expect(self, task: Task) -> float | None:

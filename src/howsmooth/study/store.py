@@ -50,12 +50,6 @@ R = TypeVar("R", bound=Row)
 _AGAIN = {"refuse": "", "stay": "OR IGNORE ", "replace": "OR REPLACE "}
 _SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL", str: "TEXT", tuple: "TEXT"}
 _FRAME_TYPES = {int: "int64", bool: "bool", float: "float64"}
-# Parts of a study's identity that are not set by an option of the same name.
-_NO_OPTIONS = {
-    "source": "source",
-    "text": "text",
-    "special_tokens": "special tokens",
-}
 
 
 class Store:
@@ -127,9 +121,10 @@ class Store:
 
         """
         stored = self.identity(kind)
-        for name, wanted in identity.items() if stored else ():
-            if stored.get(name) != wanted:
-                made, remedy = _difference(name, stored.get(name), wanted)
+        # A setting that is missing on one side is one that has its default there.
+        for name in {**identity, **stored} if stored else ():
+            if stored.get(name) != identity.get(name):
+                made, remedy = _difference(name, stored.get(name), identity.get(name))
                 raise StoreError(
                     f"{self.path} belongs to another study: it was made {made}. Choose another --out{remedy}."
                 )
@@ -316,22 +311,12 @@ def now() -> str:
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
     """Return two phrases: how a wanted setting differs from the stored one, and what the user can do."""
-    if name == "fingerprint":
-        return "with other parameters (their fingerprint differs)", ""
-    if name in _NO_OPTIONS:
-        return f"with the {_NO_OPTIONS[name]} {stored}, not {wanted}", ""
     option = f"--{name.replace('_', '-')}"
-    if isinstance(wanted, bool):
-        if stored:
-            return f"with {option}, not without it", f", or add {option}"
-        return f"without {option}, not with it", f", or leave {option} out"
-    made, now_ = ("its default" if value is None else _typed(value) for value in (stored, wanted))
+    made, now_ = (
+        "its default" if value is None else str(value).removesuffix(".0") for value in (stored, wanted)
+    )
     remedy = f"leave {option} out" if stored is None else f"repeat {option} {made}"
     return f"with {option} {made}, not {now_}", f", or {remedy}"
-
-
-def _typed(value: object) -> str:
-    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 # ---- Tables of the kinds of rows

@@ -30,20 +30,19 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     Parameters
     ----------
     folder
-        The ``--out`` folder of ``howsmooth measure`` or ``attack``, the folder of a figure in that of
+        The ``--out`` folder of ``howsmooth measure``, the folder of a figure in that of
         ``howsmooth reproduce``, or the file ``study.sqlite`` in it.
 
     Returns
     -------
     dict
         Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
-        ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``attacks``,
-        ``figure_rows`` and others. The classes in :mod:`howsmooth.study.records`
-        explain the columns; ``run`` is the number of the run that wrote a row. ``measurements`` has the
-        columns of ``measurements.csv``, followed by ``method``, ``masking``, ``site``, ``start`` and ``run``.
-        With measurements there is also the table ``exponents``, as in ``exponents.csv``; its
-        ``attrs["howsmooth"]`` has the lines to cite. A table without rows is absent, as ``failures`` mostly
-        is.
+        ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``figure_rows`` and others. The
+        classes in :mod:`howsmooth.study.records` explain the columns; ``run`` is the number of the run that
+        wrote a row. ``measurements`` has the columns of ``measurements.csv``, followed by ``method``,
+        ``masking``, ``site``, ``start`` and ``run``. With measurements there is also the table ``exponents``,
+        as in ``exponents.csv``; its ``attrs["howsmooth"]`` has the lines to cite. A table without rows is
+        absent, as ``failures`` mostly is.
 
     Raises
     ------
@@ -60,12 +59,10 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
         if within is not None:
             remedy = f"Give a folder in it, such as {within}."
         elif table is not None:
-            remedy = f"Read {table} with pandas: only measure and attack write a store."
+            remedy = f"Read {table} with pandas: only measure and reproduce write a store."
         else:
             remedy = "Give the folder that --out named."
-        raise StoreError(
-            f"folder: expected the output folder of howsmooth measure or attack, got {place}. {remedy}"
-        )
+        raise StoreError(f"folder: expected the output folder of howsmooth measure, got {place}. {remedy}")
     with Store.open(place, write=False) as store:
         tables = store.tables()
         contents = store.contents() if Measurement.table in tables else None

@@ -148,8 +148,7 @@ def find(name: str, *, random_init: bool) -> Place:
         hint = f" Models are in the folders {', '.join(inside)} inside." if inside else ""
         if path.suffix in (".npy", ".npz", ".safetensors"):
             hint = (
-                " The parameters of one attention, in a .npz or .safetensors file, are for howsmooth bound "
-                "and attack."
+                " The parameters of one attention, in a .npz or .safetensors file, are for howsmooth bound."
             )
         elif path.suffix == ".toml":
             hint = " A plan file is given as howsmooth measure --plan FILE."
