@@ -10,7 +10,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -246,6 +246,15 @@ def _direction(firsts: torch.Tensor, n: int, sign: float) -> torch.Tensor:
     weights = weights if sign > 0 else weights.flip(0)
     rows = (weights / weights.sum() / 2).sqrt()[:, None].expand(n, 2)
     return sign * rows.expand(len(firsts), n, 2).float()
+
+
+def overlapping(windows: Iterable[tuple[int, int]]) -> int:
+    """Count the windows (first token, number of tokens) that overlap an earlier window of the text."""
+    count = end = 0
+    for start, n in sorted(windows):
+        count += start < end
+        end = max(end, start + n)
+    return count
 
 
 def make_plan(**changes: Any) -> Plan:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth import batching
+from howsmooth import batching, lipschitz
 from howsmooth.attention import Rotary
-from howsmooth.batching import are_measured_together, batches
+from howsmooth.batching import are_measured_together, batches, footprint
 from howsmooth.jacobian import cached_bytes
+from howsmooth.lipschitz import mixed_precision
 from tests._cases import D, random_attention, tokens, true_norm
 
 ROOMY = 1 << 50
@@ -118,3 +120,31 @@ def replace_rotary(f: hs.SelfAttention, n: int) -> hs.SelfAttention:
     """The same attention with rotations by position for at most n tokens."""
     angles = torch.arange(n, dtype=torch.float64)[:, None] * torch.ones(f.key_dim, dtype=torch.float64)
     return hs.SelfAttention(f.query, f.key, f.value, f.output, rotary=Rotary(angles.cos(), angles.sin()))
+
+
+def test_a_footprint_says_how_a_sequence_will_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held against what ``local_lipschitz`` then does."""
+    asked: list[bool] = []
+    linearised = mixed_precision.closed_form_jacobian
+
+    def streamed(*args: Any, **options: Any) -> Any:
+        asked.append(options["streamed"])
+        return linearised(*args, **options)
+
+    monkeypatch.setattr(mixed_precision, "closed_form_jacobian", streamed)
+    generator = torch.Generator().manual_seed(0)
+    f = hs.SelfAttention(*(torch.randn(8, 4, 8, generator=generator) for _ in range(3)))
+    n = 512
+    x = torch.randn(n, 8, generator=torch.Generator().manual_seed(1))
+    kept = footprint(f, (n, 8), dtype=torch.float32, device=torch.device("cpu"), memory=2**30)
+    assert not kept.streamed
+    little = kept.size - 1
+    found = footprint(f, (n, 8), dtype=torch.float32, device=torch.device("cpu"), memory=little)
+    assert found.streamed
+    assert found.size < kept.size
+    for memory, expected in ((2**30, []), (little, [True])):
+        asked.clear()
+        lipschitz.local_lipschitz(f, x, max_iterations=2, memory=memory)
+        assert asked[:1] == expected
+    unknown = footprint(torch.sin, (4, 3), dtype=torch.float32, device=torch.device("cpu"))
+    assert (unknown.streamed, unknown.size) == (False, 0)

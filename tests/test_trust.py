@@ -11,7 +11,6 @@ import io
 import json
 import pickle
 import re
-import shutil
 import struct
 import zipfile
 from collections.abc import Callable
@@ -30,10 +29,9 @@ from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
 from howsmooth.study.measurement_outputs import write_outputs
-from howsmooth.study.merge import merge_stores
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.text_formatting import file_stem
-from tests._sources import AttackWork, SmallModel, plain_table, small_tools
+from tests._sources import SmallModel, plain_table, small_tools
 from tests._study import make_plan, make_tools, run, words
 from tests._tiny_models import tiny
 from tests.paper.test_html_page import PNG
@@ -290,7 +288,6 @@ def safetensors_that_is_a_pickle(path: Path, mark: Path) -> None:
     path.write_bytes(pickle.dumps(Bomb(mark)))
 
 
-@pytest.mark.parametrize("command", ["bound", "attack"])
 @pytest.mark.parametrize(
     ("make", "name", "sentence"),
     [
@@ -306,7 +303,6 @@ def test_parameter_files(
     mark: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    command: str,
     make: Callable[[Path, Path], None],
     name: str,
     sentence: str,
@@ -314,7 +310,7 @@ def test_parameter_files(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     make(Path(name), mark)
-    assert main([command, name, "--lengths", "4", "--radius", "1", "-q", "--out", "out"]) == 2
+    assert main(["bound", name, "--lengths", "4", "--radius", "1", "-q", "--out", "out"]) == 2
     assert sentence in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["here", name]
 
@@ -402,17 +398,14 @@ def test_names_of_models_and_texts_in_studies(root: Path, model: str, text: str)
             make_plan(models=(ModelSpec(model),), texts=(text,))
         return
     plan = make_plan(models=(ModelSpec(model),), texts=(text,), lengths=(2, 4), samples=2)
-    run(plan, Path("theirs"), made)
-    # Another's store is merged with the names that are in it.
-    merge_stores([Path("theirs")], Path("out"))
-    shutil.rmtree("theirs")
+    run(plan, Path("out"), made)
     write_outputs(Path("out"))
     check_names(root, "out")
     nothing_above(root)
 
 
 @names
-def test_names_of_models_and_texts_in_bounds_and_attacks(
+def test_names_of_models_and_texts_in_bounds(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, text: str
 ) -> None:
     made, named = small_tools(), make_tools(models={model: SmallModel()}, texts={text: words(100)})[0]
@@ -423,9 +416,7 @@ def test_names_of_models_and_texts_in_bounds_and_attacks(
     options = ["--text", text, "--layers", "0", "--lengths", "4", "--out", "out", "-q"]
     # No command line can hold a null byte, and no plan takes one.
     possible = "\0" not in model + text
-    with AttackWork().installed():
-        for command in ("attack", "bound"):
-            assert main([command, *options, "--", model]) == (0 if possible else 2), capsys.readouterr().err
+    assert main(["bound", *options, "--", model]) == (0 if possible else 2), capsys.readouterr().err
     if possible:
         check_names(root, "out")
     nothing_above(root)

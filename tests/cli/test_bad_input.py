@@ -28,11 +28,11 @@ from howsmooth.models.attention_parameter_files import save_parameters
 from howsmooth.models.loading.load import _device as check_device
 from howsmooth.study.plan_file import KEYS
 from tests._cases import random_attention, tokens
-from tests._sources import AttackWork, SmallModel, plain_table, small_tools
+from tests._sources import SmallModel, plain_table, small_tools
 from tests._study import make_tools, words
 
 ENDINGS = {0, 2, 3, 130}
-COMMANDS = ("measure", "bound", "attack", "study", "certify", "flow")
+COMMANDS = ("measure", "bound", "certify")
 
 # ---- where a command runs, and what is held against it
 
@@ -61,10 +61,6 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
 
         patch.setattr(torch, "set_num_threads", set_threads)
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        patch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
-        patch.setattr("howsmooth.study.attack_outputs.draw_attacks", lambda *_: [])
-        patch.setattr("howsmooth.study.flows.flow_outputs.draw_flow", undrawn)
-        patch.setattr("howsmooth.study.flows.flow_outputs.animate_flow", lambda *_: None)
         if not real:
             put_stand_ins(patch, command)
         yield root
@@ -73,14 +69,13 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
 def put_stand_ins(patch: pytest.MonkeyPatch, command: str) -> None:
     """Put stand-ins for models, texts and all that takes long in the places of the library's functions."""
     tools = small_tools(count=400)
-    if command in ("measure", "study"):
+    if command == "measure":
         tools, _ = make_tools(models={"small": SmallModel()}, texts={"prose": words(400)})
 
     def load_model(name: str, *, device: str = "cpu", **options: Any) -> Any:
         check_device(device)
         return tools.load_model(name, **options)
 
-    work = AttackWork()
     for name, stand_in in {
         "howsmooth.models.load_model": load_model,
         "howsmooth.models.capture": tools.capture,
@@ -89,9 +84,6 @@ def put_stand_ins(patch: pytest.MonkeyPatch, command: str) -> None:
         "howsmooth.lipschitz.local_lipschitz": tools.measure,
         "howsmooth.study.tasks.bounds.bound_site": tools.bound,
         "howsmooth.bounds.table": plain_table,
-        "howsmooth.bounds.best": work.best,
-        "howsmooth.adversarial.constructions": work.constructions,
-        "howsmooth.adversarial.ascend": work.ascend,
     }.items():
         patch.setattr(name, stand_in)
 
@@ -105,10 +97,6 @@ def save_model(model: str, data: str) -> None:
 
 def no_feed(opened: Any, model: Any, layers: Sequence[int]) -> Any:
     raise ModelError("The stand-in takes nothing but text.")
-
-
-def undrawn(view: Any, folder: Path) -> tuple[Path, Path]:
-    return folder / "flow.png", folder / "flow.pdf"
 
 
 def state(above: Path) -> dict[str, bytes]:
@@ -154,22 +142,6 @@ RANGES = st.one_of(
         ["2,3", "2:4", "all", "-1", "4:2", "2:4:0", "2:4:-1", "0", "", ",", "2,,3", "1:99999999999"]
     ),
 )
-# An attack is possible at any length, at the cost of its square.
-FEW_TOKENS = st.sampled_from(
-    ["3", "2:4", "4,2", "2:6:2", "0", "-1", "1", "", "x", "2:", "99999999999", "nan"]
-)
-# A flow is possible with any number of tokens, frames and steps: what would be done stays small.
-SIZES = {
-    "--tokens": ["1", "2", "5", "٣"],
-    "--dimension": ["1", "2", "3", "6"],
-    "--frames": ["1", "3"],
-    "--until": ["0.1", "0.5", "1", "1e-300"],
-    "--step": ["0.1", "0.25", "0.3", "7", "1e-300"],
-    "--rtol": ["1e-3", "1e-6", "1"],
-    "--beta": ["0.5", "3", "1e-300"],
-    "--radius": ["0.1", "2", "1e-300"],
-}
-IMPOSSIBLE = ["0", "-1", "", "x", "nan", "inf", "-inf", "1e400", "9" * 5000, "0x10", "-0", "1,2"]
 NAMES = st.one_of(
     st.sampled_from(
         [
@@ -237,6 +209,7 @@ INPUTS = st.sampled_from(
     ]
 )
 LIKELY = {
+    "--plan": INPUTS,
     "--lengths": RANGES,
     "--layers": RANGES,
     "--heads": RANGES,
@@ -244,8 +217,6 @@ LIKELY = {
     "--seed": NUMBERS,
     "--rtol": NUMBERS,
     "--confidence": NUMBERS,
-    "--steps": NUMBERS,
-    "--restarts": NUMBERS,
     "--radius": NUMBERS,
     "--radii": st.lists(NUMBERS, max_size=3).map(",".join),
     "--length": st.one_of(st.sampled_from(["1", "2", "3"]), NUMBERS),
@@ -253,15 +224,6 @@ LIKELY = {
     "--data": INPUTS,
     "--labels": INPUTS,
     "--threads": NUMBERS,
-    "--attention": st.sampled_from(["softmax", "l2", "sinkhorn"]),
-    "--method": st.sampled_from(
-        ["dopri5", "dopri8", "bosh3", "euler", "midpoint", "rk4", "residual", "heun", ""]
-    ),
-    "--start": st.sampled_from(
-        ["auto", "gaussian", "sphere", "text", "file", "start.npy", "head.safetensors", "broken.npz"]
-    ),
-    "--animation": st.sampled_from(["gif", "none"]),
-    "--tolerance": NUMBERS,
     **dict.fromkeys(("--images", "--tokens", "--embeddings"), INPUTS),
 }
 """What an option may well be given, so that more than the parser is tried."""
@@ -269,15 +231,9 @@ LIKELY = {
 USUAL = {
     "measure": ["small", "--text", "prose", "--lengths", "2,3", "--samples", "1"],
     "bound": ["small", "--text", "prose", "--lengths", "3", "--layers", "0"],
-    "attack": ["small", "--text", "prose", "--lengths", "3", "--layers", "0", "--steps", "2"],
-    "study": ["plan.toml"],
     "certify": ["model.safetensors", "--data", "data.npz", "--radius", "3"],
-    "flow": ["random", "--text", "prose", "--tokens", "4", "--until", "0.5", "--frames", "2"],
 }
 """A command line that works."""
-
-FLOWING = ["identity", "negative", "one-direction", "turning", "random", "head.safetensors", "small"]
-"""Sources of flows."""
 
 REAL = {
     "measure": [
@@ -292,10 +248,7 @@ REAL = {
         "0",
     ],
     "bound": ["head.safetensors", "--lengths", "5,9", "--radius", "3"],
-    "attack": ["head.safetensors", "--lengths", "3", "--radius", "2", "--steps", "2", "--restarts", "1"],
-    "study": ["plan.toml"],
     "certify": ["model.safetensors", "--data", "data.npz", "--clip"],
-    "flow": ["builtin-decoder", "--text", "prose.txt", "--tokens", "4", "--until", "1", "--frames", "2"],
 }
 """The same for the library's own tools."""
 
@@ -309,19 +262,8 @@ def command_lines(draw: st.DrawFn, *, real: bool, commands: Sequence[str] = COMM
     # Without a model, all of what a command does by default would be done, which takes minutes.
     works = real or draw(st.booleans())
     line = list(usual[command]) if works else draw(st.lists(NAMES, max_size=2))
-    if command == "flow":
-        line[:1] = [draw(st.sampled_from([*4 * line[:1], *FLOWING]))]
-        line += [] if works else USUAL["flow"][1:]
-    if command == "attack" and real:
-        taking = [
-            name for name in taking if name not in ("--steps", "--restarts")
-        ]  # a large number takes hours
     for name in draw(st.lists(st.sampled_from(taking), max_size=3) if taking else st.just([])):
         value = draw(st.one_of(LIKELY.get(name, NAMES), VALUES))
-        if (command, name) == ("attack", "--lengths"):
-            value = draw(FEW_TOKENS)
-        if command == "flow" and name in SIZES:
-            value = draw(st.sampled_from(draw(st.sampled_from([SIZES[name], SIZES[name], IMPOSSIBLE]))))
         line += draw(st.sampled_from([[name, value], [f"{name}={value}"]]))
     line += draw(st.lists(st.sampled_from(flags), max_size=3))
     line += draw(st.one_of(st.just([]), st.just([]), st.lists(TEXTS, max_size=1)))
@@ -347,11 +289,9 @@ def test_the_usual_lines_work(command: str) -> None:
 
 
 @quickly
-@given(command_lines(real=False, commands=COMMANDS[:-1]))
-@example(["attack", *USUAL["attack"], "--threads", str(10**12), "--out", "out"])
+@given(command_lines(real=False))
 @example(["measure", *USUAL["measure"], "--threads", str(10**12), "--out", "out"])
 @example(["measure", *USUAL["measure"], "--max-iterations", "9" * 20, "--out", "out"])
-@example(["attack", *USUAL["attack"], "--steps", "9" * 30, "--out", "out"])
 @example(["measure", "small", "--images", "builtin", "--out", "out"])
 @example(["measure", "small", "--images", "/", "--out", "out"])
 @example(["measure", "small", "--tokens", "start.npy", "--embeddings", "head.safetensors", "--out", "out"])
@@ -370,23 +310,6 @@ def test_command_lines(line: list[str]) -> None:
 @example(["certify", *REAL["certify"], "--labels", "data.npz", "--data", "x" * 5000, "--out", "out"])
 def test_command_lines_of_certify(line: list[str]) -> None:
     try_line(line, real=True)
-
-
-def test_no_size_of_a_flow_is_impossible_and_taken() -> None:
-    with workplace("flow", real=False) as root:
-        for name in SIZES:
-            for value in IMPOSSIBLE:
-                assert run(root, "flow", *USUAL["flow"], f"{name}={value}", "--out", "out") == 2
-        assert not Path("out").exists()
-
-
-@quickly
-@given(command_lines(real=False, commands=["flow"]))
-@example(["flow", *USUAL["flow"], "--until", "9" * 400, "--out", "out"])
-@example(["flow", *USUAL["flow"], "--rescale", "--method", "rk4", "--out", "out"])
-@example(["flow", "small", *USUAL["flow"][1:], "--norms", "--sphere", "--out", "out"])
-def test_command_lines_of_flow(line: list[str]) -> None:
-    try_line(line, real=False)
 
 
 # ---- plan files
@@ -470,12 +393,13 @@ def plans(draw: st.DrawFn, usual: str) -> str:
 
 
 def try_plan(plan: str, *, real: bool) -> None:
-    with workplace("study", real=real) as root:
+    with workplace("measure", real=real) as root:
         Path("plan.toml").write_bytes(plan.encode("utf-8", "surrogatepass"))
-        began = run(root, "study", "plan.toml", "--out", "out", "--quiet")
-        run(root, "study", "plan.toml", "--out", "out", "--status", "--json")
+        line = ["measure", "--plan", "plan.toml", "--out", "out"]
+        began = run(root, *line, "--quiet")
+        run(root, *line, "--dry-run", "--json")
         if began in (0, 3):
-            assert run(root, "study", "plan.toml", "--out", "out", "--resume", "--quiet") == began
+            assert run(root, *line, "--quiet") == began
 
 
 @quickly

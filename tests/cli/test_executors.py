@@ -18,11 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["builtin-decoder", "--layers", "0", "--lengths", "4,8", "--samples", "2", "--bounds", "none"]
 
 
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
-
-
 @pytest.mark.slow
 def test_processes_give_the_numbers_of_real_models_to_the_last_bit(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
@@ -32,9 +27,9 @@ def test_processes_give_the_numbers_of_real_models_to_the_last_bit(tmp_path: Pat
         'layers = [0]\nscopes = ["attention", "block"]\nthreads = 1\n'
         'as_published = "all"\nbounds = "all"\n'
     )
-    assert main(["study", str(plan), "--out", str(tmp_path / "here"), "--quiet"]) == 0
+    assert main(["measure", "--plan", str(plan), "--out", str(tmp_path / "here"), "--quiet"]) == 0
     words = ["--executor", "processes", "--workers", "2", "--quiet"]
-    assert main(["study", str(plan), "--out", str(tmp_path / "there"), *words]) == 0
+    assert main(["measure", "--plan", str(plan), "--out", str(tmp_path / "there"), *words]) == 0
     assert len(rows_of(tmp_path / "there")) == 2 * 2 * 2
     assert rows_of(tmp_path / "there") == rows_of(tmp_path / "here")
     assert published_of(tmp_path / "there") == published_of(tmp_path / "here")
@@ -59,12 +54,12 @@ def test_what_does_not_fit_together_is_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_with_workers_tells_the_time_of_one_process(
+def test_a_dry_run_with_workers_tells_the_memory_of_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--dry-run", "--executor", "processes", "--workers", "2", "--out", str(tmp_path / "out")]
     assert main(["measure", *QUICK, *words]) == 0
-    assert "the time and memory of one process" in capsys.readouterr().out
+    assert "for each worker" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
 
@@ -91,15 +86,13 @@ def test_without_dask_the_extra_is_named(
 # A study of stand-ins that take their time, on two processes.
 STUDY = """
 import sys
-import howsmooth.study.measurement_outputs
 from howsmooth.cli import main
 from tests._spread import spread_tools, stand_ins_sent
 from tests._study import installed
 if __name__ == "__main__":
-    howsmooth.study.measurement_outputs.draw_all = lambda *_: []
     with installed(spread_tools()), stand_ins_sent():
-        options = ["--resume", "--executor", "processes", "--workers", "2", "--quiet"]
-        sys.argv[1:] = ["study", sys.argv[1], *options]
+        options = ["--executor", "processes", "--workers", "2", "--quiet"]
+        sys.argv[1:] = ["measure", "--plan", sys.argv[1], *options]
         sys.exit(main())
 """
 PLAN = 'models = ["small"]\ntexts = ["prose"]\nlengths = "1:8:1"\nsamples = 5\nbounds = "none"\nout = "out"\n'

@@ -148,12 +148,15 @@ def test_no_time_is_negative() -> None:
     ("arguments", "words"),
     [
         (["mesure"], "Did you mean 'measure'"),
+        (["attack", "builtin-encoder"], "howsmooth bound MODEL --search"),
+        (["flow", "identity"], "howsmooth has no command flow. Tokens flow in Python: hs.dynamics.flow"),
+        (["study", "sweep.toml", "--status"], "howsmooth has no command study. A plan file is carried out"),
+        (["merge", "a", "b"], "howsmooth measure --plan FILE --executor dask"),
+        (["status"], "howsmooth measure --plan FILE --dry-run"),
         (["measure", "--lenghts", "3"], "--lengths"),
         (["measure", "--scope", "atention"], "Is attention meant?"),
         (["measure", "builtin-encodr"], "Is builtin-encoder meant?"),
         (["bound", "gtp2"], "Is gpt2 meant?"),
-        (["flow", "identty"], "The named systems are identity, negative, "),
-        (["flow", "identty"], "Is identity meant?"),
         (["reproduce", "adversaral"], "Is adversarial meant?"),
     ],
 )

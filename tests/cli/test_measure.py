@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pandas as pd
 import pytest
@@ -24,7 +23,6 @@ from hypothesis import strategies as st
 
 from howsmooth.cli import main
 from howsmooth.errors import HowsmoothError
-from howsmooth.study import measurement_outputs as outputs
 from howsmooth.study.plans import ModelSpec, Plan
 from tests._documented import check_documented
 from tests._study import FakeModel, digest, installed, make_tools, words
@@ -37,11 +35,9 @@ SMALL = ["--lengths", "2,4,8", "--samples", "5"]
 
 @pytest.fixture
 def howsmooth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Howsmooth:
-    """Run the command line in this process, with stand-ins for models and texts, and few drawings."""
-    drawn = outputs.draw_all
+    """Run the command line in this process, with stand-ins for models and texts."""
 
-    def run(*arguments: str, tools: Any = None, draw: bool = False) -> Result:
-        monkeypatch.setattr(outputs, "draw_all", drawn if draw else lambda *_: [])
+    def run(*arguments: str, tools: Any = None) -> Result:
         chosen = (
             tools
             or make_tools(
@@ -98,14 +94,20 @@ def test_bibtex_is_that_of_the_readme(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"```bibtex\n{capsys.readouterr().out}```" in readme
 
 
-def test_figures_can_be_left_out(howsmooth: Howsmooth, tmp_path: Path) -> None:
-    arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), "--no-figures"]
-    code, out, err = howsmooth(*arguments, draw=True)
+def test_figures_are_files_only_if_asked_for(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    arguments = ["measure", "small", "--text", "prose", *SMALL, "--layers", "0", "--out", str(tmp_path)]
+    code, out, err = howsmooth(*arguments)
     assert code == 0
     assert "Drawing" not in err
     assert "figures/" not in out
     assert not (tmp_path / "figures").exists()
     assert "figures" not in re.findall('id="(.*?)"', (tmp_path / "report.html").read_text("utf-8"))
+    code, out, err = howsmooth(*arguments, "--figures", "all")
+    assert code == 0
+    assert "Drawing figures" in err
+    assert "figures/" in out
+    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".png", ".pdf"}
+    assert "figures" in re.findall('id="(.*?)"', (tmp_path / "report.html").read_text("utf-8"))
 
 
 def test_the_defaults_are_the_two_models_that_ship_and_alice(
@@ -123,10 +125,11 @@ def test_the_defaults_are_the_two_models_that_ship_and_alice(
 
 def test_json_is_all_there_is_on_standard_output(howsmooth: Howsmooth, tmp_path: Path) -> None:
     arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), "--json"]
-    code, out, err = howsmooth(*arguments, draw=True)
+    arguments += ["--figures", "all"]
+    code, out, err = howsmooth(*arguments)
     assert code == 0
     said = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    check_documented("measure, study", said)
+    check_documented("measure", said)
     counts = {"made": 45, "kept": 0, "in_store": 45, "unconverged_in_store": 0}
     assert (said["measurements"], said["failed"], said["published"]) == (counts, 0, None)
     assert [row["layer"] for row in said["exponents"]] == [0, 1, 2]
@@ -222,10 +225,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no such text": (["measure", "small", "--text", "nothing"], "text: 'nothing' is not there"),
     "no such scope": ([*BASE, "--scope", "everything"], "scope: expected one of head, heads, att"),
     "no such option": ([*BASE, "--foo"], "No such option: --foo"),
-    "option of a plan": (
-        ["study", "plan.toml", "--bounds", "all"],
-        "What a study measures is set in its plan",
-    ),
+    "figures": ([*BASE, "--figures", "none"], "figures: expected one of page, all, got 'none'"),
     "no such command": (
         ["meazure"],
         "No such command 'meazure'. Did you mean 'measure'? See howsmooth --help.",
@@ -309,9 +309,11 @@ def test_no_network_needed_for_help_and_version(capsys: pytest.CaptureFixture[st
 
 
 def test_the_help_gives_examples_that_can_be_typed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    Path("sweep.toml").write_text('models = ["builtin-encoder"]')
     main(["measure", "--help"])
     said = capsys.readouterr().out
     examples = [
@@ -327,7 +329,7 @@ def test_the_help_gives_examples_that_can_be_typed(
         raise HowsmoothError("enough")
 
     monkeypatch.setattr("howsmooth.study.measurement_run.run", stop)
-    monkeypatch.setattr("howsmooth.study.resource_forecast.forecast", stop)
+    monkeypatch.setattr("howsmooth.study.dry_run.dry_run", stop)
     for example in examples:
         assert main(shlex.split(example.split(">")[0])[1:]) == 2
     assert len(seen) == len(examples)
@@ -428,7 +430,7 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_left(tmp_path: Path) -> None
             sys.stdout = (tmp_path / "said").open("w")
             sys.stderr = os.fdopen(2, "w")
             tools = make_tools(before_measure=lambda calls: time.sleep(0.05))[0]
-            with installed(tools), patch("howsmooth.study.measurement_outputs.draw_all", lambda *_: []):
+            with installed(tools):
                 main(["measure", "small", "--text", "prose", *SMALL, "--layers", "0", "--out", str(tmp_path)])
             sys.stdout.flush()
         finally:

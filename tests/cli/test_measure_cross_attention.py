@@ -16,7 +16,7 @@ from howsmooth.scopes import SIDES
 from tests._selection import others_slow
 
 IDS = list(range(3, 15))
-HOW = ["--tokens", "ids.npy", "--lengths", "4", "--samples", "2", "--bounds", "none", "-q", "--no-figures"]
+HOW = ["--tokens", "ids.npy", "--lengths", "4", "--samples", "2", "--bounds", "none", "-q"]
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ class Work(Options):
 
 
 def typed(*line: str, **options: Any) -> list[Any]:
-    """What a command gets of a line; the second is what of the same dataclass was typed alone."""
+    """What a command gets of a line."""
     got: list[Any] = []
 
     @command("An example.", **options)
@@ -57,14 +57,8 @@ def typed(*line: str, **options: Any) -> list[Any]:
         got.extend([plan, json])
         return 0
 
-    @command(without=("source",))
-    def in_part(plan: Annotated[dict[str, Any], Work]) -> int:
-        got.append(plan)
-        return 0
-
     app = typer.Typer()
-    app.command("whole")(whole_plan)
-    app.command("part")(in_part)
+    app.command()(whole_plan)
     app(args=list(line), standalone_mode=False)
     return got
 
@@ -76,7 +70,7 @@ LINE = (
 
 
 def test_a_line_gives_what_python_gives() -> None:
-    plan, json = typed("whole", *LINE.split())
+    plan, json = typed(*LINE.split())
     assert not json
     assert plan == Work(
         "there", ["x", "y"], 0, 2, 3.0, [0, "-1"], [2, 4, 8], "b", True, ["one", "two"], 1000, Path("far")
@@ -90,26 +84,24 @@ def test_a_line_gives_what_python_gives() -> None:
 
 
 def test_what_is_left_out_has_its_default_and_a_command_may_have_another() -> None:
-    assert typed("whole", "there", "--json") == [Work("there"), True]
-    assert typed("whole", "there", out="far", most_steps=0)[0] == Work("there", most_steps=0, out=Path("far"))
-    assert typed("part") == [{}]
-    assert typed("part", "--most-steps", "0", "--name", "x") == [{"most_steps": 0, "names": ["x"]}]
+    assert typed("there", "--json") == [Work("there"), True]
+    assert typed("there", out="far", most_steps=0)[0] == Work("there", most_steps=0, out=Path("far"))
 
 
 def test_a_plan_file_as_the_source_gives_options_which_typed_ones_replace(tmp_path: Path) -> None:
     file = tmp_path / "work.toml"
     file.write_text('source = "there"\nmost_steps = 0\nshare = 2.0\nnames = ["x"]\n')
-    (plan, _) = typed("whole", str(file), "--share", "0.5", "--fast")
+    (plan, _) = typed(str(file), "--share", "0.5", "--fast")
     assert plan == Work("there", names=["x"], most_steps=0, share=0.5, fast=True)
     for content in ("most_steps = 0", "source = 'a'\nsteps = 1"):
         file.write_text(content)
         with pytest.raises(
             ArgumentError, match=r"^work.toml: (source: expected a value|steps: expected one)"
         ):
-            typed("whole", str(file))
+            typed(str(file))
     file.write_text("source = 'a'\nshare = 1.0")
     with pytest.raises(ArgumentError, match="share: expected one of the keys source"):
-        typed("whole", str(file), without=("share",))
+        typed(str(file), without=("share",))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +118,7 @@ def test_a_plan_file_as_the_source_gives_options_which_typed_ones_replace(tmp_pa
 )
 def test_a_refusal_names_the_option_as_it_is_typed(line: str, sentence: str) -> None:
     with pytest.raises(ArgumentError) as refusal:
-        typed("whole", *line.split())
+        typed(*line.split())
     assert str(refusal.value).startswith(sentence)
 
 

@@ -10,7 +10,6 @@ import torch
 
 import howsmooth as hs
 from howsmooth.cli import main
-from howsmooth.study import measurement_outputs as outputs
 from howsmooth.study.records import Measurement
 from howsmooth.study.store import Store
 from tests._tiny_models import CONFIGS, tiny, token_ids
@@ -78,7 +77,6 @@ def test_a_built_in_model_is_loaded_onto_the_device(device: torch.device) -> Non
 def test_a_study_gives_the_rows_of_the_cpu(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outputs, "draw_all", lambda *_: [])
     text = tmp_path / "prose.txt"
     text.write_text(" ".join(f"The {word} is as smooth as the {other}." for word in WORDS for other in WORDS))
     plan = ["measure", "builtin-encoder", "--text", str(text), "--quiet"]

@@ -143,7 +143,7 @@ def _study() -> Mapping[str, Number]:
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder, "ids.npy"), Path(folder, "out")
         np.save(file, [(7 * i) % 2000 + 5 for i in range(100)])
-        options = "--lengths 4,8,16 --samples 2 --layers 0 --scope attention --bounds none --no-figures -q"
+        options = "--lengths 4,8,16 --samples 2 --layers 0 --scope attention --bounds none -q"
         options += " --dtype float64 --rtol 1e-6"
         command = ["measure", "builtin-decoder", "--tokens", str(file), "--out", str(out), *options.split()]
         assert main(command) == 0

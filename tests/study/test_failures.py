@@ -193,7 +193,6 @@ def test_a_store_that_cannot_be_written_stops_everything(
 
 
 def test_a_failure_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
     tools = with_bad_measure(lambda layer, n, first: layer == 1, ModelError("<No>."))
     run(make_plan(), tmp_path, tools, keep_going=True)
     published = write_outputs(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,10 @@ from howsmooth.models.sequence_datasets import image_inputs
 from howsmooth.study.input_sequences import TextFeed, sequence_starts
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run
-from howsmooth.study.merge import merge_stores
 from howsmooth.study.plans import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.window_placement import arrange, overlapping
-from tests._study import contents_of, make_plan, make_tools, rows_of
+from howsmooth.study.window_placement import arrange
+from tests._study import contents_of, make_plan, make_tools, overlapping, rows_of
 
 IMAGES = InputSpec("images", ("builtin",))
 
@@ -50,7 +48,6 @@ def image_plan(vit: str, **changes: Any) -> Plan:
 
 
 def test_a_study_on_images(vit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
     folder = tmp_path / "out"
     outcome = run(image_plan(vit), folder)
     assert (outcome.made["measurements"], outcome.failed) == (6, 0)
@@ -88,10 +85,6 @@ def test_a_study_on_images(vit: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     again = run(image_plan(vit, samples=3), folder)
     assert (again.made["measurements"], again.kept["measurements"]) == (3, 6)
     assert before < rows_of(folder)
-
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    assert merge_stores([folder, other], tmp_path / "merged").total == 9
 
 
 @pytest.mark.parametrize(
@@ -162,7 +155,6 @@ def test_token_ids_and_embedded_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
     np.save("ids.npy", [[5, 6, 7, 8], [20, 21, 22, 23]])
     options = ["--lengths", "4", "--samples", "2", "--layers", "0", "--bounds", "none", "--json", "-q"]
     code, out, _ = measured("builtin-encoder", "--tokens", "ids.npy", *options, capsys=capsys)

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import pytest
 
@@ -60,7 +59,7 @@ TOTAL = CONSTANTS + 8 * 5 * 3 * 4
 
 
 def type_study(folder: Path, *more: str, pause: float = 0.0) -> tuple[int, str, str]:
-    """Type ``howsmooth study``, with stand-ins for models and no figures; an estimate takes ``pause``."""
+    """Type ``howsmooth measure --plan``, with stand-ins for models; an estimate takes ``pause``."""
     out, err = io.StringIO(), io.StringIO()
     tools = make_tools(before_measure=lambda calls: time.sleep(pause))[0]
     with (
@@ -68,9 +67,8 @@ def type_study(folder: Path, *more: str, pause: float = 0.0) -> tuple[int, str, 
         contextlib.redirect_stderr(err),
         installed(tools),
         published_stand_ins(),
-        patch("howsmooth.study.measurement_outputs.draw_all", lambda *_: []),
     ):
-        code = main(["study", str(folder / "plan.toml"), "--resume", *more])
+        code = main(["measure", "--plan", str(folder / "plan.toml"), *more])
     return code, out.getvalue(), err.getvalue()
 
 
@@ -221,7 +219,7 @@ def fill(
     """Fill what room there is, twice."""
     code, _, err = type_without_room()
     assert code == 2
-    remedy = "run the same command again (howsmooth study with --resume). Rows already written are kept."
+    remedy = "run the same command again. Rows already written are kept."
     assert remedy in refusal(err)
     rows = kept(folder)
     assert 0 < len(rows) < TOTAL
@@ -289,9 +287,9 @@ def test_a_folder_that_may_only_be_read(study: Path, tmp_path_factory: pytest.Te
         code, _, err = humbly()
         assert code == 2
         assert str(out) in refusal(err)
-        code, said, err = humbly("--status")
+        code, said, err = humbly("--dry-run")
         assert code == 0, err
-        assert "All measurements are done." in said
+        assert "Left to measure: 0 measurements" in said
         code, _, err = humbly("--out", str(study / "new"))
         assert code == 2
         assert f"expected a writable folder, got {study / 'new'} (Permission denied)" in refusal(err)
@@ -310,9 +308,9 @@ def test_two_processes_on_one_store(study: Path, whole: set[tuple[Any, ...]]) ->
     code, _, err = type_study(study)
     assert code == 2
     assert "is in use by another howsmooth process. Wait until it ends" in refusal(err)
-    code, out, _ = type_study(study, "--status")
+    code, out, _ = type_study(study, "--dry-run")
     assert code == 0
-    assert "Running since 20" in out
+    assert "are already in" in out
     os.kill(first, signal.SIGKILL)
     ended(first)
     assert type_study(study)[0] == 0  # the lock went with its owner
@@ -320,7 +318,7 @@ def test_two_processes_on_one_store(study: Path, whole: set[tuple[Any, ...]]) ->
 
 
 def test_looking_never_keeps_a_writer_out(study: Path) -> None:
-    """The status takes the lock for a moment; a run that begins right then waits for it."""
+    """A reader takes the lock for a moment to roll back; a run that begins right then waits for it."""
     lock = locked(study / "out")
     process = begun(lambda: (study / "told").write_text(repr(type_study(study))))
     time.sleep(0.2)
@@ -429,7 +427,6 @@ def test_a_clock_that_jumps_moves_nothing(study: Path, tmp_path: Path, whole: se
     process.kill()
     process.wait()
     assert kept(study) <= whole
-    subprocess.run([*command, "--status"], env=jumping, cwd=ROOT, check=True)
     subprocess.run(command, env=jumping, cwd=ROOT, check=True)
     assert kept(study) == whole
     with Store.open(study / "out", write=False) as store:

@@ -20,9 +20,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 import howsmooth as hs
-from howsmooth.errors import StoreError
+from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.figures import drawing, measurements
-from howsmooth.study.figures.drawing import add_colourbar, draw_overview, linear_ticks, log_ticks, parts_of
+from howsmooth.study.figures.drawing import add_colourbar, linear_ticks, log_ticks
 from howsmooth.study.html_assets import png
 from howsmooth.study.measurement_outputs import Outputs, write_outputs
 from howsmooth.study.plans import ModelSpec
@@ -68,7 +68,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     tools, _ = make_tools()
     plan = make_plan(layers=Ranges.parse("0,1", "layers"), scopes=("attention", "head"))
     run(plan, folder, tools, command="howsmooth measure small")
-    return write_outputs(folder)
+    return write_outputs(folder, figures="all")
 
 
 def test_tables_in_python_are_those_in_the_files(published: Outputs) -> None:
@@ -128,7 +128,7 @@ def test_every_layer_and_head_has_a_figure_and_every_scope_an_overview(published
 
 def test_the_same_store_gives_the_same_files(tmp_path: Path) -> None:
     run(make_plan(layers=FIRST), tmp_path, make_tools()[0])
-    published = write_outputs(tmp_path)
+    published = write_outputs(tmp_path, figures="all")
     first = published.pictures[0]
     files = [
         published.report,
@@ -140,7 +140,7 @@ def test_the_same_store_gives_the_same_files(tmp_path: Path) -> None:
     before = [path.read_bytes() for path in files]
     for path in files:
         path.unlink()
-    write_outputs(tmp_path)
+    write_outputs(tmp_path, figures="all")
     assert [path.read_bytes() for path in files] == before
 
 
@@ -162,33 +162,39 @@ def test_only_figures_that_change_are_drawn_again(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(measurements, "save", saved)
     run(make_plan(), tmp_path, make_tools()[0])
-    first = write_outputs(tmp_path)
+    first = write_outputs(tmp_path, figures="all")
     assert drawn == ["overview", "layer-00", "layer-01", "layer-02"]
     drawn.clear()
-    again = write_outputs(tmp_path)
+    again = write_outputs(tmp_path, figures="all")
     assert drawn == []
     assert again.pictures == first.pictures
     first.pictures[1].pdf.unlink()
     first.pictures[2].png.write_bytes(b"no image")
-    write_outputs(tmp_path)
+    write_outputs(tmp_path, figures="all")
     assert drawn == ["layer-00", "layer-01"]
     drawn.clear()
     with sqlite3.connect(tmp_path / STORE_NAME) as store:
         store.execute("DELETE FROM measurements WHERE layer = 2 AND sample = 0 AND n = 2")
-    assert write_outputs(tmp_path).contents.measurements.shape[0] == len(first.contents.measurements) - 1
+    assert (
+        write_outputs(tmp_path, figures="all").contents.measurements.shape[0]
+        == len(first.contents.measurements) - 1
+    )
     assert drawn == ["overview", "layer-02"]
     drawn.clear()
-    monkeypatch.setattr(measurements, "drawing_code", lambda: "another version")
-    write_outputs(tmp_path)
+    monkeypatch.setattr(measurements, "_drawing_code", lambda: "another version")
+    write_outputs(tmp_path, figures="all")
     assert len(drawn) == 4
 
 
-def test_without_figures_there_is_a_report_without_them(tmp_path: Path) -> None:
+def test_by_default_no_figure_is_a_file_and_the_page_draws_them_itself(tmp_path: Path) -> None:
     run(make_plan(), tmp_path, make_tools()[0])
-    written = write_outputs(tmp_path, figures=False)
+    written = write_outputs(tmp_path)
     assert written.pictures == []
     assert not (tmp_path / "figures").exists()
     assert "data:image" not in written.report.read_text(encoding="utf-8")
+    assert 'id="scatter"' in written.report.read_text(encoding="utf-8")
+    with pytest.raises(ArgumentError, match=r"figures: expected one of page, all, got 'none'"):
+        write_outputs(tmp_path, figures="none")
 
 
 def test_the_page_holds_everything_and_asks_nobody(published: Outputs, page: Page) -> None:
@@ -240,7 +246,7 @@ def test_hostile_names_are_shown_and_never_run(tmp_path: Path) -> None:
     tools, _ = make_tools(models={HOSTILE: model}, texts={HOSTILE: words(400)})
     plan = make_plan(models=(ModelSpec(HOSTILE),), texts=(HOSTILE,), layers=FIRST)
     run(plan, tmp_path, tools, command=f"howsmooth measure {HOSTILE}")
-    published = write_outputs(tmp_path)
+    published = write_outputs(tmp_path, figures="all")
     page = Page(published.report.read_text(encoding="utf-8"))
     assert page.open == []
     assert not [tag for tag, _ in page.elements if tag == "iframe"]
@@ -267,7 +273,7 @@ def test_unconverged_measurements_are_counted_drawn_and_not_fitted(tmp_path: Pat
         return estimate
 
     run(make_plan(layers=FIRST), tmp_path, dataclasses.replace(tools, measure=sometimes))
-    published = write_outputs(tmp_path)
+    published = write_outputs(tmp_path, figures="all")
     text = Page(published.report.read_text(encoding="utf-8")).text
     assert "15 measurements, of which 12 converged" in text
     assert "3 measurements did not reach the tolerance" in text
@@ -277,7 +283,7 @@ def test_unconverged_measurements_are_counted_drawn_and_not_fitted(tmp_path: Pat
 
 def test_a_study_without_exponents_is_published_all_the_same(tmp_path: Path) -> None:
     run(make_plan(lengths=(1,), layers=FIRST), tmp_path, make_tools()[0])
-    published = write_outputs(tmp_path)
+    published = write_outputs(tmp_path, figures="all")
     assert published.exponents["note"].tolist() == ["fewer than 3 lengths to fit"]
     assert "too few lengths to fit an exponent" in published.report.read_text(encoding="utf-8")
 
@@ -285,7 +291,7 @@ def test_a_study_without_exponents_is_published_all_the_same(tmp_path: Path) -> 
 def test_zero_constants_are_published(tmp_path: Path) -> None:
     tools, _ = make_tools(slope=-math.inf)
     run(make_plan(layers=FIRST), tmp_path, tools)
-    published = write_outputs(tmp_path)
+    published = write_outputs(tmp_path, figures="all")
     assert published.exponents["left_out"].tolist() == [15]
     assert "15 constants are zero" in published.report.read_text(encoding="utf-8")
 
@@ -294,7 +300,7 @@ def test_untrained_and_retokenised_models_are_marked(tmp_path: Path) -> None:
     model = FakeModel(tokenizer_source="BPE trained on the text.")
     tools, _ = make_tools(models={"small": model})
     run(make_plan(models=(ModelSpec("small", random_init=True),), layers=FIRST), tmp_path, tools)
-    text = write_outputs(tmp_path, figures=False).report.read_text(encoding="utf-8")
+    text = write_outputs(tmp_path).report.read_text(encoding="utf-8")
     assert "small (random init)" in text
     assert "have untrained weights" in text
     assert "Where a tokenizer was trained on the text" in text
@@ -307,7 +313,7 @@ def test_outputs_that_cannot_be_written_are_said(tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=r"cannot be written: No space left on device. The measurements are saved"
     ):
-        write_outputs(tmp_path, figures=False)
+        write_outputs(tmp_path)
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
@@ -342,7 +348,7 @@ def test_ticks_are_within_the_axis_and_neither_none_nor_many(low: float, factor:
 
 def test_the_page_gives_the_test_of_a_quarter_and_the_exponents_at_three_radii(tmp_path: Path) -> None:
     run(make_plan(layers=FIRST, lengths=(2, 4, 8, 16), samples=12), tmp_path, make_tools()[0])
-    published = write_outputs(tmp_path, figures=False)
+    published = write_outputs(tmp_path)
     page = Page(published.report.read_text(encoding="utf-8"))
     (row,) = published.exponents.to_dict("records")
     assert 0.001 < row["quarter"] < 1
@@ -369,11 +375,12 @@ def test_the_name_of_a_colour_bar_is_above_the_bar() -> None:
 
 def test_a_panel_says_which_interval_excludes_zero() -> None:
     n = np.arange(4, 100)
-    rows = pd.DataFrame(
-        {"n": n, "lipschitz": 1 + 0.1 * np.cos(n), "layer": 0, "head": None, "converged": True}
-    )
-    (part,) = parts_of(rows, "lipschitz")
+    value = 1 + 0.1 * np.cos(n)
+    rows = pd.DataFrame({"n": n, "lipschitz": value, "lower": value, "upper": value, "radius_mean": 1.0})
+    rows = rows.assign(layer=0, head=None, converged=True)
+    (part,) = measurements._parts_of(rows)
     fit = dataclasses.replace(part.fit, slope=0.071, low=-0.003, high=0.145)
     part = dataclasses.replace(part, fit=fit)
-    figure = draw_overview([part], lambda axis, part: None, "tokens", 4)
+    family = measurements._Family(Path(), "small", "prose", "attention", "text", "scope attention")
+    figure = measurements._draw_overview([part], rows, family, "title")
     assert [text.get_text() for text in figure.axes[0].texts] == ["0.071 [\N{MINUS SIGN}0.003, 0.145]"]

@@ -14,19 +14,16 @@ from hypothesis import strategies as st
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
 from howsmooth.study import runner
+from howsmooth.study.dry_run import dry_run
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run as real_run
-from howsmooth.study.merge import merge_stores
 from howsmooth.study.plan_file import read_plan
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
-from howsmooth.study.resource_forecast import TaskTimes, forecast
-from howsmooth.study.status import status
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.lipschitz_constants import batch_size
 from howsmooth.study.tasks.task import Task, Work
-from howsmooth.study.window_placement import overlapping
 from tests._study import (
     FakeModel,
     Heard,
@@ -34,6 +31,7 @@ from tests._study import (
     digest,
     make_plan,
     make_tools,
+    overlapping,
     rows_of,
     run,
     words,
@@ -51,19 +49,16 @@ def test_one_row_a_measurement_with_its_own_seed(tmp_path: Path) -> None:
 
 
 def test_a_path_may_be_a_string(tmp_path: Path) -> None:
-    folder, union, file = str(tmp_path / "out"), str(tmp_path / "union"), str(tmp_path / "plan.toml")
+    folder, file = str(tmp_path / "out"), str(tmp_path / "plan.toml")
     (tmp_path / "plan.toml").write_text(
         'models = ["builtin-encoder"]\nlengths = "4"\nsamples = 1\nlayers = "0"\nbounds = "none"\n'
     )
     plan = read_plan(file).plan
-    assert forecast(plan, folder).parts[0].measurements == 1
+    assert dry_run(plan, folder).parts[0].measurements == 1
     assert real_run(plan, folder).made["measurements"] == 1
-    assert [part.done for part in status(folder, plan, ["alice"]).parts] == [1]
     assert write_outputs(folder).report == tmp_path / "out" / "report.html"
-    assert merge_stores([folder], union).total == 1
-    with Store.open(union, write=False) as store:
+    with Store.open(folder, write=False) as store:
         assert store.count(Measurement) == 1
-    assert not Store.in_use(union)
 
 
 def test_a_name_may_be_a_path(tmp_path: Path) -> None:
@@ -219,7 +214,7 @@ def test_the_time_left_is_that_of_the_tokens_left_at_the_pace_since_the_first_re
     clock, heard = SimpleNamespace(now=0.0), Heard()
     monkeypatch.setattr("howsmooth.study.runner.time", SimpleNamespace(monotonic=lambda: clock.now))
     tasks = [create_autospec(Task, alike=("a",), n=n, size=1, words="") for n in (64, 64, 128, 16)]
-    told = runner._WorkProgress(heard, Work(Measurement, "constants", tasks), TaskTimes())
+    told = runner._WorkProgress(heard, Work(Measurement, "constants", tasks), runner.TaskTimes())
     clock.now = 10.0  # the model was loaded
     told.advance(tasks[0], 1, ended=True)
     clock.now = 11.0  # the pace of a second is not told, which may be that of writing

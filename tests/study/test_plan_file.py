@@ -1,9 +1,8 @@
-"""Plan files and ``howsmooth study``: every key checked, studies begun, resumed, and their status told."""
+"""Plan files and ``howsmooth measure --plan``: every key checked, studies begun and continued."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,13 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from howsmooth.cli import main
-from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.study import measurement_outputs as outputs
+from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plan_file import KEYS, read_plan
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.records import Run
 from howsmooth.study.store import Store
 from tests._documented import check_documented
 from tests._study import FakeModel, digest, installed, make_tools, rows_of
@@ -271,39 +268,46 @@ def howsmooth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     monkeypatch.setenv("COLUMNS", "120")
 
     def command(*arguments: str, tools: Any = None) -> Result:
-        monkeypatch.setattr(outputs, "draw_all", lambda *_: [])
         chosen = tools or make_tools()[0]
         capsys.readouterr()
         with installed(chosen):
-            code = main(("study", *arguments))
+            code = main(("measure", "--plan", *arguments))
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
     return command
 
 
-def test_a_study_is_carried_out_and_not_begun_twice(howsmooth: Howsmooth, tmp_path: Path) -> None:
+def test_a_study_is_carried_out_and_continued_by_the_same_command(
+    howsmooth: Howsmooth, tmp_path: Path
+) -> None:
     plan = str(written(tmp_path, SMALL))
     code, out, _ = howsmooth(plan)
     assert code == 0
     assert "45 measurements made" in out
     assert (tmp_path / "plan-out" / "report.html").exists()
     before = rows_of(tmp_path / "plan-out")
-    code, _, err = howsmooth(plan)
-    assert code == 2
-    assert "already holds a study with 45 measurements. Add --resume" in err
     tools, work = make_tools()
-    code, out, _ = howsmooth(plan, "--resume", tools=tools)
+    code, out, _ = howsmooth(plan, tools=tools)
     assert code == 0
     assert work.measured == []
     assert "45 were already there" in out
     assert rows_of(tmp_path / "plan-out") == before
 
 
-def test_resume_begins_where_nothing_is(howsmooth: Howsmooth, tmp_path: Path) -> None:
-    code, out, _ = howsmooth(str(written(tmp_path, SMALL)), "--resume", "--json")
-    assert code == 0
-    assert json.loads(out)["measurements"]["made"] == 45
+def test_options_on_the_command_line_replace_those_of_the_file(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    plan = str(written(tmp_path, f'{SMALL}bounds = "all"\n'))
+    code, out, err = howsmooth(plan, "--lengths", "2,4", "--layers", "-1", "--json")
+    assert (code, err.count("error")) == (0, 0)
+    found = json.loads(out)
+    assert found["measurements"]["made"] == 2 * 5
+    assert (found["settings"]["samples"], found["settings"]["bounds"]) == (5, "all")
+    code, _, err = howsmooth(plan, "--seed", "3")
+    assert code == 2
+    assert "made with --seed 0, not 3" in err
+    code, _, err = howsmooth(plan, "--heads", "0")
+    assert code == 2
+    assert "error: --heads: expected" in err or "error: heads: expected" in err
 
 
 def test_out_on_the_command_line_comes_first(howsmooth: Howsmooth, tmp_path: Path) -> None:
@@ -327,25 +331,16 @@ def test_a_failure_stops_nothing_else_and_the_exit_code_says_so(howsmooth: Howsm
     assert code == 3
     assert "45 measurements made" in out
     assert "1 computation failed. Reason of the first failure: model: 'missing' is not known." in err
-    assert shlex.split(err.splitlines()[-1]) == ["howsmooth", "study", plan, "--resume"]
+    assert shlex.split(err.splitlines()[-1]) == ["howsmooth", "measure", "--plan", plan]
     assert "Reason of the first failure" not in out
-    code, out, _ = howsmooth(plan, "--status")
-    assert code == 0
-    assert "missing" in out
-    assert "A question mark: the model was not loaded yet or could not be" in out
-    assert "once: model: 'missing' is not known." in out
-    assert re.search(r"missing +prose +attention +\? +0 +\? +\?", out)
-    said = json.loads(howsmooth(plan, "--resume", "--json")[1])
-    check_documented("measure, study", said)
+    said = json.loads(howsmooth(plan, "--json")[1])
+    check_documented("measure", said)
     (failure,) = said["failures"]
     assert (failure["model"], failure["text"], failure["kind"]) == ("missing", None, "ModelError")
     assert failure["error"] == "model: 'missing' is not known."
     models = {"small": FakeModel(), "missing": FakeModel(fingerprint=digest("found"))}
-    code, _, err = howsmooth(plan, "--resume", "--quiet", tools=make_tools(models=models)[0])
+    code, _, err = howsmooth(plan, "--quiet", tools=make_tools(models=models)[0])
     assert (code, err) == (0, "")
-    code, out, _ = howsmooth(plan, "--status")
-    assert "All measurements are done." in out
-    assert "times" not in out
 
 
 def test_interrupted_early_it_says_how_to_go_on_and_may_begin_again(
@@ -359,7 +354,7 @@ def test_interrupted_early_it_says_how_to_go_on_and_may_begin_again(
     assert code == 130
     assert "interrupted: nothing was measured yet. Continue with:" in err
     assert Store.exists(tmp_path / "plan-out")
-    assert shlex.split(err.splitlines()[-1]) == ["howsmooth", "study", plan, "--resume"]
+    assert shlex.split(err.splitlines()[-1]) == ["howsmooth", "measure", "--plan", plan]
     assert howsmooth(plan, "-q")[0] == 0
     assert len(rows_of(tmp_path / "plan-out")) == 45
 
@@ -374,51 +369,9 @@ def test_interrupted_it_says_how_to_go_on(howsmooth: Howsmooth, tmp_path: Path) 
     assert code == 130
     assert "interrupted: 20 measurements are saved" in err
     command = shlex.split(err.splitlines()[-1])
-    assert command == ["howsmooth", "study", plan, "--resume"]
-    code, out, _ = howsmooth(plan, "--status", "--json")
-    status = json.loads(out)
-    assert status["parts"] == [
-        {"model": "small", "text": "prose", "scope": "attention", "planned": 45, "done": 20, "failed": 0}
-    ]
-    assert status["finished"] is None
-    assert status["running"] is False
-    assert status["rate"] > 0
-    assert status["remaining"] > 0
-    assert re.search(r"did not finish; about \d+ s left\.\n", howsmooth(plan, "--status")[1])
-    assert howsmooth(*command[2:])[0] == 0
+    assert command == ["howsmooth", "measure", "--plan", plan]
+    assert howsmooth(*command[3:])[0] == 0
     assert len(rows_of(tmp_path / "plan-out")) == 45
-
-
-def test_status_before_during_and_after(howsmooth: Howsmooth, tmp_path: Path) -> None:
-    plan = written(
-        tmp_path, SMALL.replace('"small"', '"small", "later"') + 'scopes = ["attention", "head"]\n'
-    )
-    models = {"small": FakeModel()}
-    code, out, _ = howsmooth(str(plan), "--status")
-    assert code == 0
-    assert "Not started." in out
-    assert not (tmp_path / "plan-out").exists()
-
-    tries = iter(range(1000))
-
-    def bad(calls: int) -> None:
-        # The fifth batch, and after it each of its five samples by itself.
-        if 4 <= next(tries) < 10:
-            raise ModelError("too hot.")
-
-    assert howsmooth(str(plan), tools=make_tools(models=models, before_measure=bad)[0])[0] == 3
-    _, out, _ = howsmooth(str(plan), "--status", "--json")
-    parts = json.loads(out)["parts"]
-    assert [part["planned"] for part in parts] == [45, 90, None, None]
-    assert [part["done"] for part in parts[2:]] == [0, 0]
-    assert parts[0]["done"] + parts[1]["done"] + parts[0]["failed"] + parts[1]["failed"] == 135
-    assert parts[0]["failed"] + parts[1]["failed"] == 5
-    with Store.open(tmp_path / "plan-out"):
-        _, out, _ = howsmooth(str(plan), "--status")
-    assert "Running since 20" in out
-    _, out, _ = howsmooth(str(plan), "--status")
-    assert "Not running: the run that started at 20" in out
-    assert "5 times: too hot." in out
 
 
 def test_a_model_may_have_layers_heads_and_lengths_of_its_own(howsmooth: Howsmooth, tmp_path: Path) -> None:
@@ -449,102 +402,25 @@ lengths = "3:5:2"
         *(("other", "attention", layer, None, n) for n in (3, 5) for layer in (1, 2)),
         *(("other", "head", layer, 1, n) for n in (3, 5) for layer in (1, 2)),
     }
-    _, out, _ = howsmooth(plan, "--status", "--json")
-    parts = [
-        (part["model"], part["scope"], part["planned"], part["done"]) for part in json.loads(out)["parts"]
-    ]
-    assert parts == [
-        ("small", "attention", 4, 4),
-        ("small", "head", 8, 8),
-        ("other", "attention", 8, 8),
-        ("other", "head", 8, 8),
-    ]
     tools, work = make_tools(models=models)
-    assert howsmooth(plan, "--resume", "-q", tools=tools)[0] == 0
+    assert howsmooth(plan, "-q", tools=tools)[0] == 0
     assert work.measured == []
     written(tmp_path, own.replace("3:5:2", "3:6"))
-    code, _, err = howsmooth(plan, "--resume", tools=make_tools(models=models)[0])
+    code, _, err = howsmooth(plan, tools=make_tools(models=models)[0])
     assert code == 3
     assert "expected at most 5 tokens, the positions of other, got 6" in err
 
 
-def test_measurements_may_be_done_while_bounds_are_left(howsmooth: Howsmooth, tmp_path: Path) -> None:
-    plan = str(written(tmp_path, SMALL))
-    howsmooth(plan)
-    before = json.loads(howsmooth(plan, "--status", "--json")[1])
-    assert before["remaining"] == 0
-    with Store.open(tmp_path / "plan-out") as store:  # as while the run is going on
-        store.add([replace(run, finished=None) for run, _ in store.rows(Run)])
-    said = json.loads(howsmooth(plan, "--status", "--json")[1])
-    assert said["remaining"] is None
-    assert "All measurements are done. Bounds, tables, figures or the report are left." in " ".join(
-        howsmooth(plan, "--status")[1].split()
-    )
-
-
-def test_status_of_a_folder_counts_what_is_there(howsmooth: Howsmooth, tmp_path: Path) -> None:
-    plan = str(written(tmp_path, SMALL.replace('"small"', '"missing", "small"')))
-    folder = str(tmp_path / "plan-out")
-    (tmp_path / "plan-out").mkdir()
-    code, _, err = howsmooth(folder, "--status")
-    assert code == 2
-    assert "holds no study" in err
-    assert howsmooth("/nowhere", "--status")[2].startswith("error: /nowhere holds no study. Give the folder")
-    howsmooth(plan)
-    code, out, _ = howsmooth(folder, "--status", "--json")
-    assert code == 0
-    check_documented("study --status", json.loads(out))
-    assert json.loads(out)["parts"] == [
-        {"model": "missing", "text": "all", "scope": "all", "planned": None, "done": 0, "failed": 1},
-        {"model": "small", "text": "prose", "scope": "attention", "planned": None, "done": 45, "failed": 0},
-    ]
-    code, out, _ = howsmooth(folder, "--status")
-    assert "once: model: 'missing' is not known." in out
-    assert "howsmooth study PLAN.toml --status" in out
-    assert "All measurements are done" not in out
-
-
-def test_status_of_another_study_is_refused(howsmooth: Howsmooth, tmp_path: Path) -> None:
-    howsmooth(str(written(tmp_path, SMALL)))
-    code, _, err = howsmooth(str(written(tmp_path, f"{SMALL}seed = 3")), "--status")
-    assert code == 2
-    assert "made with --seed 0, not 3" in err
-
-
-MISUSES: dict[str, tuple[tuple[str, ...], str]] = {
-    "two plans": (("a.toml", "b.toml"), "plan: expected one plan file, got 2. Add --merge to merge studies."),
-    "merge and status": (
-        ("a", "--merge", "--status"),
-        "merge: expected --merge without --resume, --status and --dry-run",
-    ),
-    "merge without out": (("a", "--merge"), "out: expected a folder for the merged study"),
-    "merge of nothing": (("a", "--merge", "--out", "b"), "merge: expected folders with a store, got a"),
-    "no plan": ((), "Missing argument"),
-}
-
-
-@pytest.mark.parametrize("case", MISUSES)
-def test_misuse_is_refused(
-    howsmooth: Howsmooth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+def test_a_plan_file_in_place_of_a_model_is_told_its_option(
+    howsmooth: Howsmooth, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments, message = MISUSES[case]
-    code, out, err = howsmooth(*arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert list(tmp_path.iterdir()) == []
+    plan = str(written(tmp_path, SMALL))
+    assert main(["measure", plan, "--out", str(tmp_path / "out")]) == 2
+    assert "A plan file is given as howsmooth measure --plan FILE." in capsys.readouterr().err
+    assert main(["measure", "--plan", str(tmp_path / "gone.toml")]) == 2
+    assert "plan: expected a plan file in TOML, got" in capsys.readouterr().err
 
 
 def test_a_module_is_told_the_way_in_python() -> None:
     with pytest.raises(ArgumentError, match=r"models: expected names .* measured with hs\.profile"):
         Plan(models=torch.nn.Tanh())
-
-
-def test_images_of_a_plan_are_counted_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = tmp_path / "vit.toml"
-    plan.write_text('models = ["vit"]\nrandom_init = true\nimages = "builtin"\n')
-    capsys.readouterr()
-    assert main(["study", str(plan), "--status"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"vit \(random init\) +builtin-images +attention +\? +0 +0 +\?", said)
-    assert "All measurements are done" not in said

@@ -46,16 +46,15 @@ CHOICES: dict[Any, tuple[Any, ...]] = {
     float: FLOATS,
     bool: (True, False),
     str: NAMES,
-    bytes: (b"", b"\0\xff", bytes(range(256))),
     tuple[str, ...]: ((), NAMES, ("a",)),
     tuple[float, ...]: ((), FLOATS, (0.5,)),
 }
 PLAIN = {
-    int: 3, float: 0.5, bool: True, str: "words", bytes: b"\0", tuple[str, ...]: ("a",),
+    int: 3, float: 0.5, bool: True, str: "words", tuple[str, ...]: ("a",),
     tuple[float, ...]: (0.5,),
 }  # fmt: skip
 OTHER = {
-    int: 4, float: 2.5, bool: False, str: "other", bytes: b"", tuple[str, ...]: (),
+    int: 4, float: 2.5, bool: False, str: "other", tuple[str, ...]: (),
     tuple[float, ...]: (0.1, 0.2),
 }  # fmt: skip
 
@@ -218,7 +217,6 @@ def test_a_transaction_holds_all_or_nothing(store: Store) -> None:
     def work(stop: bool) -> None:
         with store.transaction():
             store.add([row()], 1)
-            store.delete_rows(Measurement, "n > ?", 8)
             store.add([bounding()], 1)
             if stop:
                 raise KeyboardInterrupt
@@ -228,7 +226,7 @@ def test_a_transaction_holds_all_or_nothing(store: Store) -> None:
     assert [one.n for one, _ in store.rows(Measurement)] == [9]
     assert store.count(Bounding) == 0
     work(stop=False)
-    assert [one.n for one, _ in store.rows(Measurement)] == [4]
+    assert [one.n for one, _ in store.rows(Measurement)] == [9, 4]
     assert store.count(Bounding) == 1
 
 
@@ -238,7 +236,6 @@ def test_a_run_says_who_worked_how_long_and_whether_it_ended(store: Store) -> No
     store.finish_run(numbers[1])
     first, second = [run for run, _ in store.rows(Run)]
     assert numbers == [first.id, second.id] == [1, 2]
-    assert first.token != second.token
     assert (first.worked, second.worked) == (0.0, 2.5)
     assert first.finished is None
     assert second.started <= str(second.finished)
@@ -261,32 +258,22 @@ def test_keys_are_those_of_the_rows_asked_for(store: Store) -> None:
 
 
 def test_each_kind_of_work_has_an_identity_of_its_own(store: Store) -> None:
-    measure = {
-        "seed": 0,
-        "rtol": 1e-4,
-        "sphere": True,
-        "rescale": False,
-        "radius": None,
-        "until": 2.0,
-        "d": 3,
-    }
+    measure = {"seed": 0, "output": None, "rtol": 2.0}
     store.check("measure", measure)  # nothing was begun
     store.begin("measure", measure)
-    store.begin("attack", {"seed": 5})
+    store.begin("figure", {"seed": 5})
     store.begin("measure", {"seed": 9})  # the first one stays
     assert store.identity("measure") == measure
-    assert (store.identity("attack"), store.identity("flow")) == ({"seed": 5}, {})
+    assert (store.identity("figure"), store.identity("other")) == ({"seed": 5}, {})
     store.check("measure", measure)
     for name, value, made, remedy in (
         ("seed", 1, "with --seed 0, not 1", ", or repeat --seed 0"),
-        ("sphere", False, "with --sphere, not without it", ", or add --sphere"),
-        ("rescale", True, "without --rescale, not with it", ", or leave --rescale out"),
-        ("radius", 2.0, "with --radius its default, not 2", ", or leave --radius out"),
-        ("until", None, "with --until 2, not its default", ", or repeat --until 2"),
-        ("d", 4, "with the dimension 3, not 4", ""),
+        ("output", "logits", "with --output its default, not logits", ", or leave --output out"),
+        ("rtol", None, "with --rtol 2, not its default", ", or repeat --rtol 2"),
     ):
+        changed = {key: one for key, one in (measure | {name: value}).items() if one is not None}
         with pytest.raises(StoreError) as refusal:
-            store.check("measure", measure | {name: value})
+            store.check("measure", changed)
         said = f"{store.path} belongs to another study: it was made {made}. Choose another --out{remedy}."
         assert str(refusal.value) == said
 
@@ -361,14 +348,12 @@ def test_contents_are_in_order_and_say_what_is_missing(store: Store, tmp_path: P
 
 
 def test_a_second_writer_is_refused_and_readers_are_not(store: Store, tmp_path: Path) -> None:
-    assert Store.in_use(tmp_path)
     with pytest.raises(StoreError, match="in use by another howsmooth process"):
         Store.open(tmp_path)
     store.add([row()], 1)
     with Store.open(tmp_path, write=False) as reader:
         assert reader.count(Measurement) == 1
     store.close()
-    assert not Store.in_use(tmp_path)
     Store.open(tmp_path).close()
 
 
@@ -482,7 +467,7 @@ def test_every_table_of_a_study_is_read(tmp_path: Path) -> None:
     assert (tables["measurements"]["lower"] <= tables["measurements"]["upper"]).all()
     assert tables["models"]["stored"].to_list() == ["float16"]
     assert tables["measurements"]["computed"].unique() == ["float32"]
-    assert "attacks" not in tables
+    assert "failures" not in tables
     runs = tables["measurements"].merge(tables["runs"], left_on="run", right_on="id")
     assert len(runs) == 4
     assert "run" not in tables["models"]

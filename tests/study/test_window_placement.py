@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.study.window_placement import arrange, draw_distinct, overlapping
+from howsmooth.study.window_placement import arrange, draw_distinct
 from howsmooth.texts import load_text
 from tests._shared import shared_data
 
@@ -142,12 +142,6 @@ def test_arrangements_of_this_version_are_those_of_every_version() -> None:
 def test_too_much_is_an_error() -> None:
     with pytest.raises(ValueError, match="6 windows of 30 tokens do not fit"):
         arrange(29, (4, 6), 3, 0)
-
-
-def test_windows_that_share_tokens_are_counted() -> None:
-    assert overlapping([]) == 0
-    assert overlapping([(10, 5), (0, 10), (15, 1)]) == 0
-    assert overlapping([(0, 10), (2, 2), (5, 2), (9, 5), (13, 1), (14, 3)]) == 4
 
 
 @given(st.integers(1, 30), st.integers(0, 2**63 - 1), st.data())

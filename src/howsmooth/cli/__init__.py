@@ -14,19 +14,17 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.attack import attack
 from howsmooth.cli.bound import bound
 from howsmooth.cli.certify import certify
-from howsmooth.cli.flow import flow
 from howsmooth.cli.influence import influence
 from howsmooth.cli.inspect import inspect
-from howsmooth.cli.measure import TYPED, measure
+from howsmooth.cli.measure import measure
 from howsmooth.cli.plan_execution import INTERRUPTED
 from howsmooth.cli.precision import precision
 from howsmooth.cli.profile import profile
 from howsmooth.cli.radius import radius
 from howsmooth.cli.reproduce import reproduce
-from howsmooth.cli.study import study
+from howsmooth.cli.typer_command import TYPED
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.text_formatting import encodable, readable
 
@@ -35,6 +33,15 @@ __all__ = ["app", "main"]
 REFUSED = 2
 PIPE_CLOSED = 141
 """The exit code that a shell reports for a program that SIGPIPE ended: 128 + 13."""
+
+GONE = {
+    "attack": "Tokens with a large constant are searched by howsmooth bound MODEL --search.",
+    "flow": 'Tokens flow in Python: hs.dynamics.flow, in the guide "Flows".',
+    "merge": "Machines share one store by howsmooth measure --plan FILE --executor dask.",
+    "status": "A run tells its progress, and howsmooth measure --plan FILE --dry-run counts what is left.",
+    "study": "A plan file is carried out, and continued, by howsmooth measure --plan FILE.",
+}
+"""Commands that there were, each with a sentence on what replaces it."""
 
 _BIBTEX = r"""@inproceedings{castin2024smooth,
   title     = {How Smooth Is Attention?},
@@ -92,12 +99,9 @@ for _command in (
     profile,
     influence,
     measure,
-    study,
     bound,
-    attack,
     radius,
     precision,
-    flow,
     certify,
     inspect,
     reproduce,
@@ -117,13 +121,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         The exit code. 0: the command succeeded. 2: the command refused its arguments or inputs, and printed
-        the reason to standard error. 3: some measurements or figures failed, or a flow ended early. 130: the
+        the reason to standard error. 3: some measurements or figures failed. 130: the
         user interrupted the command, or a batch system ended it with SIGTERM. 141: the program that reads the
         output, such as ``head``, has ended. A traceback with exit code 1 is a bug of howsmooth.
 
     """
     # Without arguments, show the help. TYPED is recorded in the store with each run.
     typed = tuple(sys.argv[1:] if arguments is None else arguments) or ("--help",)
+    if typed[0] in GONE:
+        return _refuse(f"howsmooth has no command {typed[0]}. {GONE[typed[0]]}")
     TYPED.set(typed)
     if arguments is None:  # as a program, not called by another one, whose signals are its own
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -162,8 +168,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = next((word for word in typed[2:] if sentence.endswith(f"extra argument(s) ({word})")), "")
         if file and Path(file).is_file():
             stop += f" Is {'--data' if typed[0] == 'certify' else '--text'} {file} meant?"
-        if typed[0] == "study" and sentence.startswith("No such option"):
-            stop += " What a study measures is set in its plan file."
         return _refuse(f"{sentence}{stop} See {place} --help.")
     return code if isinstance(code, int) else 0
 

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from howsmooth.cli.plan_execution import MeasurementShown, carry_out, tell_forecast
-from howsmooth.cli.typer_command import TYPED, as_typed, command
-from howsmooth.study.execution_options import Execution
-from howsmooth.study.plans import Plan
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-__all__ = ["TYPED", "measure"]
+import typer
+
+from howsmooth.cli.plan_execution import FAILED, means_of, resumable, rows_kept
+from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.terminal_output import as_json, paragraph, say, show_table
+from howsmooth.cli.typer_command import ShownOrQuiet, as_typed, command
+from howsmooth.study.execution_options import Execution
+from howsmooth.study.options import WHAT, choice, flag, option
+from howsmooth.study.plans import FIGURES, Plan, shared
+from howsmooth.study.text_formatting import counted, readable
+
+if TYPE_CHECKING:
+    from howsmooth.study.dry_run import DryRun
+    from howsmooth.study.study_preparation import PreparedStudy
+    from howsmooth.study.tasks.task import Work
+
+__all__ = ["measure"]
 
 _EXAMPLES = (
-    "The folder --out receives a store with one row for each measurement, measurements.csv, exponents.csv, "
-    "figures, and report.html, which explains the results.",
+    "The folder --out receives a store with one row for each measurement, measurements.csv, exponents.csv "
+    "and report.html, which explains and draws the results.",
     "Examples:",
     "[cyan]howsmooth measure[/]  the two built-in models on Alice's Adventures in Wonderland",
     "[cyan]howsmooth measure builtin-encoder --layers 0,-1 --lengths 4:64:4 --samples 5[/]  a quick look",
@@ -22,17 +39,159 @@ _EXAMPLES = (
     "[cyan]howsmooth measure ./my-model --embeddings X.npy --lengths 4,8[/]  "
     "tokens that another program embedded",
     "[cyan]howsmooth measure builtin-encoder --as-published all[/]  also what the paper's code computes",
-    "[cyan]howsmooth measure ./my-model --lengths 1024,4096 --dry-run[/]  only predict the time",
+    "[cyan]howsmooth measure ./my-model --lengths 1024,4096 --dry-run[/]  only count, and predict the memory",
     "[cyan]howsmooth measure builtin-decoder --executor processes --workers 2[/]  on two processes",
+    "[cyan]howsmooth measure --plan sweep.toml[/]  what a plan file says: many models, texts and scopes",
     "[cyan]howsmooth measure builtin-decoder --json --quiet > result.json[/]  JSON for another program",
     "Run the same command again to continue after an interruption; finished measurements are not repeated. "
     "Lengths, samples, layers, heads, scopes, texts and models can be added to a folder at any time.",
 )
 
 
+@dataclass(frozen=True)
+class MeasurementShown(ShownOrQuiet):
+    """The options that choose how the command shows its progress and its result."""
+
+    figures: str = option(
+        "page",
+        choice(*FIGURES),
+        "page: the figures that report.html draws when it is opened. all: also one of each layer and head, "
+        "as PNG and PDF in the folder figures and in the report, which takes longer.",
+        metavar="|".join(FIGURES),
+    )
+    parquet: bool = shared("parquet")
+    dry_run: bool = option(
+        False,
+        flag(),
+        "Load and check everything, and print how much is left to measure and in what memory. Nothing is "
+        "measured or written.",
+    )
+
+
 @command(*_EXAMPLES)
-def measure(plan: Plan, execution: Execution, shown: MeasurementShown) -> int:
+def measure(
+    plan: Plan,
+    execution: Execution,
+    shown: MeasurementShown,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            help="A plan file in TOML, with these options as keys; options that are typed beside it replace "
+            "them. A failed measurement is recorded, the others continue, and the exit code is 3. Without "
+            "--out, the folder is beside the file.",
+            show_default=False,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+) -> int:
     """Measure the local Lipschitz constant of a model's attention on real inputs, with an interval."""
+    # A plan file may take days; a command about one model ends at the first failure.
+    keep_going = plan_file is not None
     if shown.dry_run:
-        return tell_forecast(plan, execution, shown)
-    return carry_out(plan, execution, shown, again=as_typed(), keep_going=False)
+        return _tell_dry_run(plan, execution, shown, keep_going=keep_going)
+    # Imported here because these modules take seconds to load, which --help should not.
+    from howsmooth.cli import print_measurement_result
+    from howsmooth.study.measurement_outputs import write_outputs
+    from howsmooth.study.measurement_run import run
+
+    out = execution.out
+    with resumable(lambda: rows_kept(out), as_typed()), shown_progress(quiet=shown.quiet) as display:
+        with means_of(execution, display, keep_going=keep_going) as means:
+            outcome = run(plan, out, means, beside=_beside(plan))
+        display.phase("Drawing figures" if shown.figures == "all" else "Writing tables and report")
+        published = write_outputs(out, display, figures=shown.figures, parquet=shown.parquet)
+    if shown.json:
+        typer.echo(print_measurement_result.measured_as_json(plan, outcome, published, out))
+    elif not shown.quiet:
+        print_measurement_result.show_measured(plan, outcome, published, out)
+    if not outcome.failed:
+        return 0
+    reason = readable(outcome.first_failure, longest=300)
+    typer.echo(
+        f"{counted(outcome.failed, 'computation')} failed. Reason of the first failure: {reason} "
+        f"Try again with:\n  {as_typed()}",
+        err=True,
+    )
+    return FAILED
+
+
+def _beside(plan: Plan) -> list[Callable[[PreparedStudy], Work]]:
+    """Return a list with a function that plans the missing values of the published code. The list is empty if
+    the plan does not ask for these values.
+    """
+    if not plan.as_published:
+        return []
+    from howsmooth.paper.published_code import parse_items
+    from howsmooth.paper.published_code.constants_task import published_left
+
+    return [published_left(parse_items(plan.as_published))]
+
+
+# ---- What would be measured
+
+
+def _tell_dry_run(plan: Plan, execution: Execution, shown: MeasurementShown, *, keep_going: bool) -> int:
+    """Count and print what a plan would measure, and return the exit code: :data:`FAILED` if a model cannot
+    be measured on an input, as in the run itself, and 0 otherwise.
+    """
+    from howsmooth.study.dry_run import dry_run
+
+    with shown_progress(quiet=shown.quiet or shown.json) as display:
+        display.phase("Reading texts and models")
+        found = dry_run(plan, execution.out, keep_going=keep_going)
+    published = bool(plan.as_published)
+    if shown.json:
+        impossible = [{"model": m, "text": t, "error": error} for m, t, error in found.impossible]
+        described = asdict(found) | {"impossible": impossible, "without_published_values": published}
+        typer.echo(as_json(out=execution.out, **described))
+    else:
+        _show(found, execution, published=published)
+    return FAILED if found.impossible else 0
+
+
+def _show(found: DryRun, execution: Execution, *, published: bool) -> None:
+    """Print what is left to measure of each model, text and scope, and in what memory."""
+    numbers = ["layers", "lengths", "sequences", "left", "longest"]
+    rows = [
+        [
+            readable(part.model),
+            readable(part.text),
+            part.scope,
+            *map(str, (part.layers, part.lengths, part.sequences, part.measurements, part.longest)),
+            _size(part.memory),
+        ]
+        for part in found.parts
+    ]
+    names = ["model", "text", "scope"]
+    show_table([*names, *numbers, "memory"], rows, left=names)
+    left = counted(sum(part.measurements for part in found.parts), "measurement")
+    kept = f"; {found.kept} are already in {execution.out}" if found.kept else ""
+    paragraph(f"\nLeft to measure: {left}{kept}.")
+    if found.parts:
+        unknown = ", or ? if it is not known beforehand" if any(p.memory is None for p in found.parts) else ""
+        each = ", for each worker" if execution.executor is not None else ""
+        paragraph(
+            f"Memory: what the longest sequences that are measured together take{each}, beside the model"
+            f"{unknown}."
+        )
+    for part in found.parts:
+        if part.lacking is not None:
+            paragraph(
+                f"A sequence of {part.longest} tokens does not fit into the memory that one measurement may "
+                f"use, so it will be refused. Raise --memory to {math.ceil(part.lacking / 1e6)}MB."
+            )
+    if published:
+        paragraph("The values of the paper's published code are not counted.")
+    for label, source, error in found.impossible:
+        where = label if source is None else f"{label} on {source}"
+        say(f"Cannot be measured: {readable(where)}: {readable(error, longest=300)}")
+    say("Nothing was written.")
+
+
+def _size(size: float | None) -> str:
+    """Return a number of bytes as text in GB or MB, or a question mark if the number is unknown."""
+    if size is None:
+        return "?"
+    return f"{size / 1e9:.1f} GB" if size >= 9.95e8 else f"{max(size / 1e6, 1):.0f} MB"

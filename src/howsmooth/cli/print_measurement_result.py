@@ -1,4 +1,4 @@
-"""Print the results of the commands ``howsmooth measure`` and ``howsmooth study`` as tables or as JSON."""
+"""Print the results of the command ``howsmooth measure`` as tables or as JSON."""
 
 from __future__ import annotations
 

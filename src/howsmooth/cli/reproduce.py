@@ -17,7 +17,7 @@ from howsmooth.cli.typer_command import Shown, ShownOrQuiet, as_typed, command
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import OUTPUT
-from howsmooth.study.text_formatting import duration, encodable, readable
+from howsmooth.study.text_formatting import encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.paper.figure_definition import Figure
@@ -32,7 +32,7 @@ _EXAMPLES = (
     "[cyan]howsmooth reproduce[/]  all figures, without a network",
     "[cyan]howsmooth reproduce --list[/]  the names of the figures",
     "[cyan]howsmooth reproduce figure-1 --lengths 4:32:4 --samples 3[/]  a quick look",
-    "[cyan]howsmooth reproduce --dry-run[/]  only predict how long each figure takes",
+    "[cyan]howsmooth reproduce --dry-run[/]  only count what is left to do for each figure",
     "[cyan]howsmooth reproduce adversarial --model builtin-encoder --lengths 4,8 --samples 1[/]  "
     "one layer, two lengths; about a minute",
     "[cyan]howsmooth reproduce figure-1 --as-published[/]  also what the paper's code computes",
@@ -66,8 +66,7 @@ def reproduce(
         typer.Option(
             "--dry-run",
             rich_help_panel=OUTPUT,
-            help="Try some tasks of each figure, and print how long the tasks that are left take. Nothing is "
-            "written.",
+            help="Count the tasks of each figure that are left. Nothing is measured or written.",
         ),
     ] = False,
 ) -> int:
@@ -86,7 +85,7 @@ def reproduce(
         return 0
     chosen = choose_figures(figures or [])
     if dry_run:
-        return _tell_times(chosen, options, execution.out, shown)
+        return _tell_tasks(chosen, options, execution.out, shown)
     out, typed = execution.out, as_typed()
 
     def kept() -> str:
@@ -109,26 +108,20 @@ def reproduce(
     return FAILED if made.refused else 0
 
 
-def _tell_times(chosen: Sequence[Figure], options: FigureOptions, out: Path, shown: Shown) -> int:
-    """Print the expected time of each figure, and return the exit code of the command."""
-    from howsmooth.paper.reproduction import expected_times
+def _tell_tasks(chosen: Sequence[Figure], options: FigureOptions, out: Path, shown: Shown) -> int:
+    """Print how many tasks of each figure are left, and return the exit code of the command."""
+    from howsmooth.paper.reproduction import tasks_left
 
     with shown_progress(quiet=shown.quiet or shown.json) as display:
-        found = expected_times(chosen, options, out, display)
-    seconds = sum(one.seconds or 0.0 for one in found)
+        found = tasks_left(chosen, options, out, display)
     if shown.json:
-        typer.echo(as_json(seconds=seconds, figures=[asdict(one) for one in found]))
+        typer.echo(as_json(figures=[asdict(one) for one in found]))
     else:
-        made = [one for one in found if one.seconds is not None]
-        rows = [[one.name, duration(one.seconds or 0.0), str(one.tasks)] for one in made]
-        show_table(["figure", "time", "tasks left"], rows)
+        rows = [[one.name, str(one.tasks)] for one in found if not one.refused]
+        show_table(["figure", "tasks left"], rows, left=["figure"])
         for one in found:
             if one.refused:
                 say(f"Cannot be made: {one.name}: {readable(one.refused, longest=300)}")
-        say(
-            f"In all about {duration(seconds)} without workers, within a factor of three, and some seconds "
-            "for each figure to load its models and to draw."
-        )
         say("Nothing was written.")
     return FAILED if any(one.refused for one in found) else 0
 

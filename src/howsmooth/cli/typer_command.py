@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import OUTPUT, Option, Options, flag, option, options_of, renamed
-from howsmooth.study.plan_file import read_options
+from howsmooth.study.plan_file import KEYS, read_options, read_plan
 from howsmooth.study.text_formatting import encodable
 
 __all__ = [
@@ -72,9 +72,9 @@ def command(
     annotated with dataclasses of options.
 
     A parameter that is annotated with a dataclass becomes one option or argument for each field of the
-    dataclass, and the function receives an instance of the dataclass. A parameter that is annotated
-    ``Annotated[dict, dataclass]`` receives a dictionary of only those options that the user typed. Other
-    parameters are passed to typer.
+    dataclass, and the function receives an instance of the dataclass. Other parameters are passed to typer.
+    If one of them is named ``plan_file`` and the user gives it, the parameters ``plan`` and ``execution`` are
+    read from this file; options that the user typed replace those in the file.
 
     Parameters
     ----------
@@ -89,15 +89,16 @@ def command(
 
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
         hints = get_type_hints(function, include_extras=True)
-        plans = {name: plan for name, hint in hints.items() if (plan := _plan_of(hint))}
+        plans = {
+            name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Options)
+        }
         parameters: dict[str, inspect.Parameter] = {}
         flags: dict[str, str] = {}
         for name, parameter in inspect.signature(function).parameters.items():
             if name not in plans:
                 parameters[name] = parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY)
                 continue
-            partly = not isinstance(hints[name], type)
-            for one in _parameters(plans[name], None if partly else defaults, without):
+            for one in _parameters(plans[name], defaults, without):
                 parameters[one.name] = one
             flags |= {field: _flag(field, option) for field, option in options_of(plans[name]).items()}
 
@@ -108,11 +109,15 @@ def command(
         @wraps(function)
         def typed(context: typer.Context, **values: Any) -> int:
             with renamed(lambda name: flags.get(name, name)):
+                read: dict[str, Any] = {}
+                if values.get("plan_file") is not None:
+                    given = {key: values[key] for key in KEYS if values.get(key) not in (None, [])}
+                    read = read_plan(values["plan_file"], **_typed(given, context))._asdict()
                 for name, plan in plans.items():
                     given = _given(plan, values, without)
                     if str(given.get("source", "")).endswith(".toml"):
                         given = _of_file(plan, given, context, without)
-                    values[name] = plan(**given) if isinstance(hints[name], type) else given
+                    values[name] = read.get(name) or plan(**given)
                 if isinstance(how := values.get("execution"), Execution):
                     use_threads(how.threads)
                 try:
@@ -135,9 +140,9 @@ def _above(paragraph: str) -> str:
     return f"{told}:\n\n{example}[/]" if end else paragraph
 
 
-def as_typed(*more: str) -> str:
-    """Return the ``howsmooth`` command that the user typed, with the arguments ``more`` appended."""
-    return encodable(shlex.join(["howsmooth", *TYPED.get(), *more]))
+def as_typed() -> str:
+    """Return the ``howsmooth`` command that the user typed."""
+    return encodable(shlex.join(["howsmooth", *TYPED.get()]))
 
 
 def use_threads(count: int | None) -> None:
@@ -148,27 +153,19 @@ def use_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def _plan_of(hint: Any) -> type[Options] | None:
-    """Return the dataclass of options in a type annotation, or ``None`` if there is none."""
-    named = (hint, *get_args(hint)[1:])
-    return next((one for one in named if isinstance(one, type) and issubclass(one, Options)), None)
-
-
 def _flag(field: str, option: Option) -> str:
     return option.flag or field.replace("_", "-")
 
 
 def _parameters(
-    plan: type[Options], defaults: Mapping[str, Any] | None, without: Sequence[str]
+    plan: type[Options], defaults: Mapping[str, Any], without: Sequence[str]
 ) -> Iterator[inspect.Parameter]:
-    """Yield a typer parameter for each field of a dataclass of options. If ``defaults`` is None, the
-    parameters have no default values.
-    """
+    """Yield a typer parameter for each field of a dataclass of options."""
     for field in dataclasses.fields(plan):
         if field.name in without:
             continue
         option: Option = field.metadata["option"]
-        default = None if defaults is None else defaults.get(field.name, field.default)
+        default = defaults.get(field.name, field.default)
         needed = default is dataclasses.MISSING
         open_ = default is None or default in ("", ())
         told: dict[str, Any] = {
@@ -203,15 +200,19 @@ def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) 
     return {name: value for name, value in taken.items() if value is not None and value != []}
 
 
+def _typed(given: Mapping[str, Any], context: typer.Context) -> dict[str, Any]:
+    """Return those of the given options that the user typed; the others are defaults."""
+    sources = {name: context.get_parameter_source(name) for name in given}
+    return {name: given[name] for name, one in sources.items() if one and one.name == "COMMANDLINE"}
+
+
 def _of_file(
     plan: type[Options], given: dict[str, Any], context: typer.Context, without: Sequence[str]
 ) -> dict[str, Any]:
     """Return the options of a plan file, which is given as the option ``source``. Options that the user typed
     replace those in the file.
     """
-    path = Path(given["source"])
-    sources = {name: context.get_parameter_source(name) for name in given if name != "source"}
-    typed = {name: given[name] for name, one in sources.items() if one and one.name == "COMMANDLINE"}
+    path, typed = Path(given.pop("source")), _typed(given, context)
     with renamed(lambda name: f"{path.name}: {name}"):
         known = [name for name in options_of(plan) if name not in without]
         return read_options(path, plan, "source", known) | typed

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from howsmooth.errors import ArgumentError, HowsmoothError, similar_name
 from howsmooth.paper.all_bounds_against_measurements import ALL_BOUNDS
@@ -27,14 +25,10 @@ from howsmooth.paper.section_5_2_worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
 from howsmooth.study.file_writing import replace_file, write_table, written_beside
 from howsmooth.study.progress_listener import SILENT, Listener
-from howsmooth.study.resource_forecast import TaskTimes
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
-from howsmooth.study.study_preparation import Models
-from howsmooth.study.tasks.lipschitz_constants import JoinedConstants
-from howsmooth.study.tasks.task import Failed, SequenceTask, Task
 
-__all__ = ["FIGURES", "FigureTime", "Reproduction", "choose_figures", "expected_times", "produce"]
+__all__ = ["FIGURES", "Reproduction", "TasksLeft", "choose_figures", "produce", "tasks_left"]
 
 FIGURES: tuple[Figure, ...] = (
     FIGURE_1,
@@ -50,10 +44,6 @@ FIGURES: tuple[Figure, ...] = (
 
 _SECTION = "section.html"
 """The file in a figure's folder that holds its section of the page."""
-
-# A task is not tried if it is expected to take more seconds than the first number, and not twice if it took
-# more than the second.
-_TRIAL_SECONDS, _QUICK = 2.0, 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,78 +167,32 @@ def _write_page(made: Reproduction, options: FigureOptions, folder: Path, comman
 
 
 @dataclass(frozen=True)
-class FigureTime:
-    """The predicted time in ``seconds`` for the ``tasks`` of a figure that are still to be done, including
-    the time to load the models.
-
-    ``tasks`` is the number of these tasks. If the figure cannot be made, ``seconds`` is None and ``refused``
-    is the reason.
+class TasksLeft:
+    """The number of tasks of a figure that are still to be done. If the figure cannot be made, ``refused`` is
+    the reason.
     """
 
     name: str
-    seconds: float | None
     tasks: int = 0
     refused: str = ""
 
 
-def expected_times(
+def tasks_left(
     chosen: Sequence[Figure],
     options: FigureOptions,
     folder: str | os.PathLike[str],
     listener: Listener = SILENT,
-) -> list[FigureTime]:
-    """Predict the time of each figure from the times of a few of its tasks, without writing anything. The
-    listener receives the name of the figure whose tasks are carried out.
-
-    Tasks of the same kind are sorted by their numbers of tokens. The shortest task is carried out, and so are
-    the middle and the longest task, unless they are expected to take more than two seconds. From their times
-    :class:`~howsmooth.study.resource_forecast.TaskTimes` predicts the times of all tasks. If the shortest
-    task takes at most half a second, it is carried out twice, because the first run also does what a process
-    does only once.
+) -> list[TasksLeft]:
+    """Plan each figure, and count the tasks that its folder lacks, without carrying them out. The listener
+    receives the name of the figure that is planned.
     """
     models, found = models_for(options), []
     for figure in chosen:
-        listener.phase(f"Trying {figure.name}")
-        began = time.perf_counter()
+        listener.phase(f"Planning {figure.name}")
         try:
             with Store.open(Path(folder) / figure.name, write=False, late=True) as store:
                 plan = figure.plan(FigureContext(options, store, Means(models=models)))
-                tasks = [task for work in plan for task in work.tasks]
-                preparing = time.perf_counter() - began
-                seconds = preparing + _expected_seconds(tasks, models)
+                found.append(TasksLeft(figure.name, sum(len(work.tasks) for work in plan)))
         except HowsmoothError as error:
-            found.append(FigureTime(figure.name, None, refused=" ".join(str(error).split())))
-        else:
-            found.append(FigureTime(figure.name, seconds, len(tasks)))
+            found.append(TasksLeft(figure.name, refused=" ".join(str(error).split())))
     return found
-
-
-def _expected_seconds(tasks: Sequence[Task], models: Models) -> float:
-    times, groups = TaskTimes(), defaultdict[Any, list[Task]](list)
-    # Lengths that are joined in a task are tried one by one.
-    parts = [part for task in tasks for part in (task.parts if isinstance(task, JoinedConstants) else [task])]
-    for task in sorted(parts, key=lambda task: task.n):
-        groups[task.alike].append(task)
-    for group in groups.values():
-        shortest, seconds = group[0], _seconds(group[0], models)
-        if seconds <= _QUICK:
-            seconds = _seconds(shortest, models)
-        times.learn(shortest.alike, shortest.n, shortest.size, seconds)
-        for place in sorted({len(group) // 2, len(group) - 1} - {0}):
-            task = group[place]
-            if (times.expect(task) or 0.0) <= _TRIAL_SECONDS:
-                times.learn(task.alike, task.n, task.size, _seconds(task, models))
-    return sum(times.expect(task) or 0.0 for task in parts)
-
-
-def _seconds(task: Task, models: Models) -> float:
-    """Carry out a task and return how many seconds it took, not counting the time to load its model. If the
-    task fails and the figure cannot be made without its rows, raise the error.
-    """
-    if isinstance(task, SequenceTask):
-        models.load_for(task.subject)
-    began = time.perf_counter()
-    for step in task.packed().found(models):
-        if isinstance(step, Failed) and task.essential:
-            raise step.error
-    return time.perf_counter() - began

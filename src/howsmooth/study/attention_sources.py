@@ -1,13 +1,12 @@
-"""Load attention layers and heads from a model or a parameter file, for bounds, attacks and flows."""
+"""Load attention layers and heads from a model or a parameter file, for bounds."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.models.attention_parameter_files import ParameterFile, is_parameter_file, read_parameter_file
-from howsmooth.study.plans import KINDS, ModelSpec, Plan, SourcePlan
+from howsmooth.study.plans import KINDS, BoundPlan, ModelSpec, Plan
 from howsmooth.study.study_preparation import (
     Models,
     capture_sites,
@@ -40,7 +39,7 @@ class Ball(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """An attention layer or head to bound or attack, with its input tokens and the norm layer before it.
+    """An attention layer or head to bound, with its input tokens and the norm layer before it.
 
     Attributes
     ----------
@@ -73,7 +72,7 @@ class Target:
         return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> Ball:
-        """Return the ball of tokens around zero on which to bound or attack the attention.
+        """Return the ball of tokens around zero on which to bound the attention.
 
         A number is the radius itself; the ball may then be too small for the tokens. ``"auto"`` takes the
         radius from the norm layer before the attention, if there is one. Otherwise the radius is the norm of
@@ -87,7 +86,7 @@ class Target:
         """
         if not isinstance(radius, str):
             return Ball(float(radius), "given")
-        if radius == "auto" and self.norm is not None:
+        if self.norm is not None:
             return Ball(norm_radius(self.norm), f"the {type(self.norm).__name__} before the attention")
         if self.x is None:
             raise ArgumentError(
@@ -111,9 +110,8 @@ class FileSource:
     """
 
     text = ""
-    usual_lengths: tuple[int, ...] = ()
 
-    def __init__(self, plan: SourcePlan) -> None:
+    def __init__(self, plan: BoundPlan) -> None:
         for name in (*KINDS, "random_init", "as_decoder", "part"):
             if getattr(plan, name):
                 option = f"--{name.replace('_', '-')}"
@@ -161,7 +159,7 @@ class ModelSource:
     """The attention layers of a model, each with the tokens that it receives when the model reads a text.
 
     For each length there is one sequence, the one that ``howsmooth measure`` takes for this length and one
-    sample. It does not depend on the other lengths, so lengths can be added to an attack.
+    sample. It does not depend on the other lengths, so lengths can be added.
 
     Attributes
     ----------
@@ -180,13 +178,10 @@ class ModelSource:
         ``None`` for a parameter file without tokens.
     usual_length
         The default length: 64, or less if the model or the text is shorter. ``None`` if there is no default.
-    usual_lengths
-        The lengths of images, of at least two tokens, at which the model is usually examined; empty
-        for a text.
 
     """
 
-    def __init__(self, plan: SourcePlan) -> None:
+    def __init__(self, plan: BoundPlan) -> None:
         spec = ModelSpec(
             plan.source, random_init=plan.random_init, as_decoder=plan.as_decoder, part=plan.part
         )
@@ -209,7 +204,6 @@ class ModelSource:
         self.fingerprint = self._subject.fingerprint
         most = self._subject.model.max_length
         feed = self._subject.feed
-        self.usual_lengths = tuple(n for n in feed.usual if n > 1)
         if feed.parts is None:  # whole images
             self.longest = max(feed.lengths)
             self.usual_length = max(feed.usual)
@@ -221,27 +215,23 @@ class ModelSource:
         self.usual_length = min(possible, key=lambda n: abs(n - usual)) if possible else usual
 
     def attentions(self, length: int) -> list[Target]:
-        """Run the model on ``length`` tokens; return its layers or heads with the tokens they receive."""
-        return [
-            Target(s.layer, s.head, s.scope, s.masking, s.map, s.norm, s.x[0].detach().cpu())
-            for s in self.sites(length, self._plan.scopes[0])
-        ]
-
-    def sites(self, length: int, scope: str) -> Sequence[Any]:
-        """Run the model on ``length`` tokens; return its layers or heads as ``howsmooth.models.Site``.
+        """Run the model on ``length`` tokens; return its layers or heads with the tokens they receive.
 
         The length, the seed, the text and the model determine where in the text the sequence begins.
         """
         subject = replace(self._subject, lengths=(length,))
         inputs = subject.feed.inputs([place_sequences(self._plan, subject, {})[length, 0]], length)
-        return capture_sites(self._model, inputs, subject, scope, subject.layers, length)
+        sites = capture_sites(self._model, inputs, subject, self._plan.scopes[0], subject.layers, length)
+        return [
+            Target(s.layer, s.head, s.scope, s.masking, s.map, s.norm, s.x[0].detach().cpu()) for s in sites
+        ]
 
 
 AttentionSource = FileSource | ModelSource
 """A model or a parameter file with attentions."""
 
 
-def open_attention_source(plan: SourcePlan) -> AttentionSource:
+def open_attention_source(plan: BoundPlan) -> AttentionSource:
     """Open the parameter file or load the model that a plan names; return it as a source of attentions.
 
     Raises

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import HOW, OUTPUT, Options, choice, option, path, whole, words
 
-__all__ = ["Execution", "LocalExecution"]
+__all__ = ["Execution"]
 
 # PyTorch accepts any int and would try to start that many threads.
 _MOST_THREADS = 4096
@@ -67,19 +67,3 @@ class Execution(Options):
                 raise ArgumentError(
                     "scheduler", expected="an address such as tcp://10.0.0.1:8786", got=self.scheduler
                 ) from error
-
-
-@dataclass(frozen=True)
-class LocalExecution(Execution):
-    """The options for carrying out a plan on this machine only, without a cluster.
-
-    The tasks write files into the output folder, which is on this machine.
-    """
-
-    executor: str | None = option(
-        None,
-        choice("processes"),
-        "Attack on several processes of this machine.",
-        metavar="processes",
-        panel=HOW,
-    )

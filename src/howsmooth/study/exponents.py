@@ -218,14 +218,14 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
 
 
 def fitted_groups(
-    table: pd.DataFrame, by: Sequence[str], value: str = "lipschitz", usable: str = "converged"
+    table: pd.DataFrame, by: Sequence[str], usable: str = "converged"
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame, Exponent]]:
     """Fit an exponent to each group of rows of a table; yield the group's key, its rows and the fit.
 
-    ``value`` is the column of the constants, ``usable`` the column that says which of them may be fitted.
+    ``usable`` is the column that says which constants may be fitted.
     """
     for key, rows in table.groupby(list(by), dropna=False, sort=True):
-        fit = fit_exponent(rows["n"].to_numpy(), rows[value].to_numpy(), rows[usable].to_numpy(bool))
+        fit = fit_exponent(rows["n"].to_numpy(), rows["lipschitz"].to_numpy(), rows[usable].to_numpy(bool))
         yield dict(zip(by, key, strict=True)), rows, fit
 
 

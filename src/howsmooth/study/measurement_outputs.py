@@ -11,6 +11,8 @@ import pandas as pd
 from howsmooth.study.exponents import compare, exponents
 from howsmooth.study.figures import Picture, draw_all
 from howsmooth.study.file_writing import csv_of, replace_file, write_parquet, written_beside
+from howsmooth.study.options import choice
+from howsmooth.study.plans import FIGURES
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import render
@@ -41,23 +43,27 @@ def write_outputs(
     folder: str | os.PathLike[str],
     listener: Listener = SILENT,
     *,
-    figures: bool = True,
+    figures: str = "page",
     parquet: bool = False,
 ) -> Outputs:
-    """Write ``measurements.csv``, ``exponents.csv``, ``figures/`` and ``report.html`` beside a store.
+    """Write ``measurements.csv``, ``exponents.csv`` and ``report.html`` beside a store.
 
-    If the store has published values, also write ``published.csv`` and ``published-exponents.csv``. Without
-    ``figures``, none are drawn, and the report has none. With ``parquet``, also write
-    ``measurements.parquet`` and ``exponents.parquet``, with the lines to cite in their metadata.
+    If the store has published values, also write ``published.csv`` and ``published-exponents.csv``. With
+    ``figures="all"``, also draw a figure of each layer and head into the folder ``figures``, as PNG and PDF,
+    and show them in the report; by default the report draws its figures when it is opened. With
+    ``parquet``, also write ``measurements.parquet`` and ``exponents.parquet``, with the lines to cite in
+    their metadata.
 
     Raises
     ------
     ArgumentError
-        If ``parquet`` is asked for and pandas has no engine for it.
+        If ``figures`` is not one of :data:`howsmooth.study.plans.FIGURES`, or ``parquet`` is asked for and
+        pandas has no engine for it.
     StoreError
         If the store cannot be read or a file cannot be written.
 
     """
+    choice(*FIGURES).read("figures", figures)
     folder = Path(folder)
     with Store.open(folder, write=False) as store:
         contents = store.contents()
@@ -72,7 +78,7 @@ def write_outputs(
         replace_file(folder / "measurements.csv", csv_of(written))
         replace_file(folder / "exponents.csv", csv_of(table))
         pictures = []
-        if figures:
+        if figures == "all":
             pictures = draw_all(contents.with_choices(rows), folder / "figures", listener, contents.kinds)
         page = folder / "report.html"
         replace_file(page, render(contents, table, compared, pictures))

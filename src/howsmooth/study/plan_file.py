@@ -34,7 +34,7 @@ class Study(NamedTuple):
     execution: Execution
 
 
-def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
+def read_plan(path: str | os.PathLike[str], **typed: Any) -> Study:
     """Read a TOML plan file; return the plan of what to measure and the options for carrying it out.
 
     Parameters
@@ -42,23 +42,23 @@ def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
     path
         A TOML file with keys in :data:`KEYS`, of which only ``models`` is required. The default of ``out`` is
         a folder beside the file, named like the file with ``-out`` in place of the suffix.
-    **execution
-        Fields of :class:`~howsmooth.study.execution_options.Execution` that replace those of the file.
+    **typed
+        Fields of :class:`~howsmooth.study.plans.Plan` and
+        :class:`~howsmooth.study.execution_options.Execution` that replace those of the file.
 
     Raises
     ------
     ArgumentError
         If the file cannot be read, a key is unknown, or a value is not allowed; the error names the key, and
-        the file unless the value is one of ``execution``.
+        the file unless the value is one of ``typed``.
 
     """
     path = Path(path)
-    with renamed(lambda name: name if name in execution else f"{path.name}: {name.replace('-', '_')}"):
-        values = read_options(path, Plan, "models", KEYS)
+    with renamed(lambda name: name if name in typed else f"{path.name}: {name.replace('-', '_')}"):
+        values = read_options(path, Plan, "models", KEYS) | typed
         plan = Plan(**{key: value for key, value in values.items() if key in _OF_PLAN})
-        given = {key: values[key] for key in _OF_EXECUTION if key in values}
-        how = Execution(**(given | execution))
-        if "out" not in execution:
+        how = Execution(**{key: value for key, value in values.items() if key in _OF_EXECUTION})
+        if "out" not in typed:
             how = replace(how, out=path.parent / (how.out if "out" in values else f"{path.stem}-out"))
         return Study(plan, how)
 

@@ -1,4 +1,4 @@
-"""Define plans, which say what to measure, bound, attack or certify, as dataclasses of options.
+"""Define plans, which say what to measure, bound or certify, as dataclasses of options.
 
 The fields of a plan are its arguments in Python, its keys in a plan file and its options on the command line
 (:mod:`howsmooth.study.options`). A plan does not say how it is carried out; an
@@ -46,6 +46,7 @@ from howsmooth.study.text_formatting import encodable
 __all__ = [
     "BOUNDS",
     "DEFAULT_TEXT",
+    "FIGURES",
     "INFLUENCE_RTOL",
     "INFLUENCE_TOKENS",
     "KINDS",
@@ -54,20 +55,21 @@ __all__ = [
     "PUBLISHED_ITEMS",
     "RADIUS_TOKENS",
     "SPAN",
-    "AttackPlan",
     "BoundPlan",
     "CertificationPlan",
     "InputPlan",
     "InputSpec",
     "ModelSpec",
     "Plan",
-    "SourcePlan",
     "check_output",
     "shared",
 ]
 
 BOUNDS = ("auto", "all", "none")
 """Which bounds to compute beside constants: as many as take little time, all, or none."""
+
+FIGURES = ("page", "all")
+"""Which figures a study draws: those on its page, or also files of each layer and head."""
 
 KINDS = ("text", "tokens", "embeddings", "images")
 """The kinds of input: text, token ids, embedded tokens and images."""
@@ -106,7 +108,6 @@ _DEFAULT_LENGTHS = tuple(range(2, 101, 2))
 # SQLite stores seeds and step counts as signed 64-bit integers.
 _MOST_SEED = 2**63 - 1
 _MOST_ITERATIONS = 10**9
-_MOST_ATTACK_STEPS = 1_000_000
 
 _MOST_RADII = 100
 _MOST_INPUTS = 2**31
@@ -586,8 +587,10 @@ class InputPlan(Options):
 
 
 @dataclass(frozen=True)
-class SourcePlan(InputPlan):
-    """The base class of plans for bounds and attacks, which examine a model or a parameter file."""
+class BoundPlan(InputPlan):
+    """A plan for bounds: the layers and heads of a model or a parameter file to bound, the lengths, and the
+    radius of the ball of tokens.
+    """
 
     source: str = shared(
         "source",
@@ -596,24 +599,6 @@ class SourcePlan(InputPlan):
     )
     heads: Ranges = shared("heads")
     scope: str = shared("scope")
-
-    def check(self) -> None:
-        """Raise ArgumentError if the plan names more than one input, or chooses heads in a scope other than
-        ``head``.
-        """
-        _check_heads(self.heads, (self.scope,))
-        super().check()
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """The fields of :class:`Plan` that name the inputs, with their values; empty for the default text."""
-        given = {kind: getattr(self, kind) for kind in KINDS[1:] if getattr(self, kind)}
-        return given if self.text is None else given | {"texts": (self.text,)}
-
-
-@dataclass(frozen=True)
-class BoundPlan(SourcePlan):
-    """A plan for bounds: the layers and heads to bound, the lengths, and the radius of the ball of tokens."""
 
     lengths: tuple[int, ...] = option(
         (),
@@ -630,63 +615,18 @@ class BoundPlan(SourcePlan):
         metavar="R|auto",
     )
 
-
-@dataclass(frozen=True)
-class AttackPlan(SourcePlan):
-    """A plan for attacks: the layers and heads to attack, the lengths, and how to search for tokens.
-
-    The tokens are searched in a ball around zero.
-    """
-
-    PANEL: ClassVar[str] = "What to attack"
-
-    heads: Ranges = shared(
-        "heads", default=None, help="Heads, in the format of --layers; only with --scope head. Default: 0."
-    )
-    scope: str = shared("scope", default="head")
-    lengths: tuple[int, ...] = option(
-        (),
-        # Attention on a single token is the linear map V x, which no attack can change.
-        token_counts(2),
-        "Numbers of tokens, at least 2: start:stop:step or a list. Default: 12:392:76; for images, "
-        "some lengths of the model.",
-        metavar="RANGES",
-    )
-    radius: float | str = option(
-        "auto",
-        number(positive=True, among=("auto", "data")),
-        "Radius of the ball in which to search for tokens. data: the largest norm of the given tokens of all "
-        "lengths; auto: "
-        "the largest norm that the norm layer before the attention can produce, or data without a norm "
-        "layer.",
-        metavar="R|auto|data",
-    )
-    steps: int = option(
-        30,
-        whole(1, _MOST_ATTACK_STEPS),
-        "Steps of gradient ascent over all tokens. Ascent over inputs with few distinct tokens takes three "
-        "times as many steps.",
-        panel=HOW,
-    )
-    restarts: int = option(
-        48,
-        whole(0, _MOST_ATTACK_STEPS),
-        "Random restarts of the ascent over inputs with few distinct tokens.",
-        panel=HOW,
-    )
-
     def check(self) -> None:
-        """Choose the default heads, and raise ArgumentError if the plan contradicts itself."""
-        if self.heads is None:
-            self._set("heads", Ranges.parse("0" if self.scope == "head" else "all", "heads"))
+        """Raise ArgumentError if the plan names more than one input, or chooses heads in a scope other than
+        ``head``.
+        """
+        _check_heads(self.heads, (self.scope,))
         super().check()
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that must be the same in every run of attacks on one store.
-
-        The model or parameter file must be the same too, which is checked separately.
-        """
-        return {name: getattr(self, name) for name in ("scope", "radius", "steps", "restarts", "seed")}
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The fields of :class:`Plan` that name the inputs, with their values; empty for the default text."""
+        given = {kind: getattr(self, kind) for kind in KINDS[1:] if getattr(self, kind)}
+        return given if self.text is None else given | {"texts": (self.text,)}
 
 
 # ---- Certificates of a saved model

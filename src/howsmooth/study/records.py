@@ -6,9 +6,8 @@ Each class names the key by which its rows differ. The store creates its tables 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import product
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -16,11 +15,11 @@ import pandas as pd
 from howsmooth.scopes import CROSS_SCOPE
 
 __all__ = [
-    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "CORRECTED", "FIGURE", "FLOW", "KEY_COLUMNS", "KINDS",
+    "CORRECTED", "FIGURE", "KEY_COLUMNS", "KINDS",
     "MEASURE", "PLACE", "PUBLISHED",
-    "Attack", "Bounding", "Contents", "Ending", "Failure", "FigureRow", "FrameRow", "GrowthRow",
+    "Bounding", "Contents", "Failure", "FigureRow",
     "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
-    "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord", "keys_of",
+    "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord",
     "plain_rows", "quantities",
 ]  # fmt: skip
 
@@ -31,35 +30,11 @@ KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
 """The columns of a :data:`Key`."""
 
 
-def keys_of(
-    scope: str, layers: Iterable[int], heads: Iterable[int | None], lengths: Iterable[int], samples: int
-) -> frozenset[Key]:
-    """Return the keys of all measurements of the given layers, heads, lengths and samples in one scope.
-
-    A key is (scope, layer, head, n, sample).
-    """
-    return frozenset(
-        (scope, layer, head, n, sample)
-        for layer, head, n, sample in product(layers, heads, lengths, range(samples))
-    )
-
-
 PublishedKey = tuple[int, int, int, str, str]
 """The key (layer, n, sample, quantity, items) of a published value of one model on one text."""
 
-MEASURE, ATTACK, FLOW, FIGURE = "measure", "attack", "flow", "figure"
+MEASURE, FIGURE = "measure", "figure"
 """The values of :attr:`StudyRecord.kind`. Bounds and published values belong to ``measure``."""
-
-ATTACK_PLACE = ("layer", "head", "n")
-"""The columns that identify the attention and the length of an attack."""
-
-ATTACK_KINDS = {
-    "tokens": "the tokens of the text or of the file",
-    "construction": "tokens written down from the parameters",
-    "ascent": "gradient ascent",
-    "upper": "the smallest upper bound that holds",
-}
-"""The values of :attr:`Attack.kind` with their meanings."""
 
 PLACE = ("model", "text", *KEY_COLUMNS)
 """The columns that identify a measurement in a store."""
@@ -107,9 +82,9 @@ class Row:
 
 @dataclass(frozen=True)
 class StudyRecord(Row, table="studies", key=("kind",)):
-    """The settings shared by all rows of one kind of work in a store, such as measurements or a flow.
+    """The settings shared by all rows of one kind of work in a store, such as measurements.
 
-    ``kind`` is ``measure``, ``attack``, ``flow`` or ``figure``; ``identity`` holds the settings as JSON.
+    ``kind`` is ``measure`` or ``figure``; ``identity`` holds the settings as JSON.
     """
 
     kind: str
@@ -121,13 +96,11 @@ class StudyRecord(Row, table="studies", key=("kind",)):
 class Run(Row, table="runs", key=("id",), again="replace"):
     """A run: one process that computed rows of the store.
 
-    ``token`` is a random identifier that is unique among stores. ``worked`` is the time in seconds from the
-    start of its first row to its last row, by a monotonic clock. ``finished`` is ``None`` if the run did not
-    reach its end.
+    ``worked`` is the time in seconds from the start of its first row to its last row, by a monotonic clock.
+    ``finished`` is ``None`` if the run did not reach its end.
     """
 
     id: int
-    token: str
     started: str
     finished: str | None
     command: str
@@ -370,94 +343,6 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
     detail: str
     what: str
     happened: str
-
-
-@dataclass(frozen=True)
-class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
-    """A row of the store: a local Lipschitz constant that an attack measured, or an upper bound on it.
-
-    The upper bound holds at all tokens in the ball that the attack searched. ``kind`` is one of
-    :data:`ATTACK_KINDS`. ``value`` is the measured constant, with the interval from ``lower`` to ``upper``;
-    for the kind ``upper`` it is the smallest upper bound, which is ``None`` if it overflows. ``log_value`` is
-    its logarithm. ``radius`` is the radius of the ball, ``radius_max`` the norm of the longest token.
-    ``file`` is the path of the saved tokens, relative to the folder of the store.
-    """
-
-    layer: int
-    head: int | None
-    scope: str
-    masking: str
-    n: int
-    radius: float
-    radius_from: str
-    kind: str
-    name: str
-    value: float | None
-    log_value: float
-    lower: float | None
-    upper: float | None
-    converged: bool
-    radius_max: float | None
-    seconds: float
-    evaluations: int
-    seed: int
-    file: str | None
-
-
-@dataclass(frozen=True)
-class FrameRow(Row, table="frames", key=("place",)):
-    """A row of the store: the state of a flow at one time.
-
-    Arrays are bytes of little-endian float64. ``x`` has the tokens (n, d). ``mean`` (d) and ``covariance``
-    (d, d) belong to the Gaussian measure that is followed beside the tokens, if any. ``evaluations`` counts
-    the evaluations of the vector field since the previous frame, which took ``seconds``.
-    """
-
-    place: int
-    time: float
-    n: int
-    d: int
-    x: bytes
-    mean: bytes | None
-    covariance: bytes | None
-    evaluations: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Ending(Row, table="endings", key=("status",)):
-    """A row of the store: the reason why a flow ended before its last time.
-
-    ``status`` is ``blew up`` if no finite state exists beyond a time between ``lower`` and ``upper``, and
-    ``stopped`` if the integrator gave up between these times. ``what`` is the part that ended: the tokens or
-    the Gaussian measure.
-    """
-
-    status: str
-    what: str
-    reason: str
-    lower: float
-    upper: float
-
-
-@dataclass(frozen=True)
-class GrowthRow(Row, table="growths", key=("time",)):
-    """A row of the store: how much perturbations of a flow's initial tokens have grown at one time.
-
-    The values come from :class:`howsmooth.dynamics.Growth`.
-    """
-
-    time: float
-    value: float
-    lower: float
-    upper: float
-    confidence: float
-    converged: bool
-    product: float
-    exponential: float
-    discretisation_error: float | None
-    method: str
-    step: float
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Carry out the tasks of a study here or on an executor, and write each result to the store.
+"""Carry out the tasks of a study here or on an executor, write each result to the store, and tell how much
+time is left.
 
 The runner does not depend on what a task computes. An executor is an object with the interface of
 ``concurrent.futures.Executor``. It does not change results: a task carries its data and its seeds, and only
@@ -10,8 +11,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Generator
+from collections import Counter, defaultdict, deque
+from collections.abc import Generator, Mapping
 from concurrent.futures import (
     FIRST_COMPLETED,
     BrokenExecutor,
@@ -32,13 +33,12 @@ from howsmooth.study.environment import environment
 from howsmooth.study.executors import workers_left, workers_of
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Listener, Outcome
-from howsmooth.study.resource_forecast import TaskTimes
 from howsmooth.study.store import Store
 from howsmooth.study.study_preparation import Models
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
 from howsmooth.study.text_formatting import RUN_AGAIN
 
-__all__ = ["Means", "Runner"]
+__all__ = ["Means", "Runner", "TaskTimes"]
 
 # After so many seconds without a result the workers are counted.
 _SILENCE = 30.0
@@ -49,6 +49,10 @@ Step = tuple[Task, Found | None]
 # Seconds between two reports of the progress, and so many times as many from the first result to the first.
 _BETWEEN_TELLING = 0.2
 _FIRST_TELLING = 10
+
+
+# Below this number of tokens, the cost of the n² pairs of tokens does not dominate.
+_SHORT = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +241,65 @@ class Runner:
             )
         except (BrokenExecutor, OSError) as error:
             raise _lost(error) from error
+
+
+# ---- The time left
+
+
+# Beside the key of its tasks, each time is kept with the kind of rows alone, the first entry of the key.
+_ANY = object()
+
+Rows = Mapping[tuple[tuple[Any, ...], int], int]
+"""Numbers of rows, by the key of similar tasks (``alike``) and the length n."""
+
+
+class TaskTimes:
+    """A record of the times of finished tasks, which predicts the times of other tasks.
+
+    Tasks are alike if they have the same kind of rows, model and scope; without such a task, all tasks with
+    the same kind of rows count. The exponent of n is fitted to the nearest finished length and the next one
+    that is at least twice as long or as short: times vary, so that lengths near to each other say little
+    about the exponent. It is limited to the range from 0 to 2, and from 0 to 1 if both lengths are below 64.
+    If there is no second such length, the exponent is 1 above 64 tokens, and 0 below.
+    """
+
+    def __init__(self) -> None:
+        # Seconds and rows, by the tasks' `alike` and then by n.
+        self._done: dict[tuple[Any, ...], dict[int, tuple[float, int]]] = defaultdict(dict)
+
+    def learn(self, alike: tuple[Any, ...], n: int, rows: int, seconds: float) -> None:
+        """Record how long some rows of length n took to compute, in tasks with the key ``alike``."""
+        for key in (alike, (_ANY, alike[0])):
+            before, others = self._done[key].get(n, (0.0, 0))
+            self._done[key][n] = (before + seconds, others + rows)
+
+    def expect(self, task: Task) -> float | None:
+        """Predict the seconds that a task takes; ``None`` if no similar task is finished."""
+        row = self.a_row(task.alike, task.n)
+        return None if row is None else task.size * row
+
+    def a_row(self, alike: tuple[Any, ...], n: int) -> float | None:
+        """Predict the seconds of one row at length n; ``None`` if no similar task (``alike``) is finished."""
+        seen = self._done.get(alike) or self._done.get((_ANY, alike[0]))
+        if not seen:
+            return None
+        first, *others = sorted(seen, key=lambda one: abs(math.log(one / n)))
+        near = [first, *(other for other in others if max(first, other) >= 2 * min(first, other))][:2]
+        times = [seen[one][0] / seen[one][1] for one in near]
+        if len(near) == 1 or min(times) <= 0:
+            return times[0] * max(n, _SHORT) / max(near[0], _SHORT)
+        exponent = math.log(times[1] / times[0]) / math.log(near[1] / near[0])
+        steepest = 1.0 if max(near) < _SHORT else 2.0
+        return float(times[0] * (n / near[0]) ** min(max(exponent, 0.0), steepest))
+
+    def left(self, spent: float, done: Rows, left: Rows) -> float:
+        """Predict the seconds that the rows ``left`` take, if the rows ``done`` took ``spent`` seconds."""
+
+        def expected(rows: Rows) -> float:
+            each = ((count, n, self.a_row(alike, n)) for (alike, n), count in rows.items())
+            return float(sum(count * (max(n, _SHORT) if row is None else row) for count, n, row in each))
+
+        return spent * expected(left) / max(expected(done), 1e-9)
 
 
 class _WorkProgress:

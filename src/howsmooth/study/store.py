@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from howsmooth.study.records import (
     StudyRecord,
     TextRecord,
 )
-from howsmooth.study.store_file import STORE_NAME, begun, connected, empty, in_use, store_there, translated
+from howsmooth.study.store_file import STORE_NAME, begun, connected, empty, store_there, translated
 
 __all__ = ["STORE_NAME", "Store", "now"]
 
@@ -49,16 +48,8 @@ R = TypeVar("R", bound=Row)
 # What SQLite does with a row whose key is in the table already: raise an error, keep the old row, or replace
 # it.
 _AGAIN = {"refuse": "", "stay": "OR IGNORE ", "replace": "OR REPLACE "}
-_SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB", tuple: "TEXT"}
+_SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL", str: "TEXT", tuple: "TEXT"}
 _FRAME_TYPES = {int: "int64", bool: "bool", float: "float64"}
-# Parts of a study's identity that are not set by an option of the same name.
-_NO_OPTIONS = {
-    "source": "source",
-    "text": "text",
-    "special_tokens": "special tokens",
-    "n": "number of tokens",
-    "d": "dimension",
-}
 
 
 class Store:
@@ -75,7 +66,6 @@ class Store:
         self.path = path
 
     exists = staticmethod(store_there)
-    in_use = staticmethod(in_use)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, write: bool = True, late: bool = False) -> Store:
@@ -131,9 +121,10 @@ class Store:
 
         """
         stored = self.identity(kind)
-        for name, wanted in identity.items() if stored else ():
-            if stored.get(name) != wanted:
-                made, remedy = _difference(name, stored.get(name), wanted)
+        # A setting that is missing on one side is one that has its default there.
+        for name in {**identity, **stored} if stored else ():
+            if stored.get(name) != identity.get(name):
+                made, remedy = _difference(name, stored.get(name), identity.get(name))
                 raise StoreError(
                     f"{self.path} belongs to another study: it was made {made}. Choose another --out{remedy}."
                 )
@@ -157,8 +148,7 @@ class Store:
         # In one transaction, so that the number is still free when the row is written.
         with self.transaction():
             number = self._query("SELECT ifnull(max(id), 0) + 1 FROM runs").fetchone()[0]
-            token = secrets.token_hex(8)
-            self.add([Run(number, token, now(), None, command, device, json.dumps(dict(environment)), 0.0)])
+            self.add([Run(number, now(), None, command, device, json.dumps(dict(environment)), 0.0)])
         return int(number)
 
     def finish_run(self, number: int) -> None:
@@ -181,23 +171,6 @@ class Store:
             self._make_good(written)
             if run is not None and worked is not None:
                 self.add([replace(self._run(run), worked=worked)])
-
-    def drop_failures_made_good(self) -> None:
-        """Delete the records of failures whose results are now in the store, for example after a merge."""
-        with self.transaction():
-            for kind in (Measurement, Bounding, PublishedValue):
-                names = [name for name in PLACE if name in kind.columns()]
-                # IS instead of =, because a column may be NULL in both, and NULL = NULL is not true in SQL.
-                same = " AND ".join(f"m.{name} IS failures.{name}" for name in names)
-                self._connection.execute(
-                    f"DELETE FROM failures WHERE what = '{kind.table}' "
-                    f"AND EXISTS (SELECT 1 FROM {kind.table} AS m WHERE {same})"
-                )
-
-    def delete_rows(self, kind: type[Row], where: str, *values: object) -> None:
-        """Delete the rows of one table that satisfy an SQL condition."""
-        with self.transaction():
-            self._connection.execute(f"DELETE FROM {kind.table} WHERE {where}", values)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -338,22 +311,12 @@ def now() -> str:
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
     """Return two phrases: how a wanted setting differs from the stored one, and what the user can do."""
-    if name == "fingerprint":
-        return "with other parameters, or from other tokens (their fingerprint differs)", ""
-    if name in _NO_OPTIONS:
-        return f"with the {_NO_OPTIONS[name]} {stored}, not {wanted}", ""
     option = f"--{name.replace('_', '-')}"
-    if isinstance(wanted, bool):
-        if stored:
-            return f"with {option}, not without it", f", or add {option}"
-        return f"without {option}, not with it", f", or leave {option} out"
-    made, now_ = ("its default" if value is None else _typed(value) for value in (stored, wanted))
+    made, now_ = (
+        "its default" if value is None else str(value).removesuffix(".0") for value in (stored, wanted)
+    )
     remedy = f"leave {option} out" if stored is None else f"repeat {option} {made}"
     return f"with {option} {made}, not {now_}", f", or {remedy}"
-
-
-def _typed(value: object) -> str:
-    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 # ---- Tables of the kinds of rows

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from howsmooth.errors import StoreError, reason
 from howsmooth.study.text_formatting import RUN_AGAIN
 
-__all__ = ["STORE_NAME", "begun", "connected", "empty", "in_use", "locked", "store_there", "translated"]
+__all__ = ["STORE_NAME", "begun", "connected", "empty", "locked", "store_there", "translated"]
 
 STORE_NAME = "study.sqlite"
 """The name of the store file in the folder of a study."""
@@ -28,7 +28,7 @@ STORE_NAME = "study.sqlite"
 _LOCK_NAME = ".study.lock"
 # "hsmo" in ASCII: SQLite's application id, which marks the file as a store of howsmooth.
 _APPLICATION = 0x68736D6F
-# Seconds to wait for the lock. A process that only checks whether the store is in use holds it for less.
+# Seconds to wait for the lock. A reader that lets SQLite roll back a transaction holds it for less.
 _PATIENCE = 0.5
 
 
@@ -232,21 +232,6 @@ def _roll_back(folder: Path) -> None:
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     finally:
         lock.release()
-
-
-def in_use(folder: str | os.PathLike[str]) -> bool:
-    """Return True if another process has the store in a folder open for writing."""
-    folder = Path(folder)
-    path = folder / _LOCK_NAME
-    if not path.exists():
-        return False
-    try:
-        with FileLock(path, timeout=0):
-            return False
-    except Timeout:
-        return True
-    except OSError:
-        return False  # the folder is not writable, so no process writes
 
 
 def locked(folder: str | os.PathLike[str]) -> FileLock:

@@ -30,20 +30,19 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     Parameters
     ----------
     folder
-        The ``--out`` folder of ``howsmooth measure``, ``study``, ``attack`` or ``flow``, the folder of a
-        figure in that of ``howsmooth reproduce``, or the file ``study.sqlite`` in it.
+        The ``--out`` folder of ``howsmooth measure``, the folder of a figure in that of
+        ``howsmooth reproduce``, or the file ``study.sqlite`` in it.
 
     Returns
     -------
     dict
         Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
-        ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``attacks``,
-        ``frames``, ``growths``, ``figure_rows`` and others. The classes in :mod:`howsmooth.study.records`
-        explain the columns; ``run`` is the number of the run that wrote a row. ``measurements`` has the
-        columns of ``measurements.csv``, followed by ``method``, ``masking``, ``site``, ``start`` and ``run``.
-        With measurements there is also the table ``exponents``, as in ``exponents.csv``; its
-        ``attrs["howsmooth"]`` has the lines to cite. A table without rows is absent, as ``failures`` mostly
-        is. The tokens of ``frames`` are left out; they are in ``trajectory.npz``.
+        ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``figure_rows`` and others. The
+        classes in :mod:`howsmooth.study.records` explain the columns; ``run`` is the number of the run that
+        wrote a row. ``measurements`` has the columns of ``measurements.csv``, followed by ``method``,
+        ``masking``, ``site``, ``start`` and ``run``. With measurements there is also the table ``exponents``,
+        as in ``exponents.csv``; its ``attrs["howsmooth"]`` has the lines to cite. A table without rows is
+        absent, as ``failures`` mostly is.
 
     Raises
     ------
@@ -60,13 +59,10 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
         if within is not None:
             remedy = f"Give a folder in it, such as {within}."
         elif table is not None:
-            remedy = f"Read {table} with pandas: only measure, study, attack and flow write a store."
+            remedy = f"Read {table} with pandas: only measure and reproduce write a store."
         else:
             remedy = "Give the folder that --out named."
-        raise StoreError(
-            f"folder: expected the output folder of howsmooth measure, study, attack or flow, got {place}. "
-            f"{remedy}"
-        )
+        raise StoreError(f"folder: expected the output folder of howsmooth measure, got {place}. {remedy}")
     with Store.open(place, write=False) as store:
         tables = store.tables()
         contents = store.contents() if Measurement.table in tables else None
@@ -83,14 +79,13 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
 
 
 def _readable(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of the store whose columns of text have pandas' dtype of text, without columns of bytes,
-    and without the column ``run`` where no run is named in it.
+    """Return a table of the store whose columns of text have pandas' dtype of text, and without the column
+    ``run`` where no run is named in it.
     """
     text = pd.Series([""]).dtype
     mixed = [name for name in table if table[name].dtype == object]
     kinds = {name: {type(value) for value in table[name]} - {type(None)} for name in mixed}
     found = table.astype({name: text for name, kind in kinds.items() if kind == {str}})
-    found = found.drop(columns=[name for name, kind in kinds.items() if kind == {bytes}])
     if "run" not in found:
         return found
     return found.drop(columns="run") if found["run"].isna().all() else found.astype({"run": "Int64"})

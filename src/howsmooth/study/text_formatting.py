@@ -33,7 +33,7 @@ __all__ = [
     "unit_in_words",
 ]
 
-RUN_AGAIN = "run the same command again (howsmooth study with --resume)"
+RUN_AGAIN = "run the same command again"
 """How to continue after an error."""
 
 _KINDS = {"tokens": "token ids", "embeddings": "embedded tokens"}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-__all__ = ["Sequences", "arrange", "bounded_lengths", "draw_distinct", "overlapping"]
+__all__ = ["Sequences", "arrange", "bounded_lengths", "draw_distinct"]
 
 Sequences = Mapping[tuple[int, int], int]
 """The index of the first token of each sequence, by (length, sample)."""
@@ -78,15 +78,6 @@ def arrange(
         return whole
     placed = _fill(_gaps(parts, held), missing, random.Random(seed))
     return {window: held[window] if window in held else placed[window] for window in wanted}
-
-
-def overlapping(windows: Iterable[tuple[int, int]]) -> int:
-    """Count the windows (first token, number of tokens) that overlap an earlier window of the text."""
-    count = end = 0
-    for start, n in sorted(windows):
-        count += start < end
-        end = max(end, start + n)
-    return count
 
 
 def draw_distinct(samples: int, count: int, generator: random.Random) -> list[int]:

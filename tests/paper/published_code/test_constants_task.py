@@ -55,8 +55,7 @@ def in_a_folder_with_prose(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, in_a_folder_with_prose: None) -> Path:
     folder = tmp_path_factory.mktemp("published")
-    with patch("howsmooth.study.measurement_outputs.draw_all", lambda *_: []):
-        assert main([*SMALL, "all", "-q", "--out", str(folder)]) == 0
+    assert main([*SMALL, "all", "-q", "--out", str(folder)]) == 0
     return folder
 
 
@@ -90,7 +89,6 @@ def test_the_corrected_quantity_is_that_of_the_study(made: Path) -> None:
 def test_exponents_are_fitted_and_shown_and_the_same_command_repeats_nothing(
     made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
     before = (made / "published.csv").read_bytes()
     capsys.readouterr()
     assert main([*SMALL, "all", "--out", str(made)]) == 0
@@ -297,7 +295,6 @@ def test_a_model_to_which_an_item_does_not_apply_stops_no_other(stand_ins: None,
 def test_a_plan_file_asks_for_published_values_too(
     stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
     plan = tmp_path / "plan.toml"
     plan.write_text(
         'models = "small"\ntexts = "prose"\nlengths = [2, 4]\nsamples = 1\nbounds = "none"\n'
@@ -307,27 +304,18 @@ def test_a_plan_file_asks_for_published_values_too(
     def typed(*words: str) -> str:
         capsys.readouterr()
         with installed(make_tools()[0]):
-            assert main(["study", str(plan), *words]) == 0
+            assert main(["measure", "--plan", str(plan), *words]) == 0
         return capsys.readouterr().out
 
-    def parts() -> list[tuple[int | None, int]]:
-        """Return what is planned and done of published values, sequence by sequence."""
-        found = json.loads(typed("--status", "--json"))["parts"]
-        return [(part["planned"], part["done"]) for part in found if part["scope"] == "as published"]
-
-    assert parts() == [(None, 0)]
     out = typed()
     assert "12 measurements made" in out
     assert "24 published values" in out
     assert (tmp_path / "out" / "published-exponents.csv").exists()
-    assert parts() == [(6, 6)]
-    found = json.loads(typed("--resume", "--json"))
-    check_documented("measure, study", found)
+    found = json.loads(typed("--json"))
+    check_documented("measure", found)
     counts = {name: found["published"][name] for name in ("made", "kept", "in_store")}
     assert counts == {"made": 0, "kept": 24, "in_store": 24}
     assert found["measurements"]["made"] == 0
     # Other items are other values.
-    plan.write_text(plan.read_text().replace('["output", "stopping"]', '"block,stopping"'))
-    assert parts() == [(6, 0)]
-    plan.write_text(plan.read_text().replace('"block,stopping"', '"stopping,output"'))
-    assert parts() == [(6, 6)]
+    plan.write_text(plan.read_text().replace('["output", "stopping"]', '"stopping"'))
+    assert json.loads(typed("--json"))["published"]["made"] == 6

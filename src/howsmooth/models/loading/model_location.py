@@ -148,9 +148,10 @@ def find(name: str, *, random_init: bool) -> Place:
         hint = f" Models are in the folders {', '.join(inside)} inside." if inside else ""
         if path.suffix in (".npy", ".npz", ".safetensors"):
             hint = (
-                " The parameters of one attention, in a .npz or .safetensors file, are for howsmooth bound, "
+                " The parameters of one attention, in a .npz or .safetensors file, are for howsmooth bound."
             )
-            hint += "attack and flow."
+        elif path.suffix == ".toml":
+            hint = " A plan file is given as howsmooth measure --plan FILE."
         raise ModelError(f"{name!r} {what}.{hint} {_remedy(name)}")
     if looks_like_path or ":" in name:
         raise ModelError(f"There is no folder {name!r}. {_remedy(name)}")

@@ -1,8 +1,7 @@
-"""Draw figures of measurements, attacks and flows. Nothing is measured here."""
+"""Draw figures of measurements. Nothing is measured here."""
 
 from __future__ import annotations
 
-from howsmooth.study.figures.attacks import draw_attacks
 from howsmooth.study.figures.measurements import Picture, draw_all
 
-__all__ = ["Picture", "draw_all", "draw_attacks"]
+__all__ = ["Picture", "draw_all"]

@@ -7,36 +7,36 @@ viridis colours do not depend on colour vision. Unconverged measurements are hol
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import Normal, Stroke
 from PIL import Image
 
+from howsmooth.study.exponents import Exponent, fitted_groups
 from howsmooth.study.figures.drawing import (
     COLOURS,
+    GREY,
     STYLE,
-    Part,
     add_colourbar,
-    draw_each,
-    draw_guides,
-    draw_overview,
-    drawing_code,
-    guide_handles,
-    is_current,
     literal,
     new_figure,
-    parts_of,
-    range_of_exponents,
     save,
     set_axis,
     set_bar_ticks,
@@ -47,6 +47,7 @@ from howsmooth.study.text_formatting import (
     decimal,
     file_stem,
     kind_in_words,
+    place_in_words,
     readable,
     scope_in_words,
     unit_in_words,
@@ -57,6 +58,9 @@ __all__ = ["Picture", "draw_all"]
 _MOST_COLUMNS = 16
 _WIDE = 20.0
 _NEARLY_CONSTANT = 1.02
+_FEW_COLUMNS = 4
+_FIT_COLOUR = "#c1121f"
+_REFERENCE_SLOPES = ((0.25, "1/4", (0.0, (5.0, 2.0))), (0.5, "1/2", (0.0, (1.2, 1.6))))
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,46 @@ def draw_all(
     folder = Path(folder)
     figures: list[Callable[[], Picture]] = []
     for (model, text, scope), family in measurements.groupby(["model", "text", "scope"], sort=True):
-        parts = parts_of(family, "lipschitz")
+        parts = _parts_of(family)
         kind, words = kinds.get(str(text), "text"), scope_in_words(family.iloc[0])
         shown = _Family(folder, str(model), str(text), str(scope), kind, words)
         figures += [partial(_overview, parts, shown)] if len(parts) > 1 else []
         figures += [partial(_single, part, shown) for part in parts]
-    return draw_each(figures, folder, listener)
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    with rc_context(STYLE):
+        for draw in figures:
+            drawn.append(draw())
+            listener.advance(float(len(drawn)), float(len(figures)), f"{len(drawn)} of {len(figures)}")
+    return drawn
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The rows of a table that belong to one layer or one head, and the exponent fitted to them."""
+
+    layer: int
+    head: int | None
+    rows: pd.DataFrame
+    fit: Exponent
+
+    @property
+    def name(self) -> str:
+        """A phrase that names the layer and the head of these rows, such as "layer 3, head 1"."""
+        return place_in_words(self.layer, self.head)
+
+    @property
+    def stem(self) -> list[str]:
+        """The layer and head as parts of a file name."""
+        return [f"layer-{self.layer:02d}", *([] if self.head is None else [f"head-{self.head:02d}"])]
+
+
+def _parts_of(table: pd.DataFrame) -> list[_Part]:
+    """Split a table of measurements by layer and head, and fit the exponents of the constants."""
+    return [
+        _Part(int(names["layer"]), None if pd.isna(names["head"]) else int(names["head"]), rows, fit)
+        for names, rows, fit in fitted_groups(table, ("layer", "head"))
+    ]
 
 
 @dataclass(frozen=True)
@@ -115,7 +153,7 @@ class _Family:
     scope_words: str
 
     def saved(
-        self, draw: Callable[[], Figure], rows: pd.DataFrame, title: str, alt: str, part: Part | None = None
+        self, draw: Callable[[], Figure], rows: pd.DataFrame, title: str, alt: str, part: _Part | None = None
     ) -> Picture:
         """Draw a figure of some rows and write it as PNG and PDF, unless the files show these rows already.
 
@@ -123,9 +161,9 @@ class _Family:
         """
         words = ["overview"] if part is None else part.stem
         stem = file_stem(self.model, self.text, self.scope, *words)
-        shown = "\n".join([drawing_code(), title, alt, csv_of(rows.drop(columns="run", errors="ignore"))])
+        shown = "\n".join([_drawing_code(), title, alt, csv_of(rows.drop(columns="run", errors="ignore"))])
         source = hashlib.sha256(shown.encode("utf-8", "backslashreplace")).hexdigest()
-        if not is_current(self.folder, stem, source):
+        if not _is_current(self.folder, stem, source):
             save(draw(), self.folder, stem, title, source)
         png, pdf = self.folder / f"{stem}.png", self.folder / f"{stem}.pdf"
         with Image.open(png) as image:
@@ -138,7 +176,7 @@ class _Family:
 # ---- One layer
 
 
-def _single(part: Part, family: _Family) -> Picture:
+def _single(part: _Part, family: _Family) -> Picture:
     title = (
         f"{readable(family.model)}, {part.name}, {family.scope_words}, {kind_in_words(family.kind)} "
         f"{readable(family.text)}"
@@ -147,7 +185,7 @@ def _single(part: Part, family: _Family) -> Picture:
     return family.saved(lambda: _draw_single(part, family, title), part.rows, title, alt, part)
 
 
-def _draw_single(part: Part, family: _Family, title: str) -> Figure:
+def _draw_single(part: _Part, family: _Family, title: str) -> Figure:
     group, fit = part.rows, part.fit
     figure = new_figure(9.6, 4.1)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -155,7 +193,7 @@ def _draw_single(part: Part, family: _Family, title: str) -> Figure:
     lengths = LogNorm(first, last) if last > first else Normalize(first - 0.5, last + 0.5)
     radii = _radius_norm(group["radius_mean"])
     _scatter(left, group, "n", "radius_mean", radii)
-    draw_guides(left, fit)
+    _draw_guides(left, fit)
     _scatter(right, group, "radius_mean", "n", lengths)
     set_axis(left, "x", group["n"], whole=True)
     set_axis(right, "x", group["radius_mean"])
@@ -172,7 +210,7 @@ def _draw_single(part: Part, family: _Family, title: str) -> Figure:
         left.set_title(f"no exponent: {fit.note}", fontsize=9)
     else:
         label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {fit.ends()}"
-        figure.legend(handles=guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
+        figure.legend(handles=_guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
     hollow = int((~group["converged"]).sum())
     words = f"\n{hollow} of {len(group)} did not converge: hollow, with their interval, not in the fit"
     figure.suptitle(literal(title) + (words if hollow else ""))
@@ -182,7 +220,7 @@ def _draw_single(part: Part, family: _Family, title: str) -> Figure:
 # ---- All layers
 
 
-def _overview(parts: Sequence[Part], family: _Family) -> Picture:
+def _overview(parts: Sequence[_Part], family: _Family) -> Picture:
     rows = pd.concat([part.rows for part in parts])
     by_head = any(part.head is not None for part in parts)
     title = (
@@ -191,28 +229,103 @@ def _overview(parts: Sequence[Part], family: _Family) -> Picture:
     )
     alt = (
         "Small scatter plots of the constant against the length on log axes, one a layer, for "
-        f"{title}. {range_of_exponents(parts)}"
+        f"{title}. {_range_of_exponents(parts)}"
     )
     return family.saved(lambda: _draw_overview(parts, rows, family, title), rows, title, alt)
 
 
-def _draw_overview(parts: Sequence[Part], rows: pd.DataFrame, family: _Family, title: str) -> Figure:
-    norm = _radius_norm(rows["radius_mean"])
-
-    def draw(axis: Axes, part: Part) -> None:
+def _draw_overview(parts: Sequence[_Part], rows: pd.DataFrame, family: _Family, title: str) -> Figure:
+    norm, unit = _radius_norm(rows["radius_mean"]), unit_in_words(family.kind).split(":")[0]
+    heads = len({part.head for part in parts})
+    columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(parts), _FEW_COLUMNS)
+    lines = math.ceil(len(parts) / columns)
+    width = 2.3 if columns <= _FEW_COLUMNS else 1.7
+    figure = new_figure(1.6 + width * columns, 1.3 + 2.0 * lines)
+    axes = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axis in axes[len(parts) :]:
+        axis.set_visible(False)
+    axes = axes[: len(parts)]
+    # If the last row is not full, the panels above its gaps are the lowest of their columns.
+    for axis in axes[-columns:]:
+        axis.tick_params(labelbottom=True)
+        axis.set_xlabel(f"length n ({unit})")
+    for axis, part in zip(axes, parts, strict=True):
         _scatter(axis, part.rows, "n", "radius_mean", norm, size=7.0)
-        draw_guides(axis, part.fit)
+        _draw_guides(axis, part.fit)
         set_axis(axis, "x", rows["n"], whole=True)
         set_axis(axis, "y", pd.concat([rows["lower"], rows["upper"]]))
-
-    figure = draw_overview(parts, draw, unit_in_words(family.kind).split(":")[0], _MOST_COLUMNS)
+        axis.set_title(part.name, pad=4)
+        axis.text(
+            0.04,
+            0.96,
+            "no exponent" if part.fit.note else f"{decimal(part.fit.slope, 3)} {part.fit.ends()}",
+            transform=axis.transAxes,
+            va="top",
+            fontsize=8.5 if columns <= 8 else 7.5,
+            color=GREY if part.fit.note else _FIT_COLOUR,
+            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
+        )
+    figure.supylabel("local Lipschitz constant", fontsize=10)
     slim = 5 * figure.get_figheight()
     bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=figure.axes, aspect=slim, pad=0.015)
     set_bar_ticks(bar, norm)
     bar.ax.set_title("radius R", loc="right", fontsize="medium")
     figure.suptitle(literal(title))
-    figure.legend(handles=guide_handles(), loc="outside lower center", ncols=3)
+    figure.legend(handles=_guide_handles(), loc="outside lower center", ncols=3)
     return figure
+
+
+# ---- Lines, and what the files show already
+
+
+def _draw_guides(axis: Axes, fit: Exponent) -> None:
+    """Draw a fitted power law, and lines with the reference slopes, which meet it in the middle of the fitted
+    range.
+    """
+    if fit.note:
+        return
+    ends = np.array([fit.n_min, fit.n_max], dtype=float)
+    middle = math.sqrt(fit.n_min * fit.n_max)
+    for slope, _, dashes in _REFERENCE_SLOPES:
+        axis.plot(
+            ends,
+            fit.at(middle) * (ends / middle) ** slope,
+            color=GREY,
+            linestyle=dashes,
+            linewidth=1.1,
+            zorder=1,
+        )
+    halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]
+    fitted = [fit.at(end) for end in ends]
+    axis.plot(ends, fitted, color=_FIT_COLOUR, linewidth=1.7, zorder=1.5, path_effects=halo)
+
+
+def _guide_handles(label: str = "least-squares fit, exponent [95 % interval]") -> list[Line2D]:
+    """Return the legend entries of the lines that :func:`_draw_guides` draws."""
+    handles = [Line2D([], [], color=_FIT_COLOUR, linewidth=1.6, label=label)]
+    handles += [
+        Line2D([], [], color=GREY, linestyle=dashes, linewidth=1.1, label=f"slope {words}")
+        for _, words, dashes in _REFERENCE_SLOPES
+    ]
+    return handles
+
+
+def _is_current(folder: Path, stem: str, source: str) -> bool:
+    """Return whether the files of a figure exist and were drawn from the data with the digest ``source``."""
+    try:
+        with Image.open(folder / f"{stem}.png") as image:
+            return image.info.get("Source") == source and (folder / f"{stem}.pdf").exists()
+    except OSError:  # no such file, or no image
+        return False
+
+
+@functools.cache
+def _drawing_code() -> str:
+    """Return a digest of the drawing code and the matplotlib version, which changes if either changes."""
+    digest = hashlib.sha256(version("matplotlib").encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 # ---- Points
@@ -257,7 +370,7 @@ def _scatter(
         )
 
 
-def _description(part: Part) -> str:
+def _description(part: _Part) -> str:
     group, fit = part.rows, part.fit
     values = group["lipschitz"]
     words = (
@@ -269,6 +382,14 @@ def _description(part: Part) -> str:
         return words + f"no exponent, {fit.note}."
     interval = f"{decimal(fit.low, 3)} to {decimal(fit.high, 3)}"
     return words + f"fitted exponent {decimal(fit.slope, 3)}, 95 % interval {interval}."
+
+
+def _range_of_exponents(parts: Sequence[_Part]) -> str:
+    """Return a sentence with the smallest and the largest exponent."""
+    found = [part.fit.slope for part in parts if not part.fit.note]
+    if not found:
+        return "No exponent could be fitted."
+    return f"Fitted exponents from {decimal(min(found), 3)} to {decimal(max(found), 3)}."
 
 
 def _radius_norm(radii: pd.Series) -> Normalize:

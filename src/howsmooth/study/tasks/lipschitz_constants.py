@@ -22,7 +22,7 @@ from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.scopes import CROSS_SCOPE, layers_of_scope
 from howsmooth.seeds import derive_seed
 from howsmooth.study.plans import Plan
-from howsmooth.study.records import KEY_COLUMNS, Measurement, Row, Sensitivity, SequenceRecord, keys_of
+from howsmooth.study.records import KEY_COLUMNS, Measurement, Row, Sensitivity, SequenceRecord
 from howsmooth.study.study_preparation import PreparedStudy, Subject
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
 
@@ -192,7 +192,12 @@ def constants_left(study: PreparedStudy) -> Work:
         known = study.store.keys(Measurement, KEY_COLUMNS, **where)
         for n, scope in ((n, scope) for n in sorted(subject.lengths) for scope in study.plan.scopes):
             heads = subject.heads if scope == "head" else (None,)
-            asked = keys_of(scope, layers_of_scope(scope, subject.layers), heads, [n], study.plan.samples)
+            asked = {
+                (scope, layer, head, n, sample)
+                for layer in layers_of_scope(scope, subject.layers)
+                for head in heads
+                for sample in range(study.plan.samples)
+            }
             kept += len(asked & known)
             # Where one of two sequences stays fixed, each sample has a map of its own.
             alone = scope == CROSS_SCOPE or (scope == "model" and study.plan.side is not None)
