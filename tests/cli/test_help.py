@@ -148,6 +148,7 @@ def test_no_time_is_negative() -> None:
     ("arguments", "words"),
     [
         (["mesure"], "Did you mean 'measure'"),
+        (["influence", "gpt2"], "howsmooth profile MODEL --influence"),
         (["measure", "--lenghts", "3"], "--lengths"),
         (["measure", "--scope", "atention"], "Is attention meant?"),
         (["measure", "builtin-encodr"], "Is builtin-encoder meant?"),

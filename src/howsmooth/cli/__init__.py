@@ -18,7 +18,6 @@ from howsmooth.cli.attack import attack
 from howsmooth.cli.bound import bound
 from howsmooth.cli.certify import certify
 from howsmooth.cli.flow import flow
-from howsmooth.cli.influence import influence
 from howsmooth.cli.inspect import inspect
 from howsmooth.cli.measure import TYPED, measure
 from howsmooth.cli.plan_execution import INTERRUPTED
@@ -35,6 +34,11 @@ __all__ = ["app", "main"]
 REFUSED = 2
 PIPE_CLOSED = 141
 """The exit code that a shell reports for a program that SIGPIPE ended: 128 + 13."""
+
+GONE = {
+    "influence": "howsmooth influence is now howsmooth profile MODEL --influence.",
+}
+"""Commands that are no more, each with a sentence that names what replaces it."""
 
 _BIBTEX = r"""@inproceedings{castin2024smooth,
   title     = {How Smooth Is Attention?},
@@ -90,7 +94,6 @@ def _root(
 
 for _command in (
     profile,
-    influence,
     measure,
     study,
     bound,
@@ -129,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         # Without a writable home, matplotlib would say on standard error where it keeps its cache.
         logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    if typed[0] in GONE:
+        return _refuse(GONE[typed[0]])
     try:
         code = app(args=list(typed), prog_name="howsmooth", standalone_mode=False)
         sys.stdout.flush()

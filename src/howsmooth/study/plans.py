@@ -47,7 +47,6 @@ __all__ = [
     "BOUNDS",
     "DEFAULT_TEXT",
     "INFLUENCE_RTOL",
-    "INFLUENCE_TOKENS",
     "KINDS",
     "PROFILE_RTOL",
     "PROFILE_TOKENS",
@@ -74,7 +73,7 @@ KINDS = ("text", "tokens", "embeddings", "images", "audio")
 
 DEFAULT_TEXT = "alice"
 
-PROFILE_TOKENS, INFLUENCE_TOKENS, RADIUS_TOKENS = 512, 64, 32
+PROFILE_TOKENS, RADIUS_TOKENS = 512, 32
 """How many tokens of a longer input are taken without a span: time and memory grow with the square."""
 
 SPAN = (
