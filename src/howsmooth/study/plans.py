@@ -625,7 +625,9 @@ class SourcePlan(InputPlan):
 
 @dataclass(frozen=True)
 class BoundPlan(SourcePlan):
-    """A plan for bounds: the layers and heads to bound, the lengths, and the radius of the ball of tokens."""
+    """A plan for bounds: the layers and heads to bound, the lengths, the radius of the ball of tokens, and
+    whether to search the ball for tokens with a large constant.
+    """
 
     lengths: tuple[int, ...] = option(
         (),
@@ -641,6 +643,24 @@ class BoundPlan(SourcePlan):
         "attention can produce; without a norm layer, the largest norm of the given tokens.",
         metavar="R|auto",
     )
+    search: bool = option(
+        False,
+        flag(),
+        "Also search the ball for the tokens with the largest constant, by gradient ascent. Takes from "
+        "seconds to minutes a table.",
+    )
+    steps: int = option(
+        30,
+        whole(1, _MOST_ATTACK_STEPS),
+        "Steps of the gradient ascent of --search; more take longer and may find more.",
+        panel=HOW,
+    )
+
+    def check(self) -> None:
+        """Raise ArgumentError if the plan contradicts itself."""
+        super().check()
+        if self.steps != BoundPlan.steps and not self.search:
+            raise ArgumentError("steps", expected="no steps without --search", got=str(self.steps))
 
 
 @dataclass(frozen=True)
