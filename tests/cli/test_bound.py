@@ -19,7 +19,9 @@ from howsmooth.bounds import ball_upper_bound, norm_radius, table
 from howsmooth.cli import main
 from howsmooth.cli.terminal_output import amount
 from howsmooth.models.attention_parameter_files import save_parameters
-from tests._cases import dense_jacobian, random_attention
+from howsmooth.study.attention_sources import Target
+from howsmooth.study.bound_search import search_ball
+from tests._cases import D, dense_jacobian, random_attention
 from tests._cases import tokens as gaussian
 from tests._documented import check_documented
 from tests._sources import SmallModel, norm, plain_table, small_sources, tokens
@@ -271,6 +273,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "file with a text": ([*FILE, "--text", "alice"], "expected a model with --text, got the parameter file"),
     "seed": ([*SMALL, "--seed", "-1"], "seed: expected a number from 0"),
+    "steps alone": ([*SMALL, "--steps", "9"], "steps: expected no steps without --search, got 9"),
+    "steps": ([*SMALL, "--search", "--steps", "0"], "steps: expected a number from 1"),
 }
 
 
@@ -316,6 +320,86 @@ def test_cross_attention_is_refused_with_where_it_is_bounded(howsmooth: Howsmoot
     code, _, err = howsmooth("bound", "small", "--scope", "cross-attention")
     assert code == 2
     assert "hs.bounds.cross_attention_upper_bound" in err
+
+
+# ---- the worst inputs
+
+SEARCH = ["--search", "--steps", "2", "-q"]
+
+
+def test_what_a_search_finds_is_written_and_reaches_its_constant(
+    howsmooth: Howsmooth, head: hs.SelfAttention
+) -> None:
+    options = ["--scope", "head", "--lengths", "4", "--radius", "2", *SEARCH, "--json", "--out", "found"]
+    code, out, _ = howsmooth("bound", "head.safetensors", *options, real=True)
+    check_documented("bound", said(out))
+    (one,) = said(out)["found"]
+    with np.load(said(out)["tokens"]) as file:
+        x = torch.from_numpy(file["layer 0, head 0, n = 4"])
+    true = float(torch.linalg.matrix_norm(dense_jacobian(head, x), 2))
+    assert code == 0
+    assert (one["n"], one["radius"], one["by"], one["converged"]) == (4, 2.0, "ascent", True)
+    assert one["lower"] <= true * (1 + 1e-12)
+    assert true <= one["upper"] * (1 + 1e-12)
+    assert float(x.norm(dim=1).max()) <= 2.0 * (1 + 1e-12)
+    (bounded,) = said(out)["attentions"]
+    found = values(bounded)
+    assert found["found", "lower"] == one["lower"]
+    assert found["two_heavy_tokens_lower_bound", "lower"] <= one["upper"]
+    assert one["lower"] <= found["ball_upper_bound", "upper"]
+    table = pd.read_csv("found/bounds.csv").set_index("name")
+    assert table.loc["found", "value"] == pytest.approx(one["lower"], rel=1e-12)
+    assert table.loc["found", "log_value"] == pytest.approx(math.log(one["lower"]))
+    _, same, _ = howsmooth("bound", "head.safetensors", *options)
+    _, other, _ = howsmooth("bound", "head.safetensors", *options, "--seed", "1")
+    assert said(same)["found"] == [one] != said(other)["found"]
+
+
+def test_bounds_on_a_ball_are_compared_with_what_was_found(
+    howsmooth: Howsmooth, head: hs.SelfAttention
+) -> None:
+    small = ["bound", "head.safetensors", "--scope", "head", "--radius", "0.5", *SEARCH]
+    code, out, _ = howsmooth(*small, real=True)
+    assert code == 0
+    assert "The largest constant found: " in out
+    assert (out.count("÷ measured"), out.count("÷ found")) == (1, 1)
+    (row,) = [line.split() for line in out.splitlines() if line.split()[:1] == ["found"]]
+    assert row[3] == "1"
+    lines = out[out.index("÷ found") :].splitlines()[1:]
+    sides = [
+        line.split()[1] for line in lines if line.split()[1:2] in (["≥"], ["≤"]) and "not valid" not in line
+    ]
+    assert sides == sorted(sides, reverse=True)  # the lower bounds come first
+    assert "outside" not in out
+    _, out, _ = howsmooth(*small[:4], "--lengths", "3", "--radius", "1", "--search", "--steps", "1")
+    assert "Written" not in out
+
+
+@pytest.mark.parametrize(("shorter", "given"), [(0.0, True), (1e-7, True), (1e-4, False)])
+def test_tokens_that_leave_the_ball_by_rounding_count_as_in_it(
+    shorter: float, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    f, x = random_attention(31, heads=1, d_out=None), gaussian(3, 5, D)
+    longest = float(x.norm(dim=1).max())
+    one = Target(0, 0, "head", "none", f, None, x)
+    monkeypatch.setattr("howsmooth.adversarial.constructions", lambda *_: [])
+    # The ascent goes nowhere.
+    still = hs.adversarial.ascend(f, 5, 1e-6, steps=1, atom_restarts=0, random_starts=1)
+    monkeypatch.setattr("howsmooth.adversarial.ascend", lambda *_, **__: still)
+    found = search_ball(one, 5, longest * (1 - shorter), steps=1, seed=0, told=lambda _: None)
+    assert (found.by == "tokens") == given
+    assert float(found.x.norm(dim=1).max()) <= longest * (1 - shorter) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("model", [SmallModel(rotary=True), SmallModel(masked=True)])
+def test_a_search_takes_rotary_positions_and_masks(howsmooth: Howsmooth, model: SmallModel) -> None:
+    command = ["bound", "small", "--text", "prose", "--lengths", "1,4", "--layers", "0", *SEARCH, "--json"]
+    code, out, _ = howsmooth(*command, model=model)
+    assert code == 0
+    for one, bounded in zip(said(out)["found"], said(out)["attentions"], strict=True):
+        measured = values(bounded)["measured", "lower"]
+        assert one["upper"] >= measured * (1 - 1e-4)
+        assert one["radius"] == bounded["radius"]
 
 
 def test_an_out_that_cannot_be_written(howsmooth: Howsmooth, head: hs.SelfAttention, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from transformers import GPT2Config
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import howsmooth as hs
 from howsmooth.cli import main
@@ -66,12 +67,11 @@ def test_a_type_of_model_without_a_tokenizer_gets_one_of_the_text(capsys: Captur
     GPT2Config(vocab_size=300, n_embd=24, n_layer=1, n_head=2).save_pretrained("tiny")
     Path("letter.txt").write_text("Dear Alice, it was a cat that sat on the mat.")
     given = ["./tiny", "--random-init", "--text", "letter.txt", "--span", "0:4", "-q"]
-    for name in ("profile", "influence"):
-        assert main([name, *given]) == 0
-        assert "tiny" in capsys.readouterr().out
+    assert main(["profile", *given]) == 0
+    assert "tiny" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["profile", "precision", "influence", "bound"])
+@pytest.mark.parametrize("name", ["profile", "precision", "bound"])
 def test_several_inputs_are_refused_and_untrained_weights_are_named(name: str, capsys: Capture) -> None:
     GPT2Config(vocab_size=300, n_embd=24, n_layer=1, n_head=2).save_pretrained("tiny")
     model = [name, "./tiny", "--random-init", "--layers", "0", "-q"]
@@ -115,11 +115,74 @@ def test_the_depth_for_machines(capsys: Capture) -> None:
     assert found["value"] == found["stages"][-1]["until"]
 
 
-def test_influence_is_written_if_asked_for(capsys: Capture) -> None:
-    arguments = ["profile", "builtin-decoder", "--span", "0:5", "--layers", "1", "--scope", "attention"]
-    assert main([*arguments, "--influence"]) == 0
-    assert "Influence(5 outputs x 5 inputs" in capsys.readouterr().out
-    assert len(pd.read_csv("howsmooth-profile/influence.csv")) == 25
+def test_the_influences_of_a_layer_are_those_of_the_dense_jacobian(capsys: Capture) -> None:
+    Path("letter.txt").write_text("Dear Alice, it was a cat.")
+    given = ["profile", "builtin-decoder", "--text", "letter.txt", "--layers", "1", "--scope", "attention"]
+    assert main([*given, "--influence", "--parquet", "--out", "found"]) == 0
+    out = capsys.readouterr().out
+    table = pd.read_csv("found/influence.csv", keep_default_na=False)
+    assert list(pd.read_parquet("found/influence.parquet").columns) == list(table.columns)
+
+    model = hs.load_model("builtin-decoder")
+    ids = model.tokenizer.encode("Dear Alice, it was a cat.")
+    (site,) = hs.capture(model, torch.tensor([ids]), layers=[1])
+    f = site.map.to(dtype=torch.float64)
+    dense = torch.func.jacrev(f)(site.x[0].double())  # (n, d_out, n, d)
+    norms = torch.linalg.matrix_norm(dense.movedim(2, 1), 2)
+    assert len(table) == len(ids) ** 2
+    words = model.tokenizer.decoded(ids)
+    for row in table.to_dict("records"):
+        assert row["lower"] <= norms[row["output"], row["input"]] <= row["upper"]
+        assert (row["output_token"], row["input_token"]) == (words[row["output"]], words[row["input"]])
+    top = table.loc[table["value"].idxmax()]
+    lines = out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.split()[:2] == ["moved", "token"]) + 1
+    assert f"{top['input']} {top['input_token']!r}" in lines[first]
+    assert "Which token moves which, layer 1:" in out
+    assert f"Influence({len(ids)} outputs x {len(ids)} inputs" in out
+    assert lines[-1].endswith("influence.csv, influence.parquet, influence.png, influence.pdf.")
+    assert max(map(len, lines[first - 5 : -1])) <= 100
+
+
+@pytest.fixture
+def tiny() -> list[str]:
+    """The words that name a small model of one layer, and five token ids."""
+    config = GPT2Config(vocab_size=60, n_embd=40, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained("tiny")
+    np.save("ids.npy", [5, 6, 7, 8, 9])
+    return ["profile", "./tiny", "--tokens", "ids.npy", "--influence"]
+
+
+def test_progress_is_told_within_an_influence(
+    tiny: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("howsmooth.cli.progress._SECONDS_BETWEEN_LINES", -1.0)
+    assert main([*tiny, "--scope", "model"]) == 0
+    said = [line.rpartition("left: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert "layer 4 of 4" in said, said
+
+
+def test_the_margin_of_a_whole_model_is_no_token(tiny: list[str], capsys: Capture) -> None:
+    assert main([*tiny, "--scope", "model", "--output", "margin"]) == 0
+    out = capsys.readouterr().out
+    assert "Which token moves which, whole model to the margin:" in out
+    assert out.count(" margin ") == 5, out
+    assert "output_token" not in pd.read_csv("howsmooth-profile/influence.csv").columns
+    page = Path("howsmooth-profile/depth.html").read_text()
+    assert "Which token moves which, whole model to the margin" in page
+
+
+@pytest.mark.parametrize("scope", ["attention", "model"])
+def test_influences_as_json(scope: str, tiny: list[str], capsys: Capture) -> None:
+    assert main([*tiny, "--scope", scope, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    check_documented("profile" if scope == "attention" else "profile --scope model", found)
+    largest = found["influence"]["largest"]
+    if scope == "model":
+        assert {row["output"] for row in largest} == {4}  # the last token
+    values = [row["value"] for row in largest]
+    assert values == sorted(values, reverse=True)
+    assert found["influence"]["token_wise"]["lower"] <= found["influence"]["token_wise"]["upper"]
 
 
 def test_token_ids_and_images_are_inputs_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

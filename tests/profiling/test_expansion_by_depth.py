@@ -27,6 +27,20 @@ def _norm(f: Any, x: Tensor) -> float:
     return float(torch.linalg.matrix_norm(jacobian, 2))
 
 
+def test_influences_are_those_of_the_whole_model_at_its_last_token() -> None:
+    model, ids = tiny("gpt2", torch.float64), token_ids(1, 5)
+    told: list[tuple[float, int]] = []
+    found = hs.depth_profile(model, ids, influence=True, on_layer=lambda *step: told.append(step))
+    (whole,) = hs.capture(model, ids, scope="model")
+    same = hs.influence(whole, outputs=[-1])
+    assert found.influence is not None
+    assert found.influence.outputs == same.outputs == (4,)
+    assert torch.allclose(found.influence.value, same.value, rtol=1e-2)
+    assert "whole model to the last hidden state: Influence(1 outputs" in repr(found)
+    assert told[-1] == (6, 6)
+    assert hs.depth_profile(model, ids).influence is None
+
+
 def test_every_constant_is_that_of_a_dense_jacobian() -> None:
     model = tiny("gpt2", torch.float64).requires_grad_(False)
     ids = token_ids(1, 5)

@@ -66,7 +66,10 @@ def ids_of(text: str) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "top"), [("llama", 0), ("gpt2", 2)])
 def test_influence_is_that_of_the_layer_with_the_largest_constant(name: str, top: int) -> None:
     model = tiny(name)
-    found = hs.profile(model, IDS, influence=True)
+    told: list[tuple[float, int]] = []
+    found = hs.profile(model, IDS, influence=True, on_layer=lambda *at: told.append(at))
+    layers = len(set(found.table["layer"]))
+    assert told[-1] == (layers + 1, layers + 1)
     assert found.influence is not None
     constants = found.table[found.table["scope"] == "attention"].set_index("layer")["value"]
     assert constants.idxmax() == top

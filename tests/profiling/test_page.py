@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
@@ -59,11 +60,16 @@ def test_influence_is_shown_where_it_was_measured(found: Profile, tmp_path: Path
     assert "Which token moves which" not in found.page("data:,")
     full = hs.profile("builtin-encoder", "A <b>cat</b>", layers=[1], scopes="attention", influence=True)
     assert full.influence is not None
-    page, *_, table = full.write(tmp_path)
-    assert table.name == "influence.csv"
-    assert table.read_text() == full.influence.to_csv()
+    page, *_, path, image, vector = full.write(tmp_path)
+    assert [one.name for one in (path, image, vector)] == [
+        f"influence.{end}" for end in ("csv", "png", "pdf")
+    ]
+    table = pd.read_csv(path)
+    assert table["input_token"].tolist() == [full.words[j] for j in full.influence.table["input"]]
+    written = table.drop(columns=["input_token", "output_token"])
+    pd.testing.assert_frame_equal(written, full.influence.table, check_exact=True)
     text = page.read_text()
-    assert "Which token moves which, in layer 1" in text
+    assert "Which token moves which, layer 1" in text
     assert text.count('<img src="data:image/png;base64,') == full._repr_html_().count("<img") == 2
     ends = dataclasses.replace(full.influence.token_wise, lower=1.2346, upper=1.2354)
     rounded = dataclasses.replace(full, influence=dataclasses.replace(full.influence, token_wise=ends))

@@ -16,7 +16,6 @@ import typer
 
 from howsmooth.cli.bound import bound
 from howsmooth.cli.certify import certify
-from howsmooth.cli.influence import influence
 from howsmooth.cli.inspect import inspect
 from howsmooth.cli.measure import measure
 from howsmooth.cli.plan_execution import INTERRUPTED
@@ -37,6 +36,7 @@ PIPE_CLOSED = 141
 GONE = {
     "attack": "Tokens with a large constant are searched by howsmooth bound MODEL --search.",
     "flow": 'Tokens flow in Python: hs.dynamics.flow, in the guide "Flows".',
+    "influence": "howsmooth influence is now howsmooth profile MODEL --influence.",
     "merge": "Machines share one store by howsmooth measure --plan FILE --executor dask.",
     "status": "A run tells its progress, and howsmooth measure --plan FILE --dry-run counts what is left.",
     "study": "A plan file is carried out, and continued, by howsmooth measure --plan FILE.",
@@ -97,7 +97,6 @@ def _root(
 
 for _command in (
     profile,
-    influence,
     measure,
     bound,
     radius,
@@ -135,6 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         # Without a writable home, matplotlib would say on standard error where it keeps its cache.
         logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    if typed[0] in GONE:
+        return _refuse(GONE[typed[0]])
     try:
         code = app(args=list(typed), prog_name="howsmooth", standalone_mode=False)
         sys.stdout.flush()

@@ -36,6 +36,7 @@ _EXAMPLES = (
     "[cyan]howsmooth bound ./my-llama --tokens ids.npy --layers -1[/]  token ids instead of a text",
     "[cyan]howsmooth bound ./head.safetensors --lengths 100 --radius 4[/]  your own parameters",
     "[cyan]howsmooth bound gpt2 --random-init --layers 6 --json[/]  JSON for another program",
+    "[cyan]howsmooth bound builtin-encoder --layers 0 --lengths 12 --search[/]  also the worst tokens found",
     "In place of the model, a .toml file may hold the options as keys: source, layers, lengths and so on.",
     "A parameter file holds the arrays query, key, value and so on, with the shapes that "
     "howsmooth.SelfAttention documents, or the matrices A and V and the vector b of the paper. It may also "
@@ -50,12 +51,14 @@ def bound(
     shown: Shown,
     out: Annotated[
         Path | None,
-        folder_option("Also write bounds.csv into this folder."),
+        folder_option(
+            "Also write bounds.csv into this folder; with --search also the worst tokens, worst.npz."
+        ),
     ] = None,
 ) -> int:
     """Compare every available bound on the Lipschitz constant of attention with the measured constant."""
     from howsmooth.study.attention_sources import open_attention_source
-    from howsmooth.study.bound_run import bound_all, bounds_frame
+    from howsmooth.study.bound_run import bound_all, bounds_frame, write_worst
     from howsmooth.study.file_writing import write_table
 
     with shown_progress(quiet=shown.quiet) as display:
@@ -64,14 +67,19 @@ def bound(
         display.phase("Bounding")
         bounded = list(bound_all(plan, source, display))
     written = None if out is None else write_table(bounds_frame(source.label, bounded), out, "bounds.csv")
+    tokens = None if out is None or not plan.search else write_worst(bounded, out)
     if shown.json:
-        typer.echo(_as_json(source, bounded, written))
+        typer.echo(_as_json(source, bounded, written, tokens))
     else:
-        _show(source, bounded, written)
+        _show(source, bounded)
+        if written is not None:
+            say(f"\nWritten: {written}" + ("" if tokens is None else f", {tokens.name}"))
     return 0
 
 
-def _as_json(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> str:
+def _as_json(
+    source: AttentionSource, bounded: Sequence[Bounded], written: Path | None, tokens: Path | None
+) -> str:
     """Return the bounds on each attention and the logarithms of the bounds as one JSON object.
 
     A number that is infinite or overflows becomes null.
@@ -84,6 +92,16 @@ def _as_json(source: AttentionSource, bounded: Sequence[Bounded], written: Path 
         | {"bounds": plain_rows(one.rows.reset_index().assign(log_value=one.rows.attrs["log_values"]))}
         for one in bounded
     ]
+    found = [
+        {"layer": one.target.layer, "head": one.target.head, "n": one.n, "radius": one.ball.radius}
+        | {
+            name: getattr(one.worst.estimate, name)
+            for name in ("value", "lower", "upper", "confidence", "converged")
+        }
+        | {"by": one.worst.by}
+        for one in bounded
+        if one.worst is not None
+    ]
     return as_json(
         source=source.label,
         description=source.description,
@@ -91,10 +109,11 @@ def _as_json(source: AttentionSource, bounded: Sequence[Bounded], written: Path 
         fingerprint=source.fingerprint,
         attentions=attentions,
         file=written,
+        **({"found": found, "tokens": tokens} if found else {}),
     )
 
 
-def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> None:
+def _show(source: AttentionSource, bounded: Sequence[Bounded]) -> None:
     """Print the measured constant of each attention layer or head, with tables of the bounds on this
     constant.
     """
@@ -121,19 +140,23 @@ def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | N
         if (rows.index != LOCAL).any():
             paragraph(f"\n  For all n tokens of norm at most R = {one.ball.radius:.4g}:")
             longest = one.longest_outside
-            if longest is not None:
+            if one.worst is not None:
+                value = one.worst.lower
+                ends = _ends(value, float(one.worst.estimate.upper))
+                status = "" if one.worst.estimate.converged else ", not converged"
+                paragraph(f"  The largest constant found: {ends} (by {one.worst.by}{status})")
+            elif longest is not None:
                 paragraph(
                     f"  The measured constant is not compared: the longest token has norm {longest:.4g}, "
                     "outside of this ball."
                 )
                 value = None
-            _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value, sources)
+            than = "measured" if one.worst is None else "found"
+            _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value, sources, than)
     if sources:
         heading("\nSources; titles in quotation marks are pages of the documentation of howsmooth")
         table = [[f"[{number}]", source] for number, source in enumerate(sources, 1)]
         show_table(["", " "], table, left=[" "])
-    if written is not None:
-        say(f"\nWritten: {written}")
 
 
 def _ends(low: float, high: float) -> str:
@@ -152,8 +175,13 @@ def _limit(row: dict[str, Any], log: float) -> str:
     return limit_in_digits(value, 5, upper=row["side"] == "upper")
 
 
-def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None, sources: list[str]) -> None:
-    """Print a table of bounds with numbered sources, and append new sources to the list of sources."""
+def _show_bounds(
+    rows: pd.DataFrame, logs: pd.Series, constant: float | None, sources: list[str], than: str = "measured"
+) -> None:
+    """Print a table of bounds with numbered sources, and append new sources to the list of sources.
+
+    The bounds are divided by a constant, and ``than`` says which one it is.
+    """
     from howsmooth.study.records import plain_rows
 
     pairs = zip(plain_rows(rows), logs, strict=True)
@@ -163,14 +191,14 @@ def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None, so
         holds, origin = row["holds"], row["source"].removeprefix("howsmooth documentation, ")
         if origin not in sources:
             sources.append(origin)
-        ratio = amount(log - math.log(measured), 3) if measured and holds else ""
+        ratio = amount(log - math.log(constant), 3) if constant and holds else ""
         cells = [
             row["name"],
             "≤" if row["side"] == "upper" else "≥",
             _limit(row, log) if holds else "not valid",
-            *([ratio] if measured else []),
+            *([ratio] if constant else []),
             f"[{sources.index(origin) + 1}]",
         ]
         table.append([Text(cell, "" if holds else "dim") for cell in cells])
-    names = ["bound", "", "value", *(["÷ measured"] if measured else []), "source"]
+    names = ["bound", "", "value", *([f"÷ {than}"] if constant else []), "source"]
     show_table(names, table, left=["bound", "", "source"])

@@ -1,4 +1,6 @@
-"""The command ``howsmooth profile``, which ranks layers and heads by Lipschitz constant at one input."""
+"""The command ``howsmooth profile``, which ranks layers and heads by Lipschitz constant at one input, and
+says which token moves which.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,8 @@ _EXAMPLES = (
     "[cyan]howsmooth profile ./model --text letter.txt --out letter[/]  your own model and text",
     "[cyan]howsmooth profile vit --random-init --images builtin[/]  an image",
     "[cyan]howsmooth profile builtin-encoder --scope model --span 0:32[/]  the whole model, block by block",
+    "[cyan]howsmooth profile builtin-decoder --span 0:12 --layers 1 --influence[/]  "
+    "which token moves which, in one layer",
 )
 
 
@@ -47,8 +51,8 @@ class ProfilePlan(OneInputPlan):
     influence: bool = option(
         False,
         flag(),
-        "Also which token moves which, in the layer with the largest constant. Takes longer: time grows with "
-        "the square of the length.",
+        "Also which token moves which: in the layer with the largest constant, where time grows with the "
+        "square of the length; with the scope model, which token moves its last output.",
     )
     rtol: float = shared("rtol", default=PROFILE_RTOL)
     confidence: float = shared("confidence")
@@ -63,8 +67,8 @@ class ProfilePlan(OneInputPlan):
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.items:
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
-        if self.influence and self.scope not in ("all", "attention"):
-            raise ArgumentError("influence", expected="the scope all or attention", got=self.scope)
+        if self.influence and self.scope == "head":
+            raise ArgumentError("influence", expected="the scope all, attention or model", got=self.scope)
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
         """Measure the chosen layers and heads. With the scope ``model``, measure each block, the model up to
@@ -73,13 +77,20 @@ class ProfilePlan(OneInputPlan):
         from howsmooth.profiling import depth_profile
         from howsmooth.profiling import profile as measured
 
-        names = ("span", "rtol", "confidence", "max_iterations", "seed", "memory")
+        names = ("span", "rtol", "confidence", "max_iterations", "seed", "memory", "influence")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names} | {"on_layer": on_step}
         if self.scope == "model":
             return depth_profile(loaded, inputs, output=self.output, **settings)
         scopes = ("attention", "head") if self.scope == "all" else (self.scope,)
-        settings |= {"layers": self.layers_of(loaded), "influence": self.influence}
-        return measured(loaded, inputs, scopes=scopes, **settings)
+        return measured(loaded, inputs, scopes=scopes, layers=self.layers_of(loaded), **settings)
+
+    def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
+        """Return the largest influences of one token on another, if they were asked for."""
+        if not self.influence:
+            return {}, []
+        if found.influence is None:  # the reason is printed with what was not measured
+            return {"influence": None}, []
+        return {"influence": found.described_influence()}, found.lines_of_largest()
 
 
 @command(*_EXAMPLES, without=("embeddings", *ONE_PROCESS), out="howsmooth-profile")

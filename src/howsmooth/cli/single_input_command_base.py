@@ -4,7 +4,7 @@ a command and print its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from howsmooth.models.inputs.token_files import TokenStream
     from howsmooth.profiling.result_base_classes import Result
 
-__all__ = ["OneInputPlan", "Step", "find_and_show", "say_files"]
+__all__ = ["OneInputPlan", "Step", "find_and_show"]
 
-Step = Callable[[int, int], None]
+Step = Callable[[float, int], None]
 """A function that is told how many steps are done, and how many there are."""
 
 
@@ -154,10 +154,5 @@ def find_and_show(plan: OneInputPlan, folder: Path, shown: Shown) -> Any:
     else:
         for line in (repr(found), *lines):
             say(line)
-        say_files("Page", written)
+        say(f"\nPage: {written[0]}, with {', '.join(path.name for path in written[1:])}.")
     return found
-
-
-def say_files(what: str, written: Sequence[Path]) -> None:
-    """Print the path of the first file that a command wrote, and the names of the other files."""
-    say(f"\n{what}: {written[0]}, with {', '.join(path.name for path in written[1:])}.")

@@ -20,7 +20,7 @@ from howsmooth.lipschitz.singular_value_solver import Solver, starts
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
 from howsmooth.spectral.scaling import Scaled, unscaled
 
-__all__ = ["BlockNorms", "block_norms", "products_needed", "sequence_jacobian"]
+__all__ = ["BlockNorms", "block_norms", "sequence_jacobian"]
 
 # Number of blocks that are iterated together: their vectors should stay in the caches of a processor.
 _PAIRS = 256
@@ -208,18 +208,6 @@ def _leading(
 
 
 # ---- rows and columns of any Jacobian
-
-
-def products_needed(in_shape: Sequence[int], out_shape: Sequence[int], outputs: int) -> int:
-    """Return how many products with a Jacobian or its transpose the blocks of some output tokens take, if
-    they have no closed form.
-
-    ``in_shape`` is (n, d), and ``out_shape`` (n_out, d_out) or (d_out,). The count is that of a
-    Jacobian in float64, the dtype in which ``influence`` differentiates models.
-    """
-    n, d = in_shape
-    by_columns, groups = _groups(n, d, out_shape[-1], outputs, torch.float64)
-    return n * d * len(groups) if by_columns else outputs * out_shape[-1]
 
 
 def _groups(n: int, d: int, d_out: int, outputs: int, dtype: torch.dtype) -> tuple[bool, list[range]]:

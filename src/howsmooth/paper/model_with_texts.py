@@ -305,6 +305,6 @@ def bilinear(site: Any, label: str) -> SelfAttention:
             "model",
             expected="models whose scores are ⟨A x_i + b, x_j⟩ with one matrix A, unmasked or causal",
             got=f"{label}, with {other}",
-            remedy="howsmooth reproduce adversarial searches such models.",
+            remedy="howsmooth reproduce adversarial and howsmooth bound --search search such models.",
         )
     return f

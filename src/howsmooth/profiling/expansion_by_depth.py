@@ -20,7 +20,9 @@ from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.figures import draw_depth
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
-from howsmooth.profiling.result_base_classes import Result, in_interval
+from howsmooth.profiling.result_base_classes import in_interval
+from howsmooth.profiling.token_influence import ResultWithInfluence, as_last_step
+from howsmooth.profiling.token_influence import influence as influence_of
 from howsmooth.scopes import OUTPUTS
 from howsmooth.seeds import derive_seed
 from howsmooth.study.plans import PROFILE_RTOL, Plan
@@ -32,7 +34,7 @@ _MAPS = ("own", "until", "beyond")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class DepthProfile(Result):
+class DepthProfile(ResultWithInfluence):
     """The Lipschitz constants of each block of a model at one input, of the model up to the end of this
     block, and of the model after this block.
 
@@ -88,7 +90,11 @@ class DepthProfile(Result):
         lines.append(f"Whole model: {whole} at {self.confidence:.4g} confidence; intervals are in the table.")
         missed = [f"{row['stage']} ({kind})" for row in plain_rows(self.table) for kind in _MAPS
                   if row[f"{kind}_converged"] is False]  # fmt: skip
-        return "\n".join([*lines, *([f"Not converged: {', '.join(missed)}."] if missed else [])])
+        lines += [f"Not converged: {', '.join(missed)}."] if missed else []
+        return "\n".join([*lines, *self._lines_of_influence()])
+
+    def _place_of_influence(self) -> str:
+        return f"whole model to the {self.output}"
 
     def plot(self) -> Figure:
         """Draw four curves, with a point for each stage, such as a block. Three curves show the constants of
@@ -101,7 +107,7 @@ class DepthProfile(Result):
         table = self.table[["stage", *_MAPS, "product", "ratio"]]
         found: str = table.to_html(index=False, float_format="{:.5g}".format, na_rep="")
         # The page's security policy allows the styles of its style sheet alone.
-        return {"table": Markup(found.replace(' style="text-align: right;"', ""))}
+        return super()._shown(most) | {"table": Markup(found.replace(' style="text-align: right;"', ""))}
 
     def described(self) -> dict[str, Any]:
         """Return the settings and the table, as a dict for JSON."""
@@ -122,7 +128,8 @@ def depth_profile(
     max_iterations: int = Plan.max_iterations,
     seed: int = Plan.seed,
     memory: int | None = None,
-    on_layer: Callable[[int, int], None] | None = None,
+    influence: bool = False,
+    on_layer: Callable[[float, int], None] | None = None,
 ) -> DepthProfile:
     """Measure the local Lipschitz constant of each block of a model, of the model up to the end of this
     block, and of the model after it, at one input.
@@ -142,9 +149,13 @@ def depth_profile(
         The output of the model, as for :func:`~howsmooth.models.capture` in scope ``"model"``.
     rtol, confidence, max_iterations, seed, memory
         As for :func:`howsmooth.local_lipschitz`.
+    influence
+        Whether :func:`howsmooth.influence` is measured for the whole model at its last output token, or its
+        logits or margin. It takes one derivative of the model for each coordinate of this output.
     on_layer
-        Called with the number of stages that are done, and the number of all stages. By default a progress
-        bar is shown on a terminal and in a notebook.
+        Called with the number of stages that are done, and the number of all stages. With ``influence`` there
+        is one step more, of which fractions are told. By default a progress bar is shown on a terminal and in
+        a notebook.
 
     Returns
     -------
@@ -195,6 +206,12 @@ def depth_profile(
             n, read = whole.x.shape[1], parts.output(output).kind
             rows.append({"stage": "output", "name": "", **own, **measured("until", len(blocks), whole)})
             told(total, total)
+        of_tokens = None
+        if influence:
+            how = {name: settings[name] for name in ("confidence", "max_iterations")}
+            start = derive_seed(purpose="depth", seed=seed, layer=len(blocks), scope="influence")
+            on_output = as_last_step(on_layer, total)
+            of_tokens = influence_of(whole, outputs=[-1], seed=start, on_output=on_output, **how)
     table = PrintedTable(rows)
     table["product"] = table["own"].cumprod()
     table["ratio"] = table["until"] / table["product"]
@@ -204,6 +221,8 @@ def depth_profile(
         n=n,
         output=_in_words(read, last_token),
         confidence=confidence,
+        words=tuple(given.words or ()),
+        influence=of_tokens,
     )
 
 

@@ -18,12 +18,11 @@ from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.figures import draw_heatmap
 from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
-from howsmooth.profiling.result_base_classes import Result, in_interval
-from howsmooth.profiling.token_influence import Influence
+from howsmooth.profiling.result_base_classes import in_interval
+from howsmooth.profiling.token_influence import Influence, ResultWithInfluence, as_last_step
 from howsmooth.profiling.token_influence import influence as influence_of
-from howsmooth.roundoff import COLUMNS_IN_DIGITS, interval_in_digits
+from howsmooth.roundoff import COLUMNS_IN_DIGITS
 from howsmooth.seeds import derive_seed
-from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.plans import PROFILE_RTOL, Plan
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
@@ -36,7 +35,7 @@ _LEVELS = 9  # shades of a highlighted token
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Profile(Result):
+class Profile(ResultWithInfluence):
     """The constants of all attention layers and heads at one input, and the sensitivity of each token."""
 
     NAME: ClassVar[str] = "profile"
@@ -52,8 +51,6 @@ class Profile(Result):
     #: ``position``, ``token`` where the input has words, ``input_share`` (where a change matters) and
     #: ``output_share`` (where it shows). The shares of a side sum to one.
     tokens: pd.DataFrame
-    #: The text of each token; empty for inputs without token ids.
-    words: tuple[str, ...]
     #: Probability with which each interval holds.
     confidence: float
     #: Relative width of the intervals that was asked for.
@@ -62,8 +59,6 @@ class Profile(Result):
     seed: int
     #: What was not measured, with the reasons.
     refused: tuple[str, ...]
-    #: Which token moves which, in the layer with the largest constant; None where that was not measured.
-    influence: Influence | None = None
 
     @property
     def ranking(self) -> pd.DataFrame:
@@ -83,6 +78,9 @@ class Profile(Result):
         """The index of the layer with the largest constant, for which ``influence`` was measured."""
         ranking = self.ranking
         return int(ranking[ranking["scope"] == "attention"].iloc[0]["layer"])
+
+    def _place_of_influence(self) -> str:
+        return place_in_words(self.influence_layer, None)
 
     @property
     def citation(self) -> str:
@@ -138,8 +136,7 @@ class Profile(Result):
             ]
         missed = int((~self.table["converged"]).sum())
         lines += [f"  {missed} of {len(self.table)} did not reach rtol = {self.rtol:g}"] if missed else []
-        if self.influence is not None:
-            lines.append(f"  {place_in_words(self.influence_layer, None)}: {self.influence}")
+        lines += self._lines_of_influence()
         lines += [f"  not measured: {reason}" for reason in self.refused]
         return "\n".join(lines)
 
@@ -163,8 +160,7 @@ class Profile(Result):
         return draw_heatmap(self.table, title)
 
     def _tables(self) -> dict[str, pd.DataFrame]:
-        influence = {} if self.influence is None else {"influence": self.influence.table}
-        return {**super()._tables(), "tokens": self.tokens, **influence}
+        return {self.NAME: self.table, "tokens": self.tokens} | super()._tables()
 
     def _shown(self, most: int) -> dict[str, Any]:
         ranking = [rows.head(most) for _, rows in self.ranking.groupby("scope", sort=False)]
@@ -176,19 +172,7 @@ class Profile(Result):
             | {"sides": self._sides(row["layer"], row["head"])}
             for row in plain_rows(pd.concat(ranking))
         ]
-        pictured = token_wise = None
-        if self.influence is not None:
-            ends = self.influence.token_wise
-            token_wise = interval_in_digits(ends.lower, ends.upper, digits=4)
-            words = self.words if len(self.words) == self.influence.value.shape[1] else None
-            pictured = data_url(png(self.influence.plot(words)))
-        return {
-            "rows": rows,
-            "shown": len(rows),
-            "total": len(self.table),
-            "influence": pictured,
-            "token_wise": token_wise,
-        }
+        return super()._shown(most) | {"rows": rows, "shown": len(rows), "total": len(self.table)}
 
     def _sides(self, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
         """Return two titled lists of all tokens with shades. In the first list the shades show how much a
@@ -256,7 +240,7 @@ def profile(
     seed: int = Plan.seed,
     memory: int | None = None,
     influence: bool = False,
-    on_layer: Callable[[int, int], None] | None = None,
+    on_layer: Callable[[float, int], None] | None = None,
 ) -> Profile:
     """Measure the local Lipschitz constant of every attention layer and head of a model at one input.
 
@@ -293,8 +277,9 @@ def profile(
         Whether :func:`howsmooth.influence` is measured for the layer with the largest constant, in the scope
         "attention". The time of this measurement grows with n²: some seconds at 64 tokens, a minute at 256.
     on_layer
-        Called with the number of layers that are done, and the number of all layers, zero while unknown. By
-        default a progress bar is shown on a terminal and in a notebook.
+        Called with the number of layers that are done, and the number of all layers, zero while unknown. With
+        ``influence`` there is one step more, of which fractions are told. By default a progress bar is shown
+        on a terminal and in a notebook.
 
     Returns
     -------
@@ -320,7 +305,7 @@ def profile(
     measured = _Measured(how, seed, wanted, given.words)
     for index, layer in layers_of(given, layers, on_layer):
         measured.add(index, layer)
-    of_tokens = measured.influence() if influence else None
+    of_tokens = measured.influence(on_layer) if influence else None
     if not measured.rows:
         what = type(given.module).__name__
         raise CaptureError(f"No layer of {what} can be measured. {measured.refused[0]}")
@@ -367,9 +352,11 @@ class _Measured:
         self.shares: list[pd.DataFrame] = []
         self.refused: list[str] = []
         self.most_sensitive: tuple[float, Site] | None = None
+        self.layers = 0
 
     def add(self, index: int, layer: VerifiedLayer | CaptureError) -> None:
         """Measure one layer in each scope; if a scope cannot be measured, record the error."""
+        self.layers += 1
         if isinstance(layer, CaptureError):
             self.refused.append(str(layer))
             return
@@ -424,7 +411,7 @@ class _Measured:
         shares.insert(0, "layer", place.index)
         self.shares.append(shares.astype({"head": "Int64"}))
 
-    def influence(self) -> Influence | None:
+    def influence(self, on_layer: Callable[[float, int], None] | None) -> Influence | None:
         """Measure how far each output token moves if an input token moves, in the layer with the largest
         constant. Return None if the measurement fails.
         """
@@ -434,7 +421,7 @@ class _Measured:
         seed = derive_seed(purpose="profile", seed=self.seed, layer=site.layer, scope="influence")
         how = {name: self.how[name] for name in ("confidence", "max_iterations")}
         try:
-            return influence_of(site, seed=seed, **how)
+            return influence_of(site, seed=seed, on_output=as_last_step(on_layer, self.layers), **how)
         except HowsmoothError as error:
             self.refused.append(f"Influence in layer {site.layer}: {error}")
             return None

@@ -1,11 +1,15 @@
-"""The function ``influence``, which measures how far each output of a map moves if an input token moves."""
+"""The function ``influence``, which measures how far each output of a map moves if an input token moves, and
+results that contain such a measurement.
+"""
 
 from __future__ import annotations
 
 import html
 import operator
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -21,20 +25,25 @@ from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.lipschitz.arguments import check_arguments
-from howsmooth.lipschitz.block_norms import block_norms, products_needed, sequence_jacobian
+from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import Method
 from howsmooth.models.identification.model_part_map import ModelMap
 from howsmooth.profiling.figures import draw_influence
 from howsmooth.profiling.model_input import shown_progress
-from howsmooth.profiling.result_base_classes import WritableTable
+from howsmooth.profiling.result_base_classes import Result, WritableTable
 from howsmooth.roundoff import interval_in_digits
+from howsmooth.study.figures.drawing import save
+from howsmooth.study.file_writing import writable_folder
 from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.plans import INFLUENCE_RTOL, Plan
-from howsmooth.study.text_formatting import readable
+from howsmooth.study.records import plain_rows
+from howsmooth.study.text_formatting import counted, readable
 
-__all__ = ["Influence", "influence"]
+__all__ = ["Influence", "ResultWithInfluence", "as_last_step", "influence"]
+
+_PRINTED = 10  # norms that a command prints; the table has all
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -135,6 +144,130 @@ class Influence(WritableTable):
             None if words is None else [readable(word) for word in words],
             token_outputs=self.token_outputs,
         )
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class ResultWithInfluence(Result):
+    """Base class of results at one input of a model that may say which token moves which."""
+
+    #: The text of each token; empty for inputs without token ids.
+    words: tuple[str, ...] = ()
+    #: Which token moves which; None where that was not measured.
+    influence: Influence | None = None
+
+    @property
+    def _moved(self) -> tuple[Influence, str, tuple[str, ...] | None] | None:
+        """The influence, the map that it is of, and the texts of the n tokens, or None without them; None if
+        the influence was not measured.
+        """
+        if self.influence is None:
+            return None
+        words = self.words if len(self.words) == self.influence.value.shape[1] else None
+        return self.influence, self._place_of_influence(), words
+
+    def _place_of_influence(self) -> str:
+        """Return the name of the map whose influence was measured."""
+        raise NotImplementedError
+
+    def _lines_of_influence(self) -> list[str]:
+        return [] if self.influence is None else [f"  {self._place_of_influence()}: {self.influence}"]
+
+    def _table_of_influence(self) -> pd.DataFrame:
+        """Return the table of the norms, with the columns ``output_token`` and ``input_token`` if the texts
+        of the tokens are known.
+        """
+        assert self._moved is not None
+        found, _, words = self._moved
+        table = found.table
+        if words is not None:
+            for side in ("output", "input") if found.token_outputs else ("input",):
+                table[f"{side}_token"] = [words[i] for i in table[side]]
+        return table
+
+    def _tables(self) -> dict[str, pd.DataFrame]:
+        more = {} if self.influence is None else {"influence": self._table_of_influence()}
+        return super()._tables() | more
+
+    def _shown(self, most: int) -> dict[str, Any]:
+        if self._moved is None:
+            return {"influence": None}
+        found, place, words = self._moved
+        ends = interval_in_digits(found.token_wise.lower, found.token_wise.upper, digits=4)
+        return {"influence": data_url(png(found.plot(words))), "place": place, "token_wise": ends}
+
+    def write(self, folder: str | os.PathLike[str], *, parquet: bool = False) -> list[Path]:
+        """Write the page, the figures (PNG and PDF) and the tables (CSV) into a folder; return the paths.
+
+        With ``parquet`` the tables are also written as parquet files.
+
+        Raises
+        ------
+        StoreError
+            If the folder cannot be written.
+        ArgumentError
+            If pandas has no engine for parquet.
+
+        """
+        paths = super().write(folder, parquet=parquet)
+        if self._moved is not None:
+            found, _, words = self._moved
+            with writable_folder(folder) as folder:
+                paths += save(found.plot(words), folder, "influence", f"Influence in {self.model}")
+        return paths
+
+    def described_influence(self) -> dict[str, Any]:
+        """Return the largest norms and the token-wise constant, as a dict for JSON."""
+        assert self._moved is not None
+        found, place, _ = self._moved
+        return {
+            "place": place,
+            "rtol": found.rtol,
+            "unconverged": int((~found.converged).sum()),
+            "token_wise": {"lower": found.token_wise.lower, "upper": found.token_wise.upper},
+            "largest": plain_rows(self._table_of_influence().nlargest(_PRINTED, "value")),
+        }
+
+    def lines_of_largest(self) -> list[str]:
+        """Return a table of the largest norms, line by line, and a sentence of a change of all tokens."""
+        assert self._moved is not None
+        found, place, _ = self._moved
+
+        def token(row: dict[str, Any], side: str) -> str:
+            if side == "output" and not found.token_outputs:
+                return str(getattr(self, "output", row[side]))
+            word = row.get(f"{side}_token", "")
+            return f"{row[side]} {readable(word)!r}" if word else str(row[side])
+
+        rows = [("moved token", "output", "moves by", "interval")]
+        for row in self.described_influence()["largest"]:
+            ends = interval_in_digits(row["lower"], row["upper"], 4)
+            status = "" if row["converged"] else " not converged"
+            rows.append((token(row, "input"), token(row, "output"), f"{row['value']:.4g}", ends + status))
+        left, middle, right = (max(len(row[i]) for row in rows) for i in range(3))
+        ends = interval_in_digits(found.token_wise.lower, found.token_wise.upper, 4)
+        return [
+            "",
+            f"Which token moves which, {place}: how far an output",
+            "moves, to first order, if one token moves by 1. Each interval holds with probability "
+            f"{found.confidence:.4g}.",
+            f"The largest {len(rows) - 1} of {counted(found.value.numel(), 'norm')}:",
+            *(
+                f"  {one:<{left}}  {two:<{middle}}  {three:>{right}}  {four}"
+                for one, two, three, four in rows
+            ),
+            f"If all tokens move at once, each by at most 1, the largest move of an output lies in {ends}.",
+        ]
+
+
+def as_last_step(
+    on_step: Callable[[float, int], None] | None, steps: int
+) -> Callable[[float, int], None] | None:
+    """Return the function ``on_output`` with which an influence is reported as one more step after ``steps``
+    steps that are done.
+    """
+    if on_step is None:
+        return None
+    return lambda done, total: on_step(steps + done / total, steps + 1)
 
 
 def influence(
@@ -239,14 +372,6 @@ def influence(
         seed=seed,
         token_outputs=len(shape) == 2 and shape[0] == len(x),
     )
-
-
-def derivative_count(f: Any, x: Tensor, outputs: int) -> int:
-    """Return how many products with the Jacobian or its transpose an influence of a map takes, at tokens (1,
-    n, d), for some number of outputs, if its blocks have no closed form.
-    """
-    before = f.readout() if isinstance(f, ModelMap) else None
-    return products_needed(x.shape[1:], (f if before is None else before[0])(x[0]).shape, outputs)
 
 
 def _map_and_tokens(f: Any, x: Tensor | None) -> tuple[Any, Any]:

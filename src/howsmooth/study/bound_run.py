@@ -1,22 +1,34 @@
-"""Compute all bounds on attention layers and heads, in tables that also have the measured constants."""
+"""Compute all bounds on attention layers and heads, in tables that also have the measured constants, and the
+largest that a search finds.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from howsmooth import bounds
 from howsmooth.errors import ArgumentError
 from howsmooth.study.attention_sources import AttentionSource, Ball, Target, largest_norm
+from howsmooth.study.bound_search import Worst, search_ball
+from howsmooth.study.file_writing import writable_folder
 from howsmooth.study.plans import BoundPlan
 from howsmooth.study.progress_listener import SILENT, Listener
 
-__all__ = ["LOCAL", "TABLE_COLUMNS", "Bounded", "bound_all", "bounds_frame"]
+__all__ = ["LOCAL", "TABLE_COLUMNS", "Bounded", "bound_all", "bounds_frame", "write_worst"]
 
 LOCAL = "‖D_X f‖"
 """The quantity that is measured: the local Lipschitz constant at the tokens X."""
+
+ON_BALL = "Lip(f on B_R^n)"
+"""The quantity that is bounded on a ball: the Lipschitz constant over all n tokens of norm at most R."""
 
 TABLE_COLUMNS = (
     "source", "layer", "head", "scope", "masking", "n", "radius", "radius_from", "quantity", "name", "side",
@@ -30,13 +42,15 @@ class Bounded:
     """The table of all bounds on one attention layer or head (``target``) at one length n.
 
     ``ball`` is the ball of tokens over which the global bounds hold; ``rows`` is the table that
-    :func:`howsmooth.bounds.table` returns.
+    :func:`howsmooth.bounds.table` returns. ``worst`` are the worst tokens of the ball that a search found;
+    None without a search.
     """
 
     target: Target
     n: int
     ball: Ball
     rows: pd.DataFrame
+    worst: Worst | None = None
 
     @property
     def longest_outside(self) -> float | None:
@@ -67,11 +81,35 @@ def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SIL
             )
         targets = source.attentions(n)
         for place, one in enumerate(targets):
-            done = float(round_ * len(targets) + place)
-            listener.advance(done, float(len(targets) * len(lengths)), f"{one.place}, n = {n}")
+            done, total = round_ * len(targets) + place, float(len(targets) * len(lengths))
+            told = partial(_tell, listener, done, total, f"{one.place}, n = {n}")
+            told(0.0)
             ball = one.ball(plan.radius)
             rows = _rows(one, n, ball.radius)
-            yield Bounded(one, n, Ball(float(rows.attrs["radius"]), ball.origin), rows)
+            ball = Ball(float(rows.attrs["radius"]), ball.origin)
+            worst = None
+            if plan.search:
+                worst = search_ball(one, n, ball.radius, steps=plan.steps, seed=plan.seed, told=told)
+                rows = _with_worst(rows, worst)
+            yield Bounded(one, n, ball, rows, worst)
+
+
+def _tell(listener: Listener, done: int, total: float, words: str, share: float) -> None:
+    listener.advance(done + share, total, words)
+
+
+def _with_worst(rows: pd.DataFrame, worst: Worst) -> pd.DataFrame:
+    """Add the lower limit of the largest constant that was found, as the last lower bound on the ball."""
+    upper = (rows.index != LOCAL) & (rows["side"] == "upper").to_numpy()
+    place = int(upper.argmax()) if upper.any() else len(rows)
+    source = f"howsmooth.adversarial, {worst.by}, {worst.estimate.confidence:.4g} confidence"
+    row = {"name": "found", "side": "lower", "value": worst.lower, "holds": True, "source": source}
+    more = pd.DataFrame([row], index=pd.Index([ON_BALL], name=rows.index.name))
+    both = pd.concat([rows.iloc[:place], more, rows.iloc[place:]])
+    logs = list(rows.attrs["log_values"])
+    logs.insert(place, math.log(worst.lower) if worst.lower > 0 else -math.inf)
+    both.attrs = rows.attrs | {"log_values": logs}
+    return both
 
 
 def bounds_frame(label: str, bounded: Sequence[Bounded]) -> pd.DataFrame:
@@ -92,6 +130,16 @@ def bounds_frame(label: str, bounded: Sequence[Bounded]) -> pd.DataFrame:
         }
         tables.append(table.assign(**where).astype({"head": "Int64"})[list(TABLE_COLUMNS)])
     return pd.concat(tables, ignore_index=True)
+
+
+def write_worst(bounded: Sequence[Bounded], folder: str | os.PathLike[str]) -> Path:
+    """Write the worst tokens found for each layer or head and length as arrays into ``worst.npz``."""
+    found = {
+        f"{one.target.place}, n = {one.n}": one.worst.x.numpy() for one in bounded if one.worst is not None
+    }
+    with writable_folder(folder) as folder:
+        np.savez(folder / "worst.npz", **found)
+    return folder / "worst.npz"
 
 
 def _contains(radius: float, farthest: float) -> bool:

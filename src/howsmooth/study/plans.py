@@ -48,7 +48,6 @@ __all__ = [
     "DEFAULT_TEXT",
     "FIGURES",
     "INFLUENCE_RTOL",
-    "INFLUENCE_TOKENS",
     "KINDS",
     "PROFILE_RTOL",
     "PROFILE_TOKENS",
@@ -76,7 +75,7 @@ KINDS = ("text", "tokens", "embeddings", "images")
 
 DEFAULT_TEXT = "alice"
 
-PROFILE_TOKENS, INFLUENCE_TOKENS, RADIUS_TOKENS = 512, 64, 32
+PROFILE_TOKENS, RADIUS_TOKENS = 512, 32
 """How many tokens of a longer input are taken without a span: time and memory grow with the square."""
 
 SPAN = (
@@ -108,6 +107,7 @@ _DEFAULT_LENGTHS = tuple(range(2, 101, 2))
 # SQLite stores seeds and step counts as signed 64-bit integers.
 _MOST_SEED = 2**63 - 1
 _MOST_ITERATIONS = 10**9
+_MOST_SEARCH_STEPS = 1_000_000
 
 _MOST_RADII = 100
 _MOST_INPUTS = 2**31
@@ -614,6 +614,18 @@ class BoundPlan(InputPlan):
         "attention can produce; without a norm layer, the largest norm of the given tokens.",
         metavar="R|auto",
     )
+    search: bool = option(
+        False,
+        flag(),
+        "Also search the ball for the tokens with the largest constant, by gradient ascent. Takes from "
+        "seconds to minutes a table.",
+    )
+    steps: int = option(
+        30,
+        whole(1, _MOST_SEARCH_STEPS),
+        "Steps of the gradient ascent of --search; more take longer and may find more.",
+        panel=HOW,
+    )
 
     def check(self) -> None:
         """Raise ArgumentError if the plan names more than one input, or chooses heads in a scope other than
@@ -621,6 +633,8 @@ class BoundPlan(InputPlan):
         """
         _check_heads(self.heads, (self.scope,))
         super().check()
+        if self.steps != BoundPlan.steps and not self.search:
+            raise ArgumentError("steps", expected="no steps without --search", got=str(self.steps))
 
     @property
     def inputs(self) -> dict[str, Any]:

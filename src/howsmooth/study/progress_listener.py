@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,12 +22,12 @@ class Listener:
     def advance(self, done: float, total: float, words: str) -> None:
         """Receive the finished amount and the total amount of work in the current phase, in the same unit."""
 
-    def counter(self, noun: str) -> Callable[[int, int], None]:
+    def counter(self, noun: str) -> Callable[[float, int], None]:
         """Return a function that receives the number of finished steps and of all steps, and reports them.
 
         ``noun`` is the name of a step.
         """
-        return lambda done, total: self.advance(float(done), float(total), f"{noun} {done} of {total}")
+        return lambda done, total: self.advance(done, float(total), f"{noun} {math.ceil(done)} of {total}")
 
 
 SILENT = Listener()
