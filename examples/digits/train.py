@@ -212,7 +212,6 @@ def progress(line: str) -> None:
 COMPARED: dict[str, dict[str, object]] = {
     **{kind: {"attention": kind} for kind in ATTENTIONS},
     "softmax, from weight 1/2": {"weight": 0.5},
-    "energy, from weight 1/2": {"attention": "energy", "weight": 0.5},
     "softmax, weight kept at 1/4": {"weight": 0.25, "learnable": False},
     "none": {"attention": None},
 }

@@ -566,8 +566,6 @@ SETTINGS: list[tuple[type[Any], dict[str, Any], str, float]] = [
     (hs.nn.CosineAttention, {}, "temperature", 5.0),
     (hs.nn.CosineAttention, {}, "gain", 5.0),
     (hs.nn.CosineAttention, {}, "eps", 0.1),
-    (hs.nn.EnergyAttention, {}, "num_heads", 1),
-    (hs.nn.EnergyAttention, {}, "scale", 3.0),
     (hs.nn.L2Attention, {}, "num_heads", 1),
     (hs.nn.QueryKeyNormAttention, {"radius": R}, "eps", 0.1),
     (hs.nn.SigmoidAttention, {"radius": R}, "shift", 2.0),

@@ -9,9 +9,7 @@ if TYPE_CHECKING:
     from howsmooth.nn import attention, penalty
     from howsmooth.nn.attention.base import LipschitzAttention
     from howsmooth.nn.attention.cosine import CosineAttention
-    from howsmooth.nn.attention.energy import EnergyAttention
     from howsmooth.nn.attention.l2 import L2Attention
-    from howsmooth.nn.attention.linear import LinearAttention
     from howsmooth.nn.attention.lipschitz_norm import LipschitzNormAttention
     from howsmooth.nn.attention.query_key_norm import QueryKeyNormAttention
     from howsmooth.nn.attention.sigmoid import SigmoidAttention
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     )
     from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
     from howsmooth.nn.parts.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
-    from howsmooth.nn.parts.residual import AverageResidual, GradientStep, Residual
+    from howsmooth.nn.parts.residual import AverageResidual, Residual
     from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
     from howsmooth.nn.saving import SavedModel, load, load_saved, save
 
@@ -48,12 +46,9 @@ __all__ = [
     "CenterNorm",
     "ClipTokens",
     "CosineAttention",
-    "EnergyAttention",
     "Evaluation",
-    "GradientStep",
     "GroupSort",
     "L2Attention",
-    "LinearAttention",
     "LipschitzAttention",
     "LipschitzLayerNorm",
     "LipschitzModule",
@@ -96,9 +91,7 @@ _MODULES = {
     "parts.activations": ("GroupSort", "MaxMin"),
     "attention.base": ("LipschitzAttention",),
     "attention.cosine": ("CosineAttention",),
-    "attention.energy": ("EnergyAttention",),
     "attention.l2": ("L2Attention",),
-    "attention.linear": ("LinearAttention",),
     "attention.lipschitz_norm": ("LipschitzNormAttention",),
     "attention.query_key_norm": ("QueryKeyNormAttention",),
     "attention.sigmoid": ("SigmoidAttention",),
@@ -116,7 +109,7 @@ _MODULES = {
     "monitoring.monitor": ("LipschitzMonitor",),
     "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
     "monitoring.record": ("MonitorRecord",),
-    "parts.residual": ("AverageResidual", "GradientStep", "Residual"),
+    "parts.residual": ("AverageResidual", "Residual"),
     "saving": ("SavedModel", "load", "load_saved", "save"),
     "parts.embedding_and_pooling": (
         "AddPositions",
