@@ -460,9 +460,6 @@ class _Lower(hs.nn.LipschitzModule):
     def output_radius(self, length: int, radius: float) -> float:
         return radius
 
-    def settings(self) -> dict[str, object]:
-        return {}
-
 
 def _hooked() -> nn.Module:
     model = nn.Sequential(nn.Identity(), nn.Linear(D, D))

@@ -561,15 +561,6 @@ def test_sinkhorn_refuses_patterns_without_a_doubly_stochastic_matrix() -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_settings_build_the_layer_again(kind: str) -> None:
-    f = layer(kind, radius=2.0, constant=1.0, mask=BAND, **options(kind))
-    again = type(f)(**f.settings(), dtype=torch.float64)
-    again.load_state_dict(f.state_dict())
-    x = tokens(0, N, D, radius=1.0)
-    torch.testing.assert_close(again(x)[0], f(x)[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision(kind: str, dtype: torch.dtype) -> None:
     f, x = layer(kind, radius=2.0, constant=1.0), tokens(0, N, D, radius=1.0).to(dtype)

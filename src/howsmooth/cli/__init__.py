@@ -16,7 +16,6 @@ import typer
 
 from howsmooth.cli.attack import attack
 from howsmooth.cli.bound import bound
-from howsmooth.cli.certify import certify
 from howsmooth.cli.flow import flow
 from howsmooth.cli.influence import influence
 from howsmooth.cli.inspect import inspect
@@ -35,6 +34,12 @@ __all__ = ["app", "main"]
 REFUSED = 2
 PIPE_CLOSED = 141
 """The exit code that a shell reports for a program that SIGPIPE ended: 128 + 13."""
+
+GONE = {
+    "certify": "There is no command certify: in Python, hs.nn.certify bounds a model, and hs.nn.evaluate "
+    "gives its certified accuracy on data.",
+}
+"""For each command that went, a sentence that names what takes its place."""
 
 _BIBTEX = r"""@inproceedings{castin2024smooth,
   title     = {How Smooth Is Attention?},
@@ -98,7 +103,6 @@ for _command in (
     radius,
     precision,
     flow,
-    certify,
     inspect,
     reproduce,
 ):
@@ -125,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Without arguments, show the help. TYPED is recorded in the store with each run.
     typed = tuple(sys.argv[1:] if arguments is None else arguments) or ("--help",)
     TYPED.set(typed)
+    if typed[0] in GONE:
+        return _refuse(GONE[typed[0]])
     if arguments is None:  # as a program, not called by another one, whose signals are its own
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         # Without a writable home, matplotlib would say on standard error where it keeps its cache.
@@ -161,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stop = "" if sentence.endswith("?") else "."
         file = next((word for word in typed[2:] if sentence.endswith(f"extra argument(s) ({word})")), "")
         if file and Path(file).is_file():
-            stop += f" Is {'--data' if typed[0] == 'certify' else '--text'} {file} meant?"
+            stop += f" Is --text {file} meant?"
         if typed[0] == "study" and sentence.startswith("No such option"):
             stop += " What a study measures is set in its plan file."
         return _refuse(f"{sentence}{stop} See {place} --help.")

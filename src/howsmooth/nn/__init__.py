@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from howsmooth.nn.parts.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
     from howsmooth.nn.parts.residual import AverageResidual, Residual
     from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
-    from howsmooth.nn.saving import SavedModel, load, load_saved, save
 
 __all__ = [
     "AddPositions",
@@ -65,7 +64,6 @@ __all__ = [
     "PrependToken",
     "QueryKeyNormAttention",
     "Residual",
-    "SavedModel",
     "SelfAttentionBlock",
     "SigmoidAttention",
     "SinkhornAttention",
@@ -77,13 +75,10 @@ __all__ = [
     "deploy",
     "evaluate",
     "lightning_callback",
-    "load",
-    "load_saved",
     "log_to_mlflow",
     "log_to_trackio",
     "log_to_wandb",
     "penalty",
-    "save",
 ]
 
 # Modules are imported when one of their names is first used, so that `import howsmooth.nn` is fast.
@@ -110,7 +105,6 @@ _MODULES = {
     "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
     "monitoring.record": ("MonitorRecord",),
     "parts.residual": ("AverageResidual", "Residual"),
-    "saving": ("SavedModel", "load", "load_saved", "save"),
     "parts.embedding_and_pooling": (
         "AddPositions",
         "ClipTokens",

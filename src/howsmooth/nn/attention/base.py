@@ -622,26 +622,10 @@ class LipschitzAttention(LipschitzModule):
             weights = {name: weight.double() for name, weight in weights.items()}
         return self._map(weights, scale)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which the layer was constructed, as JSON values.
-
-        Device and dtype are not among them.
-        """
-        return {
-            "embed_dim": self.embed_dim,
-            "num_heads": self.num_heads,
-            "length": self.length,
-            "radius": self.radius,
-            "constant": self.constant,
-            "bias": self.bias,
-            "beyond": self.beyond,
-            "shorter": self.shorter,
-            "mask": self.masking.setting(),
-        }
-
     def extra_repr(self) -> str:
-        """Return the constructor arguments of the module as text for ``repr``."""
-        shown = {k: v for k, v in self.settings().items() if not isinstance(v, list)}
+        """Return the settings of the layer as text for ``repr``."""
+        names = dict.fromkeys((*_OF_EACH_BOUND, "bias", "beyond", *self._of_bound))
+        shown = {name: getattr(self, name) for name in names} | {"mask": self.masking.kind}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 

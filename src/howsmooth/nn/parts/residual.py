@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,10 +111,6 @@ class AverageResidual(_Residual):
         y = self._branch(x)
         return torch.lerp(x, y, torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments of this residual connection except ``inner``."""
-        return {"weight": self._number, "learnable": self.learnable}
-
     def extra_repr(self) -> str:
         """Return the weight w of the branch of the residual connection as text for ``repr``."""
         return f"weight={self.weight:g}"
@@ -143,10 +138,6 @@ class Residual(_Residual):
     def forward(self, x: Tensor) -> Tensor:
         """Return x + inner(x) for tokens x (batch, n, d)."""
         return x + self._branch(x)
-
-    def settings(self) -> dict[str, Any]:
-        """Return an empty dict, since ``inner`` is the only constructor argument of a residual connection."""
-        return {}
 
     def _weights(self) -> tuple[float, float]:
         return 1.0, 1.0
