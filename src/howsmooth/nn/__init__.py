@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from howsmooth.nn.deployable_copy import deploy
     from howsmooth.nn.lipschitz_module import LipschitzModule
     from howsmooth.nn.monitoring.lightning import lightning_callback
-    from howsmooth.nn.monitoring.logging import log_to_mlflow, log_to_trackio, log_to_wandb
     from howsmooth.nn.monitoring.monitor import LipschitzMonitor
     from howsmooth.nn.monitoring.record import MonitorRecord
     from howsmooth.nn.monitoring.trainer_callback import MonitorCallback
@@ -75,9 +74,6 @@ __all__ = [
     "deploy",
     "evaluate",
     "lightning_callback",
-    "log_to_mlflow",
-    "log_to_trackio",
-    "log_to_wandb",
     "penalty",
 ]
 
@@ -100,7 +96,6 @@ _MODULES = {
     "certificates.evaluation": ("Evaluation", "evaluate"),
     "parts.linear": ("OrthogonalLinear", "SpectralLinear"),
     "monitoring.lightning": ("lightning_callback",),
-    "monitoring.logging": ("log_to_mlflow", "log_to_trackio", "log_to_wandb"),
     "monitoring.monitor": ("LipschitzMonitor",),
     "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
     "monitoring.record": ("MonitorRecord",),
