@@ -205,9 +205,6 @@ def attention(ns: Any, s: Any, p: dict[str, Any], x: Any, y: Any = None, errors:
             scores = scores / lipschitz_norm_divisor(ns, q[h], keys[g], v[g])
         if s.softcap is not None:
             scores = s.softcap * ns.tanh(scores / s.softcap)
-        if s.form == "linear":
-            features = [ns.where(u > 0, 1 + u, ns.exp(ns.where(u > 0, 0.0, u))) for u in (q[h], keys[g])]
-            scores = ns.log(features[0] @ features[1].T)
         if "score_bias" in p:
             scores = scores + p["score_bias"][h if len(p["score_bias"]) > 1 else 0]
         if "log_weights" in p:
@@ -228,20 +225,6 @@ def lipschitz_norm_divisor(ns: Any, q: Any, k: Any, v: Any) -> Any:
     u = ns.sqrt((q * q).sum())
     by_key, by_value = (ns.sqrt(ns.maximum((t * t).sum(axis=1), 0)) for t in (k, v))
     return ns.maximum(ns.stack((u * by_key, u * by_value, by_key * by_value)), 0)
-
-
-def energy(ns: Any, s: Any, p: dict[str, Any], x: Any) -> Any:
-    """Return the gradient of the energy, or x minus a multiple of it if s has a step."""
-    total = 0.0
-    for b, c, shift in zip(p["query"], p["key"], p["feature_bias"], strict=True):
-        by_query, by_key = x @ b.T + shift, x @ c.T
-        pairs = by_query[:, None] + by_key[None]
-        if "score_bias" in p:
-            pairs = pairs + p["score_bias"][0][:, :, None]
-        seen = ns.array(s.seen.repeat_interleave(len(b), 1))
-        weights = softmax(ns, pairs.reshape(s.n, -1), seen).reshape(s.n, s.n, len(b))
-        total = total + weights.sum(axis=1) @ b + weights.sum(axis=0) @ c
-    return total if s.step is None else x - 2 * s.step * total
 
 
 def cross(ns: Any, s: Any, p: dict[str, Any], z: Any) -> Any:
@@ -292,7 +275,6 @@ class Setting:
     scale: float = 1.0
     gain: float = 1.0
     shift: float = 0.0
-    step: float | None = None
     causal: bool = False
     window: int | None = None
     mask: Tensor | None = None
@@ -399,7 +381,7 @@ def drawn(rng: random.Random, words: str, form: str) -> tuple[Setting, dict[str,
     if form in ("cosine", "query-key norm"):
         s.scale, s.eps = rng.choice((0.5, 1.0, 2.0)), rng.choice((0.1, 1.0))
         s.gain = rng.choice((1.0, 2.0)) if form == "cosine" else 1.0
-    if form in ("cosine", "L2", "energy", "LipschitzNorm"):
+    if form in ("cosine", "L2", "LipschitzNorm"):
         s.free = rng.random() < 0.5 and (
             form != "L2" or (bool(s.seen.diagonal().all()) and s.masking not in ("any", "additive"))
         )
@@ -416,13 +398,6 @@ def drawn(rng: random.Random, words: str, form: str) -> tuple[Setting, dict[str,
         s.seen, shapes, s.free = torch.ones(s.n, s.memory_n, dtype=torch.bool), {}, True
     if form == "norm layer":
         shapes = {name: shapes[name] for name in ("gain", "shift") if name in shapes}
-    if form == "energy":
-        added = {"score_bias": shapes["score_bias"]} if "score_bias" in shapes else {}
-        shapes = {"query": shapes["query"], "key": shapes["key"], "feature_bias": (s.heads, s.key), **added}
-    if "step" in has:
-        s.step = rng.choice((0.2, 0.5, 1.0))
-        s.masking = "fixed" if s.masking in ("any", "additive") else s.masking
-        shapes.pop("score_bias", None)
     return s, shapes
 
 
@@ -595,8 +570,6 @@ LAYERS = {
     "softmax": hs.nn.SoftmaxAttention,
     "query-key norm": hs.nn.QueryKeyNormAttention,
     "sigmoid": hs.nn.SigmoidAttention,
-    "linear": hs.nn.LinearAttention,
-    "energy": hs.nn.EnergyAttention,
     "L2": hs.nn.L2Attention,
     "cosine": hs.nn.CosineAttention,
     "Sinkhorn": hs.nn.SinkhornAttention,
@@ -609,7 +582,7 @@ def of_layer(s: Setting, p: Weights, x: Tensor, radii: Tensor) -> Found:
     R = math.inf if s.free else float(radii[0])
     options: dict[str, Any] = {"length": s.n, "radius": None if s.free else R, "dtype": torch.float64}
     options["mask"] = ~s.seen if s.masking == "fixed" else s.masking
-    options["bias"] = bool(p.keys() & {"value_bias", "feature_bias"})
+    options["bias"] = "value_bias" in p
     options |= {"temperature": s.scale, "eps": s.eps} if s.form in ("cosine", "query-key norm") else {}
     options |= {"gain": s.gain} if s.form == "cosine" else {}
     options |= {"shift": s.shift} if s.form == "sigmoid" else {}
@@ -619,8 +592,6 @@ def of_layer(s: Setting, p: Weights, x: Tensor, radii: Tensor) -> Found:
         of_all["out_proj.weight"] = p["output"]
     if options["bias"] and s.form == "L2":
         of_all["value_bias"] = p["value_bias"].flatten()
-    elif options["bias"] and s.form == "energy":
-        of_all["feature_bias"] = p["feature_bias"].flatten()
     elif options["bias"]:
         of_all["in_proj_bias"] = torch.cat([p[name + "_bias"].flatten() for name in MATRICES[:3]])
     for one in (layer, divided):
@@ -630,9 +601,6 @@ def of_layer(s: Setting, p: Weights, x: Tensor, radii: Tensor) -> Found:
     if s.masking in ("any", "additive"):
         added = p["score_bias"][0] if "score_bias" in p else torch.zeros(s.n, s.n, dtype=torch.float64)
         added = added.masked_fill(~s.seen, -math.inf)
-    if s.step is not None:
-        step = hs.nn.GradientStep(hs.nn.SelfAttentionBlock(layer), weight=s.step)
-        return {"gradient step": hs.nn.certify(step, s.n, R).constant}, step(x[None])[0]
     out, scaled = (one(x, need_weights=False, attn_mask=added)[0] for one in (layer, divided))
     bound = layer.lipschitz_bound(s.n, R)
     found = {bound.name: bound.value}
@@ -700,9 +668,6 @@ KINDS = {
     "layer: softmax": Kind("layer masked", of_layer),
     "layer: query-key norm": Kind("layer masked", of_layer, form="query-key norm"),
     "layer: sigmoid": Kind("layer masked", of_layer, form="sigmoid"),
-    "layer: linear": Kind("layer masked", of_layer, form="linear"),
-    "layer: energy": Kind("layer masked", of_layer, energy, "energy"),
-    "layer: gradient step": Kind("layer masked step", of_layer, energy, "energy"),
     "layer: L2": Kind("layer masked", of_layer, form="L2"),
     "layer: scaled cosine": Kind("layer masked", of_layer, form="cosine"),
     "layer: Sinkhorn": Kind("layer masked", of_layer, form="Sinkhorn"),

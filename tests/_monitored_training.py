@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ def _measure_diverged(model: Restless, monitor: LipschitzMonitor) -> None:
     weight.copy_(kept)
 
 
-def by_trainer(folder: Path, prepare: Callable[[nn.Module], list[Any]], **settings: Any) -> dict[str, Any]:
+def by_trainer(folder: Path, prepare: Callable[[Any], list[Any]], **settings: Any) -> dict[str, Any]:
     """Train by the Hugging Face ``Trainer``."""
     from transformers import Trainer, TrainingArguments
 
@@ -116,14 +117,18 @@ def by_trainer(folder: Path, prepare: Callable[[nn.Module], list[Any]], **settin
         use_cpu=True, save_strategy="no", disable_tqdm=True, **settings,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=data)  # type: ignore[arg-type]
-    for callback in prepare(model):
+    for callback in prepare(trainer):
         trainer.add_callback(callback)
     try:
         trainer.train()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return {"losses": losses, "weights": checksum(model)}
+    history = trainer.state.log_history
+    return {
+        "losses": [row["loss"] for row in history if "loss" in row],
+        "weights": checksum(model),
+        "logged": [row for row in history if any("/" in name for name in row)],
+    }
 
 
 def refused() -> list[str]:
@@ -148,30 +153,32 @@ def main(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {way: trained(way) for way in WAYS}
     kept: list[LipschitzMonitor] = []
 
-    def monitored(model: nn.Module) -> list[Any]:
-        kept.append(LipschitzMonitor(model, PROBES, every=2, strict=True))
-        return [MonitorCallback(kept[-1])]
+    def monitored(trainer: Any) -> list[Any]:
+        kept.append(LipschitzMonitor(trainer.model, PROBES, every=2, strict=True))
+        return [MonitorCallback(kept[-1], trainer.log)]
 
-    found["trainer"] = by_trainer(folder, lambda model: [])
+    found["trainer"] = by_trainer(folder, lambda trainer: [])
     found["trainer, monitored"] = by_trainer(folder, monitored)
     found["trainer, monitored"]["rows"] = [(row.step, row.layer) for row in kept[-1].records]
+    found["trainer, monitored"]["tagged"] = [row.tagged() | {"step": row.step} for row in kept[-1].records]
     found["trainer, accumulating"] = by_trainer(folder, monitored, gradient_accumulation_steps=2)
     found["trainer, accumulating"]["rows"] = [(row.step, row.layer) for row in kept[-1].records]
-    found["trainer of another model"] = by_trainer(folder, lambda model: monitored(gpt2()))
+    other = LipschitzMonitor(gpt2(), PROBES)
+    found["trainer of another model"] = by_trainer(folder, lambda trainer: [MonitorCallback(other)])
     found["refused"] = refused()
 
-    def at_padded_probes(model: nn.Module) -> list[Any]:
+    def at_padded_probes(trainer: Any) -> list[Any]:
         mask = torch.ones_like(PROBES)
         mask[1, 4:] = 0
         probes = {"input_ids": PROBES, "attention_mask": mask}
-        kept.append(LipschitzMonitor(model, probes, every=5, strict=True))
+        kept.append(LipschitzMonitor(trainer.model, probes, every=5, strict=True))
         return [MonitorCallback(kept[-1])]
 
     found["mixed precision"] = by_trainer(folder, at_padded_probes, bf16=True)
     prepared = kept[-1].model
     plain = gpt2()
     plain.load_state_dict(prepared.state_dict())
-    fresh = at_padded_probes(plain)[0].monitor.measure(5)
+    fresh = at_padded_probes(SimpleNamespace(model=plain))[0].monitor.measure(5)
     rows = {"prepared": kept[-2].records[-2:], "plain": fresh}
     for name, records in rows.items():
         found["mixed precision"][name] = [(row.step, *row.each, row.logit_max) for row in records]

@@ -42,8 +42,6 @@ ATTENTION = {
     "SinkhornAttention": _attention("SinkhornAttention"),
     "LipschitzNormAttention": _attention("LipschitzNormAttention"),
     "SigmoidAttention": _attention("SigmoidAttention", shift=-1.0),
-    "LinearAttention": _attention("LinearAttention"),
-    "EnergyAttention": _attention("EnergyAttention", scale=0.5),
 }
 """Layers with the interface of torch.nn.MultiheadAttention."""
 
@@ -64,12 +62,6 @@ PARTS = {
     "Residual": Layer(lambda: hs.nn.Residual(hs.nn.MaxMin()), any_dim=True),
     "AverageResidual": Layer(
         lambda **f: hs.nn.AverageResidual(hs.nn.OrthogonalLinear(DIM, DIM, **f), 0.25, learnable=True, **f)
-    ),
-    "GradientStep": Layer(
-        lambda **f: hs.nn.GradientStep(
-            hs.nn.SelfAttentionBlock(ATTENTION["EnergyAttention"].build(**f)), 0.75, learnable=True, **f
-        ),
-        any_length=False,
     ),
     "SelfAttentionBlock": Layer(
         lambda **f: hs.nn.SelfAttentionBlock(ATTENTION["SoftmaxAttention"].build(**f)), any_length=False

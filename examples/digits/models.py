@@ -93,8 +93,6 @@ ATTENTIONS = {
     "cosine": "CosineAttention",
     "l2": "L2Attention",
     "sigmoid": "SigmoidAttention",
-    "linear": "LinearAttention",
-    "energy": "EnergyAttention",
 }
 
 
@@ -167,11 +165,11 @@ def _square(dim: int) -> nn.Module:
 def attended(
     kind: str, dim: int, length: int, radius: float, weight: float, *, learnable: bool = True, **mask: object
 ) -> nn.Module:
-    """Return a kind of attention in a residual of constant 1: a gradient step for energy attention."""
+    """Return a kind of attention in a residual of constant 1."""
     # One head: the bound of several grows with their number, and nothing learned here needs them.
-    ball = {} if kind == "energy" else {"radius": radius, "beyond": "clip"}
-    layer = getattr(hs.nn, ATTENTIONS[kind])(dim, 1, length=length, constant=1.0, **ball, **mask)
-    if kind in ("softmax", "sinkhorn", "sigmoid", "linear"):
+    made = getattr(hs.nn, ATTENTIONS[kind])
+    layer = made(dim, 1, length=length, radius=radius, constant=1.0, beyond="clip", **mask)
+    if kind in ("softmax", "sinkhorn", "sigmoid"):
         # Large scores make a large divisor, and then no training finds back: begin with small ones. Values
         # are orthogonal, since only what is as long as the longest of them comes through a division whole.
         with torch.no_grad():
@@ -180,8 +178,7 @@ def attended(
             keys.mul_(0.1)
             nn.init.orthogonal_(values)
             nn.init.orthogonal_(layer.out_proj.weight)
-    residual = hs.nn.GradientStep if kind == "energy" else hs.nn.AverageResidual
-    return residual(hs.nn.SelfAttentionBlock(layer), weight, learnable=learnable)
+    return hs.nn.AverageResidual(hs.nn.SelfAttentionBlock(layer), weight, learnable=learnable)
 
 
 class Zero(nn.Module):

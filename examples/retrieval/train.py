@@ -44,7 +44,6 @@ FRONT_ALONE[0] = False
 KINDS: dict[str, dict[str, object]] = {
     **{kind: {"kind": kind} for kind in ATTENTIONS},
     "softmax, front token alone attends": {"kind": "softmax", "mask": FRONT_ALONE},
-    "energy, front token alone attends": {"kind": "energy", "mask": FRONT_ALONE},
     "none": {"kind": None},
 }
 

@@ -21,7 +21,6 @@ import typer
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-import howsmooth as hs
 from howsmooth.cli import app, main
 from howsmooth.errors import ModelError
 from howsmooth.models.attention_parameter_files import save_parameters
@@ -32,7 +31,7 @@ from tests._sources import SmallModel, plain_table, small_tools
 from tests._study import make_tools, words
 
 ENDINGS = {0, 2, 3, 130}
-COMMANDS = ("measure", "bound", "certify")
+COMMANDS = ("measure", "bound")
 
 # ---- where a command runs, and what is held against it
 
@@ -51,8 +50,6 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
         Path("prose.txt").write_text("The cat sat on a mat, and it was all that it had to do. " * 40)
         Path("plan.toml").write_text(PLAN)
         Path("folder").mkdir()
-        if command == "certify":
-            save_model("model.safetensors", "data.npz")
 
         def set_threads(count: int) -> None:
             # As PyTorch would, but without starting them.
@@ -86,13 +83,6 @@ def put_stand_ins(patch: pytest.MonkeyPatch, command: str) -> None:
         "howsmooth.bounds.table": plain_table,
     }.items():
         patch.setattr(name, stand_in)
-
-
-def save_model(model: str, data: str) -> None:
-    """Write a classifier of two tokens, and inputs of which one is beyond its radius."""
-    layers = torch.nn.Sequential(hs.nn.MaxMin(), hs.nn.MeanPool(), torch.nn.Linear(2, 3))
-    hs.nn.save(layers, model, length=2, radius=2.0)
-    np.savez(data, X=np.linspace(-1.5, 1.5, 20).reshape(5, 2, 2), y=np.arange(5) % 3)
 
 
 def no_feed(opened: Any, model: Any, layers: Sequence[int]) -> Any:
@@ -205,7 +195,6 @@ INPUTS = st.sampled_from(
         "broken.npz",
         "plan.toml",
         "nowhere.npy",
-        "data.npz",
     ]
 )
 LIKELY = {
@@ -218,11 +207,6 @@ LIKELY = {
     "--rtol": NUMBERS,
     "--confidence": NUMBERS,
     "--radius": NUMBERS,
-    "--radii": st.lists(NUMBERS, max_size=3).map(",".join),
-    "--length": st.one_of(st.sampled_from(["1", "2", "3"]), NUMBERS),
-    "--batch": NUMBERS,
-    "--data": INPUTS,
-    "--labels": INPUTS,
     "--threads": NUMBERS,
     **dict.fromkeys(("--images", "--tokens", "--embeddings"), INPUTS),
 }
@@ -231,7 +215,6 @@ LIKELY = {
 USUAL = {
     "measure": ["small", "--text", "prose", "--lengths", "2,3", "--samples", "1"],
     "bound": ["small", "--text", "prose", "--lengths", "3", "--layers", "0"],
-    "certify": ["model.safetensors", "--data", "data.npz", "--radius", "3"],
 }
 """A command line that works."""
 
@@ -248,7 +231,6 @@ REAL = {
         "0",
     ],
     "bound": ["head.safetensors", "--lengths", "5,9", "--radius", "3"],
-    "certify": ["model.safetensors", "--data", "data.npz", "--clip"],
 }
 """The same for the library's own tools."""
 
@@ -299,17 +281,6 @@ def test_the_usual_lines_work(command: str) -> None:
 @example(["bound", "small", "--text", "x" * 300, "--out", "out"])
 def test_command_lines(line: list[str]) -> None:
     try_line(line, real=False)
-
-
-@quickly
-@given(command_lines(real=True, commands=["certify"]))
-@example(["certify", "head.safetensors", "--out", "out"])
-@example(["certify", *REAL["certify"], "--radius", "1e-320", "--out", "out"])
-@example(["certify", *REAL["certify"], "--radius", "1e300", "--out", "out"])
-@example(["certify", *REAL["certify"], "--batch", "9" * 30, "--length", "9" * 30, "--out", "out"])
-@example(["certify", *REAL["certify"], "--labels", "data.npz", "--data", "x" * 5000, "--out", "out"])
-def test_command_lines_of_certify(line: list[str]) -> None:
-    try_line(line, real=True)
 
 
 # ---- plan files

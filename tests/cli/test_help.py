@@ -15,10 +15,9 @@ import pytest
 import typer
 from transformers import CLIPConfig
 
-from howsmooth.cli import app, main
+from howsmooth.cli import GONE, app, main
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import show_table
-from howsmooth.nn import SoftmaxAttention, save
 from howsmooth.study.text_formatting import duration
 from tests._classifier import save_classifier
 
@@ -67,8 +66,6 @@ def test_the_first_example_runs_as_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sweep.toml").write_text('models = ["builtin-encoder"]\nlengths = "4,8,12"\nsamples = 2\n')
-    if command == "certify":
-        save(SoftmaxAttention(8, 2, length=4, radius=1.0), "model.safetensors", length=4, radius=1.0)
     if command == "radius":
         save_classifier(Path("model"))
         Path("letter.txt").write_text("the cat sat")
@@ -167,6 +164,16 @@ def test_a_misspelt_name_is_answered_with_the_nearest(
     monkeypatch.setattr("howsmooth.models.loading.model_location.hub_reachable", lambda: False)
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", GONE)
+def test_a_command_that_went_names_what_takes_its_place(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command not in COMMANDS
+    for arguments in ([command], [command, "--help"], [command, "model", "--out", "out"]):
+        assert main(arguments) == 2
+        assert capsys.readouterr() == ("", f"error: {GONE[command]}\n")
 
 
 def test_texts_and_images_together_are_answered_with_the_parts(

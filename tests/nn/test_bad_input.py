@@ -419,13 +419,6 @@ def wrong_calls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield (f"AverageResidual({value!r})", partial(hs.nn.AverageResidual, value))
         yield (f"SelfAttentionBlock({value!r})", partial(hs.nn.SelfAttentionBlock, value))
         yield (f"certify({value!r})", partial(hs.nn.certify, value, 4, 1.0))
-        yield (f"save({value!r})", partial(hs.nn.save, value, "model.safetensors"))
-    yield ("save to 3", partial(hs.nn.save, hs.nn.MaxMin(), 3))
-    yield ("save notes", partial(hs.nn.save, hs.nn.MaxMin(), "model.safetensors", notes={"a": 1}))
-    yield ("save length", partial(hs.nn.save, hs.nn.MaxMin(), "model.safetensors", length="4"))
-    yield ("save radius", partial(hs.nn.save, hs.nn.MaxMin(), "model.safetensors", radius="4"))
-    yield ("load 3", partial(hs.nn.load, 3))
-    yield ("load None", partial(hs.nn.load, None))
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,6 +95,24 @@ def test_every_layer(name: str, dtype: torch.dtype) -> None:
         assert isinstance(layer, hs.nn.LipschitzAttention)
         bounds = [one.lipschitz_bound(LENGTH, RADIUS).value for one in (layer, plain)]  # type: ignore[operator]
         assert bounds[1] == pytest.approx(bounds[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_saved_weights_loaded_into_the_class_that_made_them_give_the_same_layer(
+    name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    layer, x = LAYERS[name].build(), inputs(LAYERS[name])
+    if weights := list(layer.parameters()):  # estimates of norms and bases of orthogonal maps move, too
+        tokens_of(layer(x)).square().sum().backward()
+        torch.optim.SGD(weights, lr=0.05).step()
+    layer.eval()
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    again = LAYERS[name].build().eval()
+    again.load_state_dict(torch.load(tmp_path / "layer.pt"))
+    assert torch.equal(tokens_of(again(x)), tokens_of(layer(x)))
+    bounds = [one.lipschitz_bound(LENGTH, RADIUS).value for one in (layer, again)]  # type: ignore[operator]
+    assert bounds[0] == bounds[1]
 
 
 def test_norm_layers_without_gain() -> None:

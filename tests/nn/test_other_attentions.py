@@ -28,8 +28,6 @@ LAYERS = {
     "sinkhorn": nn.SinkhornAttention,
     "lipschitz_norm": nn.LipschitzNormAttention,
     "sigmoid": nn.SigmoidAttention,
-    "linear": nn.LinearAttention,
-    "energy": nn.EnergyAttention,
 }
 N, D = 5, 4
 BAND = (torch.arange(N)[:, None] - torch.arange(N)).abs() > 1
@@ -73,8 +71,6 @@ def plain(
     """The layer on tokens x (n, d), from its definition; ``added`` (n, n) to the scores."""
     w = weights["in_proj_weight"]
     parts = []
-    if kind == "energy":
-        return torch.func.grad(lambda x: energy(weights, heads, x, added))(x)
     if kind == "l2":
         wq, wv = (list(t.chunk(heads)) for t in w.chunk(2))
         bias = weights["value_bias"].chunk(heads)
@@ -101,25 +97,11 @@ def plain(
                 scores = q @ k.T / math.sqrt(q.shape[1]) - math.log(more.get("length", N))
                 logistic = 1 / (1 + torch.exp(-scores - torch.where(seen, added, 0.0)))
                 parts.append(torch.where(seen, logistic, 0.0) @ v)
-            elif kind == "linear":
-                products = (torch.nn.functional.elu(q) + 1) @ (torch.nn.functional.elu(k) + 1).T * added.exp()
-                parts.append(products @ v / products.sum(dim=1, keepdim=True))
             else:
                 u, top, far = q.norm(), k.norm(dim=1).max(), v.norm(dim=1).max()
                 c = torch.stack((u * top, u * far, top * far)).max()
                 parts.append(torch.softmax(q @ k.T / c + added, dim=1) @ v)
     return torch.cat(parts, dim=1) @ weights["out_proj.weight"].T + weights["out_proj.bias"]
-
-
-def energy(weights: dict[str, Tensor], heads: int, x: Tensor, added: Tensor) -> Tensor:
-    """The energy whose gradient is energy attention, feature by feature."""
-    total = torch.zeros((), dtype=torch.float64)
-    by_query, by_key = (t.chunk(heads) for t in weights["in_proj_weight"].chunk(2))
-    present = (added > -math.inf).any(dim=0)
-    for b, c, d in zip(by_query, by_key, weights["feature_bias"].chunk(heads), strict=True):
-        sums = sum(torch.exp(x @ b[a] + d[a])[:, None] * torch.exp(x @ c[a]) for a in range(len(b)))
-        total = total + torch.where(present, (sums * added.exp()).sum(dim=1).log(), 0.0).sum()
-    return total
 
 
 COSINE = {"temperature": 3.0, "gain": -1.5, "eps": 0.3}
@@ -171,7 +153,7 @@ def test_maps_are_those_of_the_library() -> None:
         layer("cosine", mask=BAND).map(tokens(0, N + 1, D))
 
 
-@pytest.mark.parametrize("kind", ["sinkhorn", "lipschitz_norm", "energy"])
+@pytest.mark.parametrize("kind", ["sinkhorn", "lipschitz_norm"])
 def test_padding_leaves_the_other_tokens_as_they_are_without_it(kind: str) -> None:
     f, alone = layer(kind, mask="any"), layer(kind, length=3)
     x = tokens(2, 2, N, D)
@@ -361,8 +343,6 @@ FACTORS = {
     "sinkhorn": 7.0,
     "lipschitz_norm": 9.0,
     "sigmoid": 12.0,
-    "linear": 9.0,
-    "energy": 7.0,
 }
 
 
@@ -395,7 +375,6 @@ def _weight_search(kind: str, n: int, radius: float, mask: str, heads: int, *, s
     names = [name for name, _ in f.named_parameters()]
     d, more = 2 * heads, {"temperature": 1.0, "gain": 1.0, "eps": 1.0, "iterations": 40, "length": n}
     zero = {"value_bias": torch.zeros(d), "in_proj_bias": torch.zeros(3 * d), "out_proj.bias": torch.zeros(d)}
-    zero |= {"feature_bias": torch.zeros(d)}
     added = hiding(hidden)
 
     def draw(generator: torch.Generator) -> Point:
@@ -422,8 +401,6 @@ def _weight_search(kind: str, n: int, radius: float, mask: str, heads: int, *, s
         ("sinkhorn", 3, 0.5, "none", 0.9),
         ("lipschitz_norm", 3, 1.0, "causal", 0.25),
         ("sigmoid", 3, 0.7, "none", 0.9),
-        ("linear", 3, 0.7, "causal", 0.5),
-        ("energy", 3, 2.0, "none", 0.5),
     ],
 )
 def test_worst_weights(kind: str, n: int, radius: float, mask: str, least: float) -> None:
@@ -441,7 +418,7 @@ def test_worst_weights_long(kind: str, heads: int, radius: float, mask: str) -> 
     assert 0.2 < ratio <= 1
 
 
-@pytest.mark.parametrize("kind", ["l2", "cosine", "lipschitz_norm", "sigmoid", "linear", "energy"])
+@pytest.mark.parametrize("kind", ["l2", "cosine", "lipschitz_norm", "sigmoid"])
 @pytest.mark.parametrize("mask", ["any", "additive"])
 def test_constant_covers_the_masks_of_a_call(kind: str, mask: str) -> None:
     """Tokens that do not see themselves, far from two that they see: L2 has no bound in R^d for it."""
@@ -508,7 +485,7 @@ def _softmax_of(f: nn.LipschitzAttention) -> hs.SelfAttention:
 
 
 def test_one_token_is_a_linear_map() -> None:
-    factors = {"l2": 1.2, "sinkhorn": 4.0, "lipschitz_norm": 4.0, "cosine": 4.0, "linear": 4.0}
+    factors = {"l2": 1.2, "sinkhorn": 4.0, "lipschitz_norm": 4.0, "cosine": 4.0}
     for kind, factor in factors.items():
         f = layer(kind, num_heads=1, length=1)
         truth = dense_norm(f, torch.zeros(1, D, dtype=torch.float64))
@@ -524,13 +501,13 @@ def test_bounds_grow_with_length_and_radius(kind: str, mask: str) -> None:
         assert values == sorted(values)
     values = [f.lipschitz_bound(40, radius).value for radius in (1e-3, 0.1, 1.0, 3.0, 30.0)]
     assert values == sorted(values)
-    # The worst mask for sigmoid and energy attention hides nothing.
-    if mask in ("any", "additive") and kind not in ("sinkhorn", "sigmoid", "energy"):
+    # The worst mask for sigmoid attention hides nothing.
+    if mask in ("any", "additive") and kind not in ("sinkhorn", "sigmoid"):
         assert f.lipschitz_bound(40, 1.0).value > layer(kind, length=40).lipschitz_bound(40, 1.0).value
     assert f(tokens(0, 7, D))[0].shape == (7, D)
 
 
-@pytest.mark.parametrize("kind", ["l2", "cosine", "lipschitz_norm", "energy"])
+@pytest.mark.parametrize("kind", ["l2", "cosine", "lipschitz_norm"])
 def test_without_a_radius_the_constant_holds_everywhere(kind: str) -> None:
     f = layer(kind, constant=1.0, mask=BAND)
     for radius in (0.5, 5.0, 50.0):
@@ -567,8 +544,6 @@ def test_outputs_stay_within_their_radius(kind: str) -> None:
         ("cosine", {"gain": math.inf}, "gain", "finite"),
         ("sigmoid", {"constant": 1.0}, "radius", "bound on a ball"),
         ("sigmoid", {"shift": math.nan}, "shift", "finite"),
-        ("linear", {"constant": 1.0}, "radius", "bound on a ball"),
-        ("energy", {"scale": 0.0}, "scale", "> 0"),
     ],
 )
 def test_refused_when_built(kind: str, keywords: dict, argument: str, words: str) -> None:
@@ -583,15 +558,6 @@ def test_sinkhorn_refuses_patterns_without_a_doubly_stochastic_matrix() -> None:
     for hidden in (torch.ones(N, N).triu(1).bool(), torch.eye(N).bool()):
         with pytest.raises(ArgumentError, match="a symmetric mask"):
             f(x, attn_mask=hidden)
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_settings_build_the_layer_again(kind: str) -> None:
-    f = layer(kind, radius=2.0, constant=1.0, mask=BAND, **options(kind))
-    again = type(f)(**f.settings(), dtype=torch.float64)
-    again.load_state_dict(f.state_dict())
-    x = tokens(0, N, D, radius=1.0)
-    torch.testing.assert_close(again(x)[0], f(x)[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -647,17 +613,6 @@ def test_formulas_with_masks(mask: str) -> None:
     )
     assert sigmoid == pytest.approx(mu * largest + slope * a * (m + mu), rel=1e-10)
 
-    # Linear attention: logarithms of weights lie in an interval of length 2 radius.
-    p = [1 / (1 + (m - 1) * math.exp(-2 * radius)) for m in counts]
-    c, spread = heaviest(p), heaviest([min(0.5, t) if m > 1 else 0.0 for t, m in zip(p, counts, strict=True)])
-    linear = float(ball.linear_layer(one, one, one, one[0], rows, radius))
-    assert linear == pytest.approx(math.sqrt(c) + radius * (math.sqrt(0.5) + math.sqrt(spread)), rel=1e-10)
-
-    # Energy attention with the features 1 and −1: the distance of the two is 2, the sum of squares is 2.
-    two = torch.tensor([[[1.0], [-1.0]]])
-    queries = heaviest([1.0] * N)
-    assert float(ball.energy_layer(two, two, rows)) == pytest.approx((1 + math.sqrt(queries)) ** 2, rel=1e-10)
-
 
 def test_the_bound_of_sigmoid_attention_is_attained_for_small_scores() -> None:
     """All tokens at the end of the ball, ‖A‖R² <= log n: the Jacobian there has the norm that is claimed."""
@@ -668,40 +623,6 @@ def test_the_bound_of_sigmoid_attention_is_attained_for_small_scores() -> None:
     truth = dense_norm(f, torch.full((N, 1), 1.2, dtype=torch.float64))
     assert math.log(N) > 1.1 * 1.2**2  # ‖A‖R² is within the range of the claim
     assert f.lipschitz_bound(N, 1.2).value == pytest.approx(truth, rel=1e-10)
-
-
-# ---- energies
-
-
-def test_a_gradient_step_is_nonexpansive_and_reaches_its_constant() -> None:
-    """The Jacobian of energy attention is symmetric with spectrum in [0, 1]; so steps up to 2 shrink."""
-    f = layer("energy", constant=1.0, num_heads=2, mask=BAND)
-    x = 3 * tokens(2, N, D)
-    jacobian = torch.func.jacrev(lambda x: f(x)[0])(x).detach().reshape(N * D, N * D)
-    torch.testing.assert_close(jacobian, jacobian.mT)
-    spectrum = torch.linalg.eigvalsh(jacobian)
-    assert -1e-12 < float(spectrum.min()) < float(spectrum.max()) <= 1
-    for weight in (0.3, 1.0):
-        step = nn.GradientStep(nn.SelfAttentionBlock(f), weight).double()
-        expected = x - 2 * weight * f(x)[0]
-        torch.testing.assert_close(step(x[None])[0], expected)
-        found = steepest(step, N, 3.0, D, starts=2, steps=6)
-        assert found <= nn.certify(step, N, 3.0).constant < 1 + 1e-4
-        assert found > 0.99
-    # A branch of another constant: 2wL − 1, which is no longer 1.
-    large = nn.GradientStep(nn.SelfAttentionBlock(layer("energy", constant=5.0, mask=BAND)), 1.0)
-    assert nn.certify(large, N, 3.0).constant == pytest.approx(9.0, rel=1e-4)
-
-
-def test_a_gradient_step_takes_energy_attention_only() -> None:
-    for inner in (
-        layer("energy", constant=1.0),
-        nn.SelfAttentionBlock(layer("linear", constant=1.0, radius=1.0)),
-        nn.SelfAttentionBlock(layer("energy", constant=1.0, radius=1.0, beyond="clip")),
-    ):
-        with pytest.raises(ArgumentError, match="without beyond='clip'") as caught:
-            nn.GradientStep(inner)
-        assert caught.value.argument == "inner"
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-20, pytest.param(1e20, marks=pytest.mark.slow)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -152,20 +151,13 @@ def test_radii_hold_and_are_nearly_attained(case: Case) -> None:
 
 
 @each
-def test_lengths_and_settings(case: Case) -> None:
+def test_lengths(case: Case) -> None:
     module = _made(case)
     assert isinstance(module, LipschitzModule)
     weight = next(module.parameters(), None)
     x = _tokens(case.n, case.d, case.radius, 4).to(torch.float32 if weight is None else weight.dtype)
     y = module(x)
     assert (1 if y.ndim == 2 else y.shape[1]) == module.output_length(case.n)
-
-    settings = json.loads(json.dumps(module.settings()))
-    inside = {name: child for name, child in module.named_children() if name == "inner"}
-    again = type(module)(**settings, **inside).eval().to(x.dtype)
-    again.load_state_dict(module.state_dict())
-    torch.testing.assert_close(again(x), y, rtol=0, atol=0)
-    assert again.settings() == module.settings()
 
 
 @each

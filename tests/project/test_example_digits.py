@@ -277,7 +277,7 @@ def test_what_is_there_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Mon
     def no_training(form: str, seed: int, *_: object) -> tuple[nn.Module, float]:
         fits.append(form)
         torch.manual_seed(seed)
-        return training.build(form).eval(), 0.0
+        return training.settled(training.build(form)).eval(), 0.0
 
     monkeypatch.setattr(training, "fit", no_training)
     monkeypatch.setattr(training, "load", lambda: tuple(part[:10] for part in load()))

@@ -27,7 +27,7 @@ def test_the_class_is_the_content_of_the_marked_token() -> None:
     assert bool((x[..., : training.CONTENTS].sum(dim=-1) == 1).all())
 
 
-@pytest.mark.parametrize("kind", ["softmax", "energy", "energy, front token alone attends"])
+@pytest.mark.parametrize("kind", ["softmax", "softmax, front token alone attends"])
 def test_only_attention_brings_the_token_in_front_what_the_others_hold(kind: str) -> None:
     torch.manual_seed(0)
     model = training.build(**training.KINDS[kind]).double().eval()
@@ -50,7 +50,7 @@ def test_results_are_of_three_seeds_and_ordered() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linear-0", "none-0"])
+@pytest.mark.parametrize("name", ["sigmoid-0", "none-0"])
 def test_a_model_trained_anew_has_the_numbers_of_the_results(name: str) -> None:
     row = RESULTS[name]
     model = training.fit(row["seed"], training.STEPS, **training.KINDS[row["attention"]])

@@ -1,13 +1,10 @@
-"""Differentiable upper bounds on a ball for attention variants: L2, cosine, Sinkhorn, sigmoid, linear and
-others.
-
-These are L2, scaled cosine, Sinkhorn, LipschitzNorm, sigmoid, linear and energy attention.
+"""Differentiable upper bounds on a ball for L2, scaled cosine, Sinkhorn, LipschitzNorm and sigmoid attention.
 
 A layer is X ↦ W_O · concat_h(head h) + b_O with several heads and a mask. For one head without a mask and for
 R → ∞ the bounds are those of ``variant_upper_bounds``. They are differentiable functions of the parameters,
 because ``howsmooth.nn`` divides layers by their bounds during training. Proofs: documentation page "Enforce:
-layers with a constant that is proved", section "Other attentions as layers"; for sigmoid, linear and energy
-attention, page "Other attentions".
+layers with a constant that is proved", section "Other attentions as layers"; for sigmoid attention, page
+"Other attentions".
 """
 
 from __future__ import annotations
@@ -21,9 +18,7 @@ from torch import Tensor
 from howsmooth.bounds.visible_key_counts import VisibleRows
 
 __all__ = [
-    "energy_layer",
     "l2_layer",
-    "linear_layer",
     "lipschitz_norm_layer",
     "scaled_cosine_layer",
     "sigmoid_layer",
@@ -255,68 +250,6 @@ def sigmoid_layer(
     slopes = m * (radius * sizes + by_query_sizes) + mu * (radius * sizes + by_key_sizes)
     summed = (mu * largest * _norm(folded) + slope * reach * slopes).sum()
     return torch.minimum(_norm(w) * apart, summed)
-
-
-def linear_layer(
-    query: Float[Tensor, "heads key_dim d"],
-    key: Float[Tensor, "heads key_dim d"],
-    value: Float[Tensor, "heads value_dim d"],
-    output: Float[Tensor, "d_out width"],
-    rows: VisibleRows,
-    radius: float,
-) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of multi-head linear attention with features elu + 1 on a ball.
-
-    The bound is ‖W_O‖ (‖[c_h V_h]‖ + R‖[ν_h Q_h]‖/√2 + R‖[c'_h ν_h K_h]‖), where [·] stacks matrices over the
-    heads and ν_h = ‖V_h‖. For a row that sees m_i keys, p_i = 1/(1 + (m_i−1)e^{−2R‖K_h‖}) bounds its weights;
-    c_h² = max_j Σ_{i sees j} p_i, and c'_h² = max_j Σ min(½, p_i) over the rows i that see j and other keys.
-    The bound does not depend on biases. If every row sees one key, the last two terms are absent.
-    """
-    q, k, v, w = (t.double() for t in (query, key, value, output))
-    m = rows.counts
-    several = m > 1
-    averages, spreads = [], []
-    for size in _norm(k):
-        largest = torch.ones_like(m) if rows.free else 1 / (1 + (m - 1) * torch.exp(-2 * radius * size))
-        averages.append(rows.heaviest(largest).sqrt())
-        spreads.append(rows.heaviest(torch.where(several, largest.clamp(max=0.5), 0.0)))
-    total = _norm((torch.stack(averages)[:, None, None] * v).flatten(0, 1))
-    if bool(several.any()):
-        sizes = radius * _norm(v)[:, None, None]
-        by_key = torch.stack(spreads).sqrt()[:, None, None] * sizes * k
-        total = total + math.sqrt(0.5) * _norm((sizes * q).flatten(0, 1)) + _norm(by_key.flatten(0, 1))
-    return _norm(w) * total
-
-
-def energy_layer(
-    query: Float[Tensor, "heads features d"], key: Float[Tensor, "heads features d"], rows: VisibleRows
-) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of energy attention, which is the gradient of an energy, on the whole
-    space.
-
-    The energy is Σ_h Σ_i log Σ_{j,a} exp(⟨b_ha, x_i⟩ + ⟨c_ha, x_j⟩ + const), where b_ha and c_ha are the rows
-    of B_h = ``query`` and C_h = ``key``, and j runs over the keys that i sees. The bound is (√Y + √(mZ))²,
-    where m is the largest number of rows that see one key,
-
-    - Y = min{Σ_h diam(b_h)²/4, ‖[B_h]‖²/2} and
-    - Z = min{Σ_h max(max_a |c_ha|²/2, diam(c_h)²/4), ‖[C_h]‖²/2}.
-
-    If every row sees one key, the term with |c_ha| is absent.
-    """
-    b, c = query.double(), key.double()
-    by_query = torch.minimum(_diameters(b).sum() / 4, _norm(b.flatten(0, 1)).square() / 2)
-    by_key = _diameters(c) / 4
-    if bool((rows.counts > 1).any()):
-        by_key = torch.maximum(by_key, c.square().sum(dim=-1).amax(dim=-1) / 2)
-    total = torch.minimum(by_key.sum(), _norm(c.flatten(0, 1)).square() / 2)
-    # The root of zero has no derivative.
-    roots = [t.clamp(min=1e-300).sqrt() for t in (by_query, rows.most_queries * total)]
-    return (roots[0] + roots[1]).square()
-
-
-def _diameters(points: Float[Tensor, "heads features d"]) -> Float[Tensor, "heads"]:
-    """Return the largest squared distance between two rows of each matrix."""
-    return (points[:, :, None] - points[:, None]).square().sum(dim=-1).flatten(1).amax(dim=1)
 
 
 def value_radius(

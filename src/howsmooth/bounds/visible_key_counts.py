@@ -80,11 +80,6 @@ class VisibleRows:
         return torch.tensor(self.length, dtype=torch.float64) if self.kind == "any" else self.counts.max()
 
     @property
-    def most_queries(self) -> Tensor:
-        """The largest number of queries that see the same key."""
-        return self.heaviest(torch.ones_like(self.counts))
-
-    @property
     def norm(self) -> Tensor:
         """An upper bound on the spectral norm of the 0/1 matrix of the mask, with entries 1 for visible keys.
 

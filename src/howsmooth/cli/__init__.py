@@ -15,7 +15,6 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli.bound import bound
-from howsmooth.cli.certify import certify
 from howsmooth.cli.inspect import inspect
 from howsmooth.cli.measure import measure
 from howsmooth.cli.plan_execution import INTERRUPTED
@@ -35,6 +34,7 @@ PIPE_CLOSED = 141
 
 GONE = {
     "attack": "Tokens with a large constant are searched by howsmooth bound MODEL --search.",
+    "certify": "In Python, hs.nn.certify bounds a model, and hs.nn.evaluate gives its certified accuracy.",
     "flow": 'Tokens flow in Python: hs.dynamics.flow, in the guide "Flows".',
     "influence": "howsmooth influence is now howsmooth profile MODEL --influence.",
     "merge": "Machines share one store by howsmooth measure --plan FILE --executor dask.",
@@ -101,7 +101,6 @@ for _command in (
     bound,
     radius,
     precision,
-    certify,
     inspect,
     reproduce,
 ):
@@ -134,8 +133,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         # Without a writable home, matplotlib would say on standard error where it keeps its cache.
         logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    if typed[0] in GONE:
-        return _refuse(GONE[typed[0]])
     try:
         code = app(args=list(typed), prog_name="howsmooth", standalone_mode=False)
         sys.stdout.flush()
@@ -168,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stop = "" if sentence.endswith("?") else "."
         file = next((word for word in typed[2:] if sentence.endswith(f"extra argument(s) ({word})")), "")
         if file and Path(file).is_file():
-            stop += f" Is {'--data' if typed[0] == 'certify' else '--text'} {file} meant?"
+            stop += f" Is --text {file} meant?"
         return _refuse(f"{sentence}{stop} See {place} --help.")
     return code if isinstance(code, int) else 0
 

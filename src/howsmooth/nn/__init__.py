@@ -9,9 +9,7 @@ if TYPE_CHECKING:
     from howsmooth.nn import attention, penalty
     from howsmooth.nn.attention.base import LipschitzAttention
     from howsmooth.nn.attention.cosine import CosineAttention
-    from howsmooth.nn.attention.energy import EnergyAttention
     from howsmooth.nn.attention.l2 import L2Attention
-    from howsmooth.nn.attention.linear import LinearAttention
     from howsmooth.nn.attention.lipschitz_norm import LipschitzNormAttention
     from howsmooth.nn.attention.query_key_norm import QueryKeyNormAttention
     from howsmooth.nn.attention.sigmoid import SigmoidAttention
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from howsmooth.nn.deployable_copy import deploy
     from howsmooth.nn.lipschitz_module import LipschitzModule
     from howsmooth.nn.monitoring.lightning import lightning_callback
-    from howsmooth.nn.monitoring.logging import log_to_mlflow, log_to_trackio, log_to_wandb
     from howsmooth.nn.monitoring.monitor import LipschitzMonitor
     from howsmooth.nn.monitoring.record import MonitorRecord
     from howsmooth.nn.monitoring.trainer_callback import MonitorCallback
@@ -38,9 +35,8 @@ if TYPE_CHECKING:
     )
     from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
     from howsmooth.nn.parts.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
-    from howsmooth.nn.parts.residual import AverageResidual, GradientStep, Residual
+    from howsmooth.nn.parts.residual import AverageResidual, Residual
     from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
-    from howsmooth.nn.saving import SavedModel, load, load_saved, save
 
 __all__ = [
     "AddPositions",
@@ -48,12 +44,9 @@ __all__ = [
     "CenterNorm",
     "ClipTokens",
     "CosineAttention",
-    "EnergyAttention",
     "Evaluation",
-    "GradientStep",
     "GroupSort",
     "L2Attention",
-    "LinearAttention",
     "LipschitzAttention",
     "LipschitzLayerNorm",
     "LipschitzModule",
@@ -70,7 +63,6 @@ __all__ = [
     "PrependToken",
     "QueryKeyNormAttention",
     "Residual",
-    "SavedModel",
     "SelfAttentionBlock",
     "SigmoidAttention",
     "SinkhornAttention",
@@ -82,13 +74,7 @@ __all__ = [
     "deploy",
     "evaluate",
     "lightning_callback",
-    "load",
-    "load_saved",
-    "log_to_mlflow",
-    "log_to_trackio",
-    "log_to_wandb",
     "penalty",
-    "save",
 ]
 
 # Modules are imported when one of their names is first used, so that `import howsmooth.nn` is fast.
@@ -96,9 +82,7 @@ _MODULES = {
     "parts.activations": ("GroupSort", "MaxMin"),
     "attention.base": ("LipschitzAttention",),
     "attention.cosine": ("CosineAttention",),
-    "attention.energy": ("EnergyAttention",),
     "attention.l2": ("L2Attention",),
-    "attention.linear": ("LinearAttention",),
     "attention.lipschitz_norm": ("LipschitzNormAttention",),
     "attention.query_key_norm": ("QueryKeyNormAttention",),
     "attention.sigmoid": ("SigmoidAttention",),
@@ -112,12 +96,10 @@ _MODULES = {
     "certificates.evaluation": ("Evaluation", "evaluate"),
     "parts.linear": ("OrthogonalLinear", "SpectralLinear"),
     "monitoring.lightning": ("lightning_callback",),
-    "monitoring.logging": ("log_to_mlflow", "log_to_trackio", "log_to_wandb"),
     "monitoring.monitor": ("LipschitzMonitor",),
     "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
     "monitoring.record": ("MonitorRecord",),
-    "parts.residual": ("AverageResidual", "GradientStep", "Residual"),
-    "saving": ("SavedModel", "load", "load_saved", "save"),
+    "parts.residual": ("AverageResidual", "Residual"),
     "parts.embedding_and_pooling": (
         "AddPositions",
         "ClipTokens",

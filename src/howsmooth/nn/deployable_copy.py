@@ -28,8 +28,8 @@ Radii = dict[LipschitzAttention, float]
 def deploy(model: nn.Module) -> nn.Module:
     """Return a copy of a model for inference that computes the same function with plain weights.
 
-    The divisor of each attention layer is folded into its output projection, or into the ``scale`` of
-    EnergyAttention. ``OrthogonalLinear`` and ``SpectralLinear`` become :class:`torch.nn.Linear`,
+    The divisor of each attention layer is folded into its output projection. ``OrthogonalLinear`` and
+    ``SpectralLinear`` become :class:`torch.nn.Linear`,
     ``LipschitzLayerNorm`` and ``LipschitzRMSNorm`` become :class:`torch.nn.LayerNorm` and
     :class:`torch.nn.RMSNorm`, and parametrizations of PyTorch are removed.
     What ``beyond="clip"`` clips is clipped by :class:`~howsmooth.nn.ClipTokens`. All else is copied.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import ClassVar
 
 from torch import nn
 
@@ -21,6 +21,13 @@ class LipschitzModule(nn.Module, ABC):
     Deriving from this class proves nothing: a subclass must have a theorem for its ``lipschitz_bound``, and
     name the theorem in the Bound. Certificates trust the bound, the radius and the length that it returns.
     """
+
+    #: The attributes that ``repr`` shows.
+    _shown: ClassVar[tuple[str, ...]] = ()
+
+    def extra_repr(self) -> str:
+        """Return the settings of the module as text for ``repr``."""
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._shown)
 
     # ---- what every subclass defines
 
@@ -48,10 +55,6 @@ class LipschitzModule(nn.Module, ABC):
 
         Parameters and errors are as for :meth:`lipschitz_bound`.
         """
-
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Return the keyword arguments of the constructor of the module, as JSON values, without weights."""
 
     # ---- what a subclass that drops or adds tokens defines
 

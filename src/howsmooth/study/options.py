@@ -255,13 +255,12 @@ def whole(least: int, most: int | None = None) -> Kind:
     return Kind(int, read)
 
 
-def number(*, positive: bool = False, infinite: bool = False, among: Sequence[str] = ()) -> Kind:
+def number(*, positive: bool = False, among: Sequence[str] = ()) -> Kind:
     """Return the :class:`Kind` of an option that accepts numbers.
 
-    With ``positive``, they must be above zero, and finite unless ``infinite`` is True. The words ``among``
-    are accepted too.
+    With ``positive``, they must be above zero and finite. The words ``among`` are accepted too.
     """
-    wanted = "a number > 0, or inf" if infinite else "a finite number > 0" if positive else "a number"
+    wanted = "a finite number > 0" if positive else "a number"
     wanted += f", or {' or '.join(among)}" if among else ""
 
     def read(name: str, value: Any) -> float | str:
@@ -277,7 +276,7 @@ def number(*, positive: bool = False, infinite: bool = False, among: Sequence[st
             found = float(given)
         except OverflowError:
             raise _refuse(name, "a finite number", value) from None
-        if positive and not (found > 0 and (infinite or math.isfinite(found))):
+        if positive and not 0 < found < math.inf:
             raise _refuse(name, wanted, value)
         return found
 

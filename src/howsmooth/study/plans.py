@@ -1,4 +1,4 @@
-"""Define plans, which say what to measure, bound or certify, as dataclasses of options.
+"""Define plans, which say what to measure or bound, as dataclasses of options.
 
 The fields of a plan are its arguments in Python, its keys in a plan file and its options on the command line
 (:mod:`howsmooth.study.options`). A plan does not say how it is carried out; an
@@ -7,12 +7,11 @@ The fields of a plan are its arguments in Python, its keys in a plan file and it
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
@@ -29,7 +28,6 @@ from howsmooth.study.options import (
     one_of,
     option,
     options_of,
-    path,
     renamed,
     selection,
     several,
@@ -55,7 +53,6 @@ __all__ = [
     "RADIUS_TOKENS",
     "SPAN",
     "BoundPlan",
-    "CertificationPlan",
     "InputPlan",
     "InputSpec",
     "ModelSpec",
@@ -108,9 +105,6 @@ _DEFAULT_LENGTHS = tuple(range(2, 101, 2))
 _MOST_SEED = 2**63 - 1
 _MOST_ITERATIONS = 10**9
 _MOST_SEARCH_STEPS = 1_000_000
-
-_MOST_RADII = 100
-_MOST_INPUTS = 2**31
 
 
 # ---- Options that several plans share
@@ -641,75 +635,3 @@ class BoundPlan(InputPlan):
         """The fields of :class:`Plan` that name the inputs, with their values; empty for the default text."""
         given = {kind: getattr(self, kind) for kind in KINDS[1:] if getattr(self, kind)}
         return given if self.text is None else given | {"texts": (self.text,)}
-
-
-# ---- Certificates of a saved model
-
-
-def _distances(name: str, value: Any) -> tuple[float, ...]:
-    """Parse the distances at which to report certified accuracy; return them sorted, without duplicates."""
-    try:
-        values = {float(word) for word in value.split(",")}
-    except ValueError:
-        values = {math.nan}
-    if not all(math.isfinite(one) and one >= 0 for one in values) or len(values) > _MOST_RADII:
-        raise ArgumentError(
-            name,
-            expected=f"finite numbers >= 0 with commas between them, at most {_MOST_RADII}",
-            got=repr(value[:80]),
-        )
-    return tuple(sorted(abs(one) for one in values))
-
-
-@dataclass(frozen=True)
-class CertificationPlan(Options):
-    """The plan of a certification: the saved model to certify, and the data to evaluate it on."""
-
-    PANEL: ClassVar[str] = "What to certify"
-
-    model: Path = option(
-        ..., path(), "A file that howsmooth.nn.save wrote.", metavar="MODEL", positional=True
-    )
-    data: Path | None = option(
-        None,
-        path(),
-        "Inputs of the model: a .npy, .npz or .safetensors file. If it holds several arrays, X are the "
-        "inputs and y the labels.",
-        metavar="FILE",
-    )
-    labels: Path | None = option(
-        None, path(), "Labels of the inputs: a .npy, .npz or .safetensors file.", metavar="FILE"
-    )
-    classes: str | None = option(
-        None,
-        words(),
-        "A Python module with your own classes that the model was saved with, such as package.models. It is "
-        "imported, which runs its code.",
-        metavar="MODULE",
-    )
-    radii: tuple[float, ...] = option(
-        "0.1,0.25,0.5,1",
-        Kind(str, _distances),
-        "Distances at which to report the certified accuracy, in the Euclidean norm of the whole input.",
-        metavar="LIST",
-    )
-    length: int | None = option(
-        None,
-        whole(1),
-        "Number of tokens of an input, for images of patches. Default: as saved, or as in the data.",
-        metavar="N",
-    )
-    radius: float | None = option(
-        None,
-        number(positive=True, infinite=True),
-        "Largest norm of a token, or inf for all tokens, as of a model that itself clips them. Default: as "
-        "saved.",
-        metavar="R",
-    )
-    clip: bool = option(
-        False,
-        flag(),
-        "Project tokens outside the ball of the radius onto it; without this option they are refused. The "
-        "certificate then covers the model with this projection, for all inputs.",
-    )
-    batch: int = option(256, whole(1, _MOST_INPUTS), "Number of inputs in a batch.", panel=HOW)

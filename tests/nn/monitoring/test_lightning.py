@@ -8,13 +8,15 @@ import types
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.nn import LipschitzMonitor, lightning_callback
-from howsmooth.nn.monitoring import logging
+from howsmooth.nn.monitoring import lightning
+from howsmooth.nn.penalty import SpectralPenalty
 from tests._monitored_training import PROBES, gpt2
 
 
@@ -27,9 +29,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trainer_of(module: nn.Module, first: bool = True) -> Any:
-    return types.SimpleNamespace(
-        global_step=0, is_global_zero=first, strategy=types.SimpleNamespace(model=module)
-    )
+    strategy = types.SimpleNamespace(model=module)
+    return types.SimpleNamespace(global_step=0, is_global_zero=first, strategy=strategy, loggers=[])
 
 
 @pytest.mark.usefixtures("stub")
@@ -78,7 +79,7 @@ def test_without_lightning_the_package_is_named(monkeypatch: pytest.MonkeyPatch)
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(name, name=name.split(".")[0])
 
-    monkeypatch.setattr(logging, "import_module", missing)
+    monkeypatch.setattr(lightning, "import_module", missing)
     with pytest.raises(ArgumentError, match="pip install lightning"):
         lightning_callback(LipschitzMonitor(gpt2(), PROBES))
 
@@ -119,3 +120,55 @@ def test_lightning_trains_as_without_it(tmp_path: Path) -> None:
     assert monitored.losses == plain.losses
     state = monitored.state_dict()
     assert all(torch.equal(t, state[name]) for name, t in plain.state_dict().items())
+
+
+def test_the_loggers_get_the_numbers_and_a_resumed_penalty_goes_on(tmp_path: Path) -> None:
+    pytorch = pytest.importorskip("lightning.pytorch")
+
+    class Module(pytorch.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = gpt2(dropout=0.0)
+            self.penalty = SpectralPenalty(self.model, steps=1, first_steps=2)
+            self.losses: list[float] = []
+
+        def on_fit_start(self) -> None:
+            self.penalty.attach()
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            loss = self.model(input_ids=batch, labels=batch).loss + 0.1 * self.penalty()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    ids = torch.randint(0, 40, (8, 7), generator=torch.Generator().manual_seed(0))
+
+    def trained(name: str, epochs: int, start: Path | None = None) -> tuple[Module, Any]:
+        module = Module()
+        monitor = LipschitzMonitor(module.model, PROBES, every=2, layers=[0])
+        loggers = [pytorch.loggers.CSVLogger(tmp_path / name / part) for part in "ab"]
+        trainer = pytorch.Trainer(
+            max_epochs=epochs, accelerator="cpu", logger=loggers, default_root_dir=tmp_path / name,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[lightning_callback(monitor, module.penalty)],
+        )  # fmt: skip
+        loader = torch.utils.data.DataLoader(ids, batch_size=4)
+        trainer.fit(module, loader, ckpt_path=start)
+        module.penalty.detach()
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+        for logger in loggers:
+            rows = pd.read_csv(Path(logger.log_dir, "metrics.csv"))
+            assert [row.step for row in monitor.records] == list(rows["step"])
+            for row in monitor.records:
+                (logged,) = rows[rows["step"] == row.step].to_dict("records")
+                assert {tag: logged[tag] for tag in row.tagged()} == pytest.approx(row.tagged())
+        return module, trainer
+
+    whole, _ = trained("whole", 2)
+    trained("half", 1)
+    resumed, _ = trained("resumed", 2, tmp_path / "half.ckpt")
+    assert len(whole.losses) == 4
+    assert resumed.losses == whole.losses[2:]
+    torch.testing.assert_close(resumed.penalty.state_dict(), whole.penalty.state_dict(), rtol=0, atol=0)

@@ -8,13 +8,11 @@ import json
 import math
 import subprocess
 import sys
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, call
 
 import numpy as np
 import pandas as pd
@@ -39,7 +37,7 @@ from howsmooth.nn import (
     SinkhornAttention,
     SoftmaxAttention,
 )
-from howsmooth.nn.monitoring import logging, measurement
+from howsmooth.nn.monitoring import measurement
 from tests._monitored_training import PROBES, WAYS, Restless, gpt2
 from tests._selection import others_slow
 from tests._tiny_models import WithoutDowncast, sublayer, tiny, token_ids
@@ -105,7 +103,7 @@ def test_no_score_norm_where_positions_turn_queries() -> None:
     assert row.score_norm is None
     assert row.score_norm_missing == "rotary positions"
     assert row.lipschitz is not None
-    assert "score_norm" not in row.scalars()
+    assert not any(tag.startswith("score_norm/") for tag in row.tagged())
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "mistral"])
@@ -328,7 +326,7 @@ def test_the_largest_logit_is_that_of_the_models_own_scores(name: str) -> None:
     rows = LipschitzMonitor(model, ids, strict=True).measure()
     assert [row.logit_max for row in rows] == pytest.approx(own, rel=1e-5)
     assert all(row.logit_missing == "" and row.entropy is not None for row in rows)
-    assert all("logit_max" in row.scalars() for row in rows)
+    assert all(f"logit_max/{row.name}" in row.tagged() for row in rows)
 
 
 def test_no_logit_where_only_weights_are_known() -> None:
@@ -490,6 +488,11 @@ def test_the_trainer_trains_as_without_it(trainings: dict[str, Any]) -> None:
     assert monitored["losses"] == plain["losses"]
     assert monitored["weights"] == plain["weights"]
     assert monitored["rows"] == [[step, layer] for step in (0, 2, 4) for layer in (0, 1)]
+    # One log for all layers, and no loss of the same step is missing.
+    assert [row["step"] for row in monitored["logged"]] == [0, 2, 4]
+    for row in monitored["tagged"]:
+        (logged,) = (one for one in monitored["logged"] if one["step"] == row["step"])
+        assert logged | row == logged
     # Steps of the optimizer, not batches.
     assert trainings["trainer, accumulating"]["rows"] == monitored["rows"]
 
@@ -604,7 +607,8 @@ def test_a_diverged_layer_is_a_row_and_training_goes_on() -> None:
     assert first.failure == ""
     assert second.failure.startswith("model: expected finite weights in layer 1")
     assert "attn.c_attn.weight" in second.failure
-    assert (second.lipschitz, second.entropy, second.each, second.scalars()) == (None, None, (), {})
+    assert (second.lipschitz, second.entropy, second.each) == (None, None, ())
+    assert second.tagged() == {f"failed/{second.name}": 1.0}
     assert all(module.training for module in model.modules())
     with torch.no_grad():
         weight.copy_(kept)
@@ -770,67 +774,21 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("failed/transformer.h.0.attn")] == [200]
 
 
-def failing_and_not(callback: Any) -> list[MonitorRecord]:
-    """Measure at two steps; at the second the first layer fails."""
+def test_the_numbers_of_a_record_are_named_by_layer() -> None:
     model = gpt2()
-    monitor = LipschitzMonitor(model, PROBES, callback=callback)
-    monitor.measure(5)
+    monitor = LipschitzMonitor(model, PROBES, layers=[0])
+    (row,) = monitor.measure(5)
+    numbers = row.tagged()
+    assert {name.split("/")[1] for name in numbers} == {"transformer.h.0.attn"}
+    quantities = ("lipschitz", "lower", "upper", "score_norm", "entropy", "radius_max")
+    assert {q: numbers[f"{q}/transformer.h.0.attn"] for q in quantities} == {
+        q: getattr(row, q) for q in quantities
+    }
+    assert not any("bound" in name or "failed" in name for name in numbers)
     with torch.no_grad():
         model.transformer.h[0].attn.c_attn.weight.fill_(math.nan)
-    monitor.measure(9)
-    return monitor.records
-
-
-def numbers(record: MonitorRecord) -> dict[str, float]:
-    named = {f"{quantity}/{record.name}": value for quantity, value in record.scalars().items()}
-    return {f"failed/{record.name}": 1.0} if record.failure else named
-
-
-def test_wandb_gets_the_numbers_with_a_step_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, package = Mock(), types.ModuleType("wandb")
-    package.run = None
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    log = hs.nn.log_to_wandb()
-    with pytest.raises(ArgumentError, match=r"Call wandb\.init first"):
-        failing_and_not(log)
-    package.run = run
-    records = failing_and_not(log)
-    run.define_metric.assert_called_once_with("howsmooth/*", step_metric="howsmooth/step")
-    said = [call.args[0] for call in run.log.call_args_list]
-    assert said == [
-        {**{f"howsmooth/{name}": value for name, value in numbers(one).items()}, "howsmooth/step": one.step}
-        for one in records
-    ]
-    assert [one["howsmooth/step"] for one in said] == [5, 5, 9, 9]
-    other = Mock()
-    failing_and_not(hs.nn.log_to_wandb(other))
-    assert other.log.call_count == 4
-    assert run.log.call_count == 4
-
-
-def test_mlflow_and_trackio_get_the_numbers_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow, trackio = types.ModuleType("mlflow"), types.ModuleType("trackio")
-    mlflow.log_metrics, trackio.log = Mock(), Mock()
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    monkeypatch.setitem(sys.modules, "trackio", trackio)
-    records = failing_and_not(hs.nn.log_to_mlflow("abc"))
-    assert mlflow.log_metrics.call_args_list == [
-        call(numbers(one), step=one.step, run_id="abc") for one in records
-    ]
-    records = failing_and_not(hs.nn.log_to_trackio())
-    assert trackio.log.call_args_list == [call(numbers(one), step=one.step) for one in records]
-
-
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_a_package_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(logging, "import_module", lambda wanted: missing(wanted))
-    with pytest.raises(ArgumentError, match=f"pip install {name}"):
-        getattr(hs.nn, f"log_to_{name}")()
-
-
-def missing(name: str) -> Any:
-    raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
+    (failed,) = monitor.measure(9)
+    assert failed.tagged() == {"failed/transformer.h.0.attn": 1.0}
 
 
 def test_starts_differ_between_steps_and_repeat_with_the_seed() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -58,11 +57,6 @@ class Masking:
         """
         if isinstance(mask, str) and mask in _KINDS:
             return cls(mask)
-        if isinstance(mask, list):
-            try:
-                mask = torch.tensor(mask)
-            except (TypeError, ValueError, RuntimeError):
-                mask = None
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (length, length):
             got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
             raise ArgumentError(
@@ -73,16 +67,6 @@ class Masking:
         _check_rows(mask, "mask")
         hidden = mask.cpu().clone()
         return cls("fixed", hidden, visible_rows(length, ~hidden))
-
-    def setting(self) -> str | list[Any]:
-        """Return the constructor argument ``mask`` of the layer as a JSON value.
-
-        The value is the name of a kind of masks, or the list of the rows of a boolean matrix.
-        """
-        if self.hidden is None:
-            return self.kind
-        rows: list[Any] = self.hidden.tolist()
-        return rows
 
     def always(self, n: int) -> Tensor | None:
         """Return the mask (n, n) that applies in every call of the layer, or None if there is no such mask.

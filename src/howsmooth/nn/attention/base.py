@@ -5,8 +5,7 @@ The layers are called in the same way as torch.nn.MultiheadAttention.
 A subclass defines its weights (``_weights``), its queries, keys and values (``_queries_keys_values``), its
 attention weights (``_probabilities``), its form as a map of this library (``_map``), and its bound: as a
 differentiable expression (``_log_bound``) and as a named Bound (``_named_bound``). All of these functions
-take the weights as a dictionary, except ``_weights``, which returns it. A subclass whose output is not a sum
-of values with an output projection defines ``_undivided`` and ``_fold_divisor`` as well.
+take the weights as a dictionary, except ``_weights``, which returns it.
 """
 
 from __future__ import annotations
@@ -340,10 +339,7 @@ class LipschitzAttention(LipschitzModule):
 
         The bound is proportional to this projection, and products of small weights would underflow.
         """
-        output = weights.get("out_proj.weight")
-        if output is None:
-            return self._log_bound(length, radius, weights)
-        output = output.to("cpu", torch.float64)
+        output = weights["out_proj.weight"].to("cpu", torch.float64)
         size = output.detach().abs().amax()
         size = torch.where(size > 0, size, 1.0)
         return self._log_bound(length, radius, {**weights, "out_proj.weight": output / size}) + size.log()
@@ -472,18 +468,11 @@ class LipschitzAttention(LipschitzModule):
         """Multiply the output projection by constant / bound, and set ``constant`` to None.
 
         The layer then computes the same function until its weights change. It does nothing without
-        ``constant``. The layer must have no parametrizations.
+        ``constant``. The layer must have no parametrizations. HowsmoothError is raised if the factor is too
+        far from one for weights in float32.
         """
         if self.constant is None:
             return
-        inverse = self._inverse_to_fold()
-        with torch.no_grad():
-            for weight in self.out_proj.parameters():
-                weight.mul_(inverse)
-        self.constant = None
-
-    def _inverse_to_fold(self) -> float:
-        """Return constant / bound; raise HowsmoothError if it is too far from one for weights in float32."""
         weights = self._weights()
         inverse = math.exp(-self._log_divisor(weights))
         if self._log_divisor_of.far and next(iter(weights.values())).dtype != torch.float64:
@@ -491,7 +480,10 @@ class LipschitzAttention(LipschitzModule):
                 f"the output of the layer is multiplied by {inverse:.3g}, for which float32 is too narrow: "
                 "convert the model with .double() first"
             )
-        return inverse
+        with torch.no_grad():
+            for weight in self.out_proj.parameters():
+                weight.mul_(inverse)
+        self.constant = None
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
         """Return the factor by which the output is multiplied so that the layer has its target Lipschitz
@@ -630,26 +622,10 @@ class LipschitzAttention(LipschitzModule):
             weights = {name: weight.double() for name, weight in weights.items()}
         return self._map(weights, scale)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which the layer was constructed, as JSON values.
-
-        Device and dtype are not among them.
-        """
-        return {
-            "embed_dim": self.embed_dim,
-            "num_heads": self.num_heads,
-            "length": self.length,
-            "radius": self.radius,
-            "constant": self.constant,
-            "bias": self.bias,
-            "beyond": self.beyond,
-            "shorter": self.shorter,
-            "mask": self.masking.setting(),
-        }
-
     def extra_repr(self) -> str:
-        """Return the constructor arguments of the module as text for ``repr``."""
-        shown = {k: v for k, v in self.settings().items() if not isinstance(v, list)}
+        """Return the settings of the layer as text for ``repr``."""
+        names = dict.fromkeys((*_OF_EACH_BOUND, "bias", "beyond", *self._of_bound))
+        shown = {name: getattr(self, name) for name in names} | {"mask": self.masking.kind}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 

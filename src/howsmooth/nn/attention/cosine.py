@@ -137,11 +137,3 @@ class CosineAttention(AttentionVariant):
         if "out_proj.bias" in w:
             total += float(torch.linalg.vector_norm(w["out_proj.bias"]))
         return rounded_up(total)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which the layer was constructed, as JSON values.
-
-        Device and dtype are not among them.
-        """
-        own = {"temperature": self.temperature, "gain": self.gain, "eps": self.eps}
-        return super().settings() | own

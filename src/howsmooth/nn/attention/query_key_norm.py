@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -95,10 +95,8 @@ class QueryKeyNormAttention(LipschitzAttention):
         )
         self.eps = positive("eps", eps)
         given = math.sqrt(self.head_dim) if temperature is None else temperature
-        self.initial_temperature = positive("temperature", given)
-        self.learn_temperature = bool(learn_temperature)
-        start = torch.tensor(math.log(self.initial_temperature), device=device, dtype=dtype)
-        if self.learn_temperature:
+        start = torch.tensor(math.log(positive("temperature", given)), device=device, dtype=dtype)
+        if learn_temperature:
             self.log_temperature = nn.Parameter(start)
         else:
             self.register_buffer("log_temperature", start)
@@ -107,18 +105,6 @@ class QueryKeyNormAttention(LipschitzAttention):
     def temperature(self) -> float:
         """The current temperature τ, by which the cosines in the scores are multiplied."""
         return float(self.log_temperature.detach().double().exp())
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which the layer was constructed, as JSON values.
-
-        Device and dtype are not among them.
-        """
-        return {
-            **super().settings(),
-            "temperature": self.initial_temperature,
-            "learn_temperature": self.learn_temperature,
-            "eps": self.eps,
-        }
 
     # ---- the forward pass and the map
 

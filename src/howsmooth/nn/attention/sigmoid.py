@@ -108,7 +108,3 @@ class SigmoidAttention(AttentionVariant):
         if "out_proj.bias" in w:
             total += float(torch.linalg.vector_norm(w["out_proj.bias"]))
         return rounded_up(total)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor as JSON values, without device and dtype."""
-        return super().settings() | {"shift": self.shift}

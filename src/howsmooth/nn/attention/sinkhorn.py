@@ -131,13 +131,6 @@ class SinkhornAttention(AttentionVariant):
             max_iterations=self.max_iterations,
         )
 
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which the layer was constructed, as JSON values.
-
-        Device and dtype are not among them.
-        """
-        return super().settings() | {"tolerance": self.tolerance, "max_iterations": self.max_iterations}
-
 
 def _closed(added: Tensor) -> Tensor:
     """Change an attention mask so that padding tokens see only each other and are seen by no other token.

@@ -20,7 +20,7 @@ from howsmooth.nn.attention.head_weights import rows_of
 from howsmooth.nn.attention.map_from_function import LayerMap
 from howsmooth.nn.upward_rounding import rounded_up
 
-__all__ = ["AttentionVariant", "hull_radius", "in_double", "log_kernel", "scaled_weights"]
+__all__ = ["AttentionVariant", "hull_radius", "in_double", "scaled_weights"]
 
 _SOURCE = 'howsmooth documentation, "Enforce"'
 
@@ -79,15 +79,11 @@ class AttentionVariant(LipschitzAttention):
         return self._undivided(x, added, weights)[0]
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
-        return self._layer_map(scaled_weights(weights, scale))
-
-    def _layer_map(self, weights: Weights, factor: float = 1.0) -> LayerMap:
-        """Return a map of tokens that computes ``factor`` times the layer's output with given weights."""
         masked = "" if self.masking.kind in ("none", "any", "additive") else f", {self.masking.kind} mask"
         heads = f"{self.num_heads} head{'s' if self.num_heads > 1 else ''}"
         return LayerMap(
-            lambda x, given: factor * self._attended(x, given),
-            weights,
+            self._attended,
+            scaled_weights(weights, scale),
             d=self.embed_dim,
             d_out=self.embed_dim,
             length=None if self.masking.hidden is None else self.length,
@@ -103,15 +99,6 @@ def scaled_weights(weights: Weights, scale: float) -> dict[str, Tensor]:
         if name in scaled:
             scaled[name] = scaled[name] * scale
     return scaled
-
-
-def log_kernel(q: Tensor, k: Tensor) -> Tensor:
-    """Return the logarithm of each product of a feature of a query and the same feature of a key.
-
-    The sum of these products over the features is the kernel. ``q`` and ``k`` are the logarithms of the
-    features, (batch, heads, n, features). The result is (batch, heads, n, n, features).
-    """
-    return q[..., :, None, :] + k[..., None, :, :]
 
 
 def in_double(weights: Weights) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from howsmooth.roundoff import limit_in_digits
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Evaluation", "checked_inputs", "evaluate", "tokens_of"]
+__all__ = ["Evaluation", "evaluate"]
 
 # Relative allowance for the rounding of a norm in float64.
 _SLACK = 1e-12
@@ -127,7 +127,6 @@ def evaluate(
     radius: float,
     clip: bool = False,
     batch: int = 256,
-    on_batch: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Certify a classifier, and compute for each input a distance within which its class cannot change.
 
@@ -156,8 +155,6 @@ def evaluate(
         projection in front, and holds for all inputs.
     batch
         Number of inputs in one forward pass.
-    on_batch
-        Function that is called with the number of finished inputs and the number of all inputs.
 
     Raises
     ------
@@ -175,13 +172,13 @@ def evaluate(
 
     check_size("batch", batch)
     exact = copy.deepcopy(model).double().eval()
-    x = checked_inputs(inputs)
+    x = _checked_inputs(inputs)
     # The first input is the example for a model with a forward of its own.
     certificate = certify(exact, length, radius, inputs=None if has_rules(exact) else x[:1])
-    tokens = tokens_of(exact, x)
+    tokens = _tokens_of(exact, x)
     if tokens.shape[1] != length:
         raise ArgumentError(
-            "data",
+            "inputs",
             expected=f"inputs of {length} tokens, the length of the certificate",
             got=f"{len(x)} inputs of {tokens.shape[1]} tokens",
         )
@@ -190,10 +187,10 @@ def evaluate(
     count = int(beyond.sum())
     if count and not clip:
         raise ArgumentError(
-            "data",
+            "inputs",
             expected=f"tokens of norm at most {radius:g}, the radius of the certificate",
             got=f"{count} of {len(x)} inputs with a longer one, the longest of norm {norms.max():g}",
-            remedy="Certify for a larger radius, or clip them (clip=True, --clip): the certificate is then "
+            remedy="Certify for a larger radius, or clip them (clip=True): the certificate is then "
             "that of the model that clips.",
         )
     if clip:
@@ -213,10 +210,10 @@ def evaluate(
             got=f"{labels.dtype} of shape {tuple(labels.shape)}",
         )
     labels = None if labels is None else labels.detach().to("cpu", torch.int64)
-    logits = torch.cat(list(_logits(exact, x, batch, on_batch)))
+    logits = torch.cat(list(_logits(exact, x, batch)))
     radii = certificate.certified_radius(logits, labels)
     last = min(batch, len(x)) - 1
-    alone = next(_logits(exact, x[last : last + 1], 1, None))
+    alone = next(_logits(exact, x[last : last + 1], 1))
     if not torch.allclose(logits[last], alone[0], rtol=0.0, atol=1e-6 * float(logits[last].abs().amax())):
         raise ArgumentError(
             "model",
@@ -240,7 +237,7 @@ def evaluate(
     return Evaluation(certificate, table, float(radius), count, labels is not None)
 
 
-def checked_inputs(inputs: Tensor) -> Tensor:
+def _checked_inputs(inputs: Tensor) -> Tensor:
     """Check the inputs of a classifier, and return them in float64 on the CPU.
 
     Raises
@@ -254,24 +251,24 @@ def checked_inputs(inputs: Tensor) -> Tensor:
     _check_tensor("inputs", inputs)
     if not inputs.is_floating_point():
         raise ArgumentError(
-            "data",
+            "inputs",
             expected="floating-point numbers, scaled as in training",
             got=str(inputs.dtype),
-            remedy="Save the inputs in the form in which the model receives them.",
+            remedy="Give the inputs in the form in which the model receives them.",
         )
     if inputs.ndim < 2 or 0 in inputs.shape:
-        raise ArgumentError("data", expected="at least one input", got=f"shape {tuple(inputs.shape)}")
+        raise ArgumentError("inputs", expected="at least one input", got=f"shape {tuple(inputs.shape)}")
     finite = torch.isfinite(inputs).flatten(1).all(dim=1)
     if not bool(finite.all()):
         raise NonFiniteError(
-            "data",
+            "inputs",
             expected="finite numbers",
             got=f"NaN or infinity in {int((~finite).sum())} of {len(inputs)} inputs",
         )
     return inputs.detach().to("cpu", torch.float64)
 
 
-def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
+def _tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
     """Convert the inputs of a model to the tokens (batch, n, d) to which its certificate refers.
 
     Raises
@@ -297,7 +294,7 @@ def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
         if size[0] <= inputs.shape[2] and size[1] <= inputs.shape[3]:
             return nn.functional.unfold(inputs, size, stride=size).mT
     raise ArgumentError(
-        "data",
+        "inputs",
         expected="tokens (batch, n, d) or vectors (batch, d); images (batch, channels, height, width) for a "
         "model that begins with hs.nn.Patches, torch.nn.Flatten or a Conv2d with kernel_size == stride",
         got=f"shape {tuple(inputs.shape)}",
@@ -305,7 +302,7 @@ def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _inputs_of(model: nn.Module, tokens: Tensor, shape: torch.Size) -> Tensor:
-    """Convert tokens back to inputs of shape ``shape``, as the inverse of :func:`tokens_of`."""
+    """Convert tokens back to inputs of shape ``shape``, as the inverse of :func:`_tokens_of`."""
     first = first_module(model) if len(shape) == 4 else None
     if isinstance(first, Patches | nn.Conv2d):
         size = first.patch_size if isinstance(first, Patches) else first.kernel_size
@@ -313,10 +310,7 @@ def _inputs_of(model: nn.Module, tokens: Tensor, shape: torch.Size) -> Tensor:
     return tokens.reshape(shape)
 
 
-def _logits(
-    model: nn.Module, x: Tensor, batch: int, on_batch: Callable[[int, int], None] | None
-) -> Iterator[Tensor]:
-    done = 0
+def _logits(model: nn.Module, x: Tensor, batch: int) -> Iterator[Tensor]:
     for part in x.split(batch):
         try:
             with torch.no_grad():
@@ -324,7 +318,7 @@ def _logits(
         except (RuntimeError, IndexError, TypeError, AssertionError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise ArgumentError(
-                "data", expected="inputs that the model takes", got=f"shape {tuple(x.shape)} ({reason})"
+                "inputs", expected="inputs that the model takes", got=f"shape {tuple(x.shape)} ({reason})"
             ) from error
         if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(part):
             got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
@@ -337,9 +331,6 @@ def _logits(
                 remedy="End the model with hs.nn.MeanPool or TakeToken and a linear map.",
             )
         yield logits
-        done += len(part)
-        if on_batch is not None:
-            on_batch(done, len(x))
 
 
 def _check_tensor(argument: str, given: object) -> None:

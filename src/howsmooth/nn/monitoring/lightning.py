@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from typing import Any
 
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.monitoring.gathered_model import is_sharded, unwrapped
-from howsmooth.nn.monitoring.logging import imported
 from howsmooth.nn.monitoring.monitor import LipschitzMonitor
+from howsmooth.nn.monitoring.record import MonitorRecord
+from howsmooth.nn.penalty.spectral_penalty import SpectralPenalty
 
 __all__ = ["lightning_callback"]
 
 
-def lightning_callback(monitor: LipschitzMonitor) -> Any:
+def lightning_callback(monitor: LipschitzMonitor, penalty: SpectralPenalty | None = None) -> Any:
     """Return a Lightning ``Callback`` that measures the attention layers of a model during training.
 
-    They are measured before the first training step and then at regular steps. Steps are
+    They are measured before the first training step and then at regular steps, and the numbers go to every
+    logger of the trainer, under the names of :meth:`MonitorRecord.tagged`. Steps are
     ``trainer.global_step``, the steps of all optimizers together, whatever the accumulation of gradients. If
     several processes train the model, only the first one measures.
 
@@ -23,6 +27,9 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
     ----------
     monitor
         A monitor of the ``LightningModule`` that is trained, or of a module in it.
+    penalty
+        A penalty in the training loss whose singular vectors are saved in every checkpoint, and restored with
+        it.
 
     Returns
     -------
@@ -32,13 +39,15 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
     Raises
     ------
     ArgumentError
-        If the monitor has another type, or Lightning is not installed; at the start of training, if the
+        If an argument has a wrong type, or Lightning is not installed; at the start of training, if the
         monitor belongs to another model.
 
     """
     if not isinstance(monitor, LipschitzMonitor):
         raise ArgumentError("monitor", expected="a LipschitzMonitor", got=type(monitor).__name__)
-    base: Any = imported("lightning.pytorch", "pytorch_lightning").Callback
+    if penalty is not None and not isinstance(penalty, SpectralPenalty):
+        raise ArgumentError("penalty", expected="a SpectralPenalty", got=type(penalty).__name__)
+    base: Any = _lightning().Callback
 
     class MonitorCallback(base):  # type: ignore[misc]
         """A callback that measures a model during the training with a Lightning ``Trainer``."""
@@ -50,7 +59,7 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
 
         def __reduce__(self) -> tuple[Any, ...]:
             # Processes that are spawned get the callback pickled, which a class in a function is not.
-            return lightning_callback, (self.monitor,)
+            return lightning_callback, (self.monitor, penalty)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             """Check that the monitor belongs to the trained model, and measure the model if training starts
@@ -66,7 +75,7 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
                 monitor.trained = trainer.strategy.model
             self._last = trainer.global_step
             if trainer.global_step == 0 and self._takes_part(trainer):
-                monitor.measure(0)
+                self._send(monitor.measure(0), trainer)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
             """Call the monitor after each optimizer step.
@@ -75,10 +84,41 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
             ``every``.
             """
             if trainer.global_step != self._last and self._takes_part(trainer):
-                monitor.step(trainer.global_step)
+                self._send(monitor.step(trainer.global_step), trainer)
             self._last = trainer.global_step
+
+        def state_dict(self) -> dict[str, Any]:
+            """Return the state of the penalty for a checkpoint."""
+            return {} if penalty is None else penalty.state_dict()
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """Restore the state of the penalty from a checkpoint."""
+            if penalty is not None:
+                penalty.load_state_dict(state_dict)
+
+        def _send(self, records: list[MonitorRecord], trainer: Any) -> None:
+            numbers = {tag: value for record in records for tag, value in record.tagged().items()}
+            for logger in trainer.loggers if numbers else ():
+                logger.log_metrics(numbers, step=trainer.global_step)
 
         def _takes_part(self, trainer: Any) -> bool:
             return bool(trainer.is_global_zero) or is_sharded(monitor.trained)
 
     return MonitorCallback()
+
+
+def _lightning() -> Any:
+    """Return the package ``lightning.pytorch`` or ``pytorch_lightning``, preferably one that is imported."""
+    names = ("lightning.pytorch", "pytorch_lightning")
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name.split(".")[0]:
+                raise
+    raise ArgumentError(
+        "lightning",
+        expected="the package lightning",
+        got="no such package",
+        remedy="Install it with: pip install lightning",
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import pandas as pd
 import torch
@@ -17,10 +18,9 @@ from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.monitoring.gathered_model import gathered, unwrapped
-from howsmooth.nn.monitoring.logging import RecordFile, ScalarWriter, write_scalars
 from howsmooth.nn.monitoring.measurement import Accuracy, Readings, check_layers, measured
 from howsmooth.nn.monitoring.probe_inputs import ProbeInputs, Probes
-from howsmooth.nn.monitoring.record import MonitorRecord, table
+from howsmooth.nn.monitoring.record import MonitorRecord, RecordFile, table
 from howsmooth.scopes import SCOPES
 
 __all__ = ["LipschitzMonitor"]
@@ -30,6 +30,14 @@ _NO_FORWARD = ("_forward_unimplemented", "LightningModule.forward")
 
 # A monitor writes one row for each layer, so the scope of single heads is not available.
 _SCOPES = tuple(scope for scope in SCOPES if scope != "head")
+
+
+@runtime_checkable
+class ScalarWriter(Protocol):
+    """The interface of a logger with the method ``add_scalar``, such as TensorBoard's ``SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Log a number under the name ``tag`` at a training step."""
 
 
 class LipschitzMonitor:
@@ -61,8 +69,8 @@ class LipschitzMonitor:
     every
         Number of training steps from one measurement to the next.
     callback
-        Function that is called with each record, such as
-        :func:`~howsmooth.nn.monitoring.logging.log_to_wandb`. Its exceptions are not caught.
+        Function that is called with each record, whose numbers :meth:`MonitorRecord.tagged` returns for a
+        logger. Its exceptions are not caught.
     tensorboard
         A ``torch.utils.tensorboard.SummaryWriter``, or another object with its method ``add_scalar``.
     file
@@ -255,7 +263,8 @@ class LipschitzMonitor:
                 raise
             warnings.warn(f"A row of the monitor could not be written: {error}", stacklevel=4)
         if self.tensorboard is not None:
-            write_scalars(self.tensorboard, record)
+            for tag, value in record.tagged().items():
+                self.tensorboard.add_scalar(tag, value, record.step)
         if self.callback is not None:
             self.callback(record)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.monitoring.gathered_model import is_sharded, unwrapped
 from howsmooth.nn.monitoring.monitor import LipschitzMonitor
+from howsmooth.nn.monitoring.record import MonitorRecord
+from howsmooth.nn.penalty.spectral_penalty import SpectralPenalty
 
 __all__ = ["MonitorCallback"]
 
@@ -23,22 +29,40 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     ----------
     monitor
         A monitor of the model that the ``Trainer`` trains.
+    log
+        ``trainer.log``, which sends the numbers of each measurement to all that the ``Trainer`` reports to,
+        under the names of :meth:`MonitorRecord.tagged`. None to log nothing.
+    penalty
+        A penalty in the training loss whose singular vectors are saved in every checkpoint, in a file
+        ``penalty.pt`` (``penalty_1.pt`` and so on of further processes). A training that is resumed reads
+        them from ``checkpoint-<step>`` in ``output_dir``; if they are elsewhere, it warns.
 
     Raises
     ------
     ArgumentError
-        At the start of training, if the monitor belongs to another model.
+        If an argument has a wrong type; at the start of training, if the monitor belongs to another model.
 
     """
 
-    def __init__(self, monitor: LipschitzMonitor) -> None:
+    def __init__(
+        self,
+        monitor: LipschitzMonitor,
+        log: Callable[[dict[str, float]], object] | None = None,
+        penalty: SpectralPenalty | None = None,
+    ) -> None:
         if not isinstance(monitor, LipschitzMonitor):
             raise ArgumentError("monitor", expected="a LipschitzMonitor", got=type(monitor).__name__)
+        if log is not None and not callable(log):
+            raise ArgumentError("log", expected="the method log of a Trainer", got=type(log).__name__)
+        if penalty is not None and not isinstance(penalty, SpectralPenalty):
+            raise ArgumentError("penalty", expected="a SpectralPenalty", got=type(penalty).__name__)
         self.monitor = monitor
+        self.log = log
+        self.penalty = penalty
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Check that the monitor belongs to the trained model, and measure the model if training starts at
-        step 0.
+        step 0; otherwise read the state of the penalty.
         """
         model = rest.get("model")
         if model is not None and unwrapped(model) is not self.monitor.model:
@@ -50,14 +74,48 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
             )
         if model is not None and is_sharded(model):
             self.monitor.trained = model
-        if state.global_step == 0 and self._takes_part(state):
-            self.monitor.measure(0)
+        if state.global_step > 0:
+            self._restore_penalty(args, state)
+        elif self._takes_part(state):
+            self._send(self.monitor.measure(0), control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Measure the layers if the training step is a multiple of the monitor's setting ``every``."""
         if self._takes_part(state):
-            self.monitor.step(state.global_step)
+            self._send(self.monitor.step(state.global_step), control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Save the state of the penalty in the checkpoint."""
+        file = _state_file(args, state)
+        if self.penalty is not None and file.parent.is_dir():
+            torch.save(self.penalty.state_dict(), file)
+
+    def _send(self, records: list[MonitorRecord], control: Any) -> None:
+        if self.log is None or not records:
+            return
+        # Trainer.log takes every log for its own: without this, the losses of this step would not be logged.
+        wanted = control.should_log
+        self.log({tag: value for record in records for tag, value in record.tagged().items()})
+        control.should_log = wanted
+
+    def _restore_penalty(self, args: Any, state: Any) -> None:
+        if self.penalty is None:
+            return
+        file = _state_file(args, state)
+        if file.is_file():
+            self.penalty.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        elif not self.penalty.state_dict():
+            warnings.warn(
+                f"The penalty begins anew at step {state.global_step}: there is no file {file}. If the "
+                "checkpoint is elsewhere, call penalty.load_state_dict(torch.load(...)) before the training.",
+                stacklevel=2,
+            )
 
     def _takes_part(self, state: Any) -> bool:
         # Sharded parameters are gathered from all processes, so all of them must take part.
         return bool(state.is_world_process_zero) or is_sharded(self.monitor.trained)
+
+
+def _state_file(args: Any, state: Any) -> Path:
+    process = "" if args.process_index == 0 else f"_{args.process_index}"
+    return Path(args.output_dir, f"checkpoint-{state.global_step}", f"penalty{process}.pt")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,6 +26,8 @@ class GroupSort(LipschitzModule):
         Number of entries in a group. It must divide the dimension of a token.
 
     """
+
+    _shown: ClassVar[tuple[str, ...]] = ("group_size",)
 
     def __init__(self, group_size: int) -> None:
         super().__init__()
@@ -52,21 +54,11 @@ class GroupSort(LipschitzModule):
         check_length(length)
         return check_ball(radius)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {"group_size": self.group_size}
-
-    def extra_repr(self) -> str:
-        """Return the constructor arguments of the module as text for ``repr``."""
-        return f"group_size={self.group_size}"
-
 
 class MaxMin(GroupSort):
     """The 1-Lipschitz activation that replaces each pair of entries a, b by min(a, b), max(a, b)."""
 
+    _shown = ()
+
     def __init__(self) -> None:
         super().__init__(2)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {}

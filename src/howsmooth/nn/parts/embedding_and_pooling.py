@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +38,6 @@ class _TokenModule(LipschitzModule):
         """Return the number of output tokens for ``length`` input tokens."""
         return self._count(self._check(length))
 
-    def extra_repr(self) -> str:
-        """Return the constructor arguments of the module as text for ``repr``."""
-        return ", ".join(f"{name}={value}" for name, value in self.settings().items())
-
     def _check(self, length: object) -> int:
         return check_length(length)
 
@@ -68,6 +63,8 @@ class Patches(_TokenModule):
 
     """
 
+    _shown = ("patch_size",)
+
     def __init__(self, patch_size: int) -> None:
         super().__init__()
         self.patch_size = check_size("patch_size", patch_size)
@@ -84,10 +81,6 @@ class Patches(_TokenModule):
         rows = x.unflatten(3, (width // p, p)).unflatten(2, (height // p, p))  # batch, c, h, p, w, p
         patches: Tensor = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         return patches
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {"patch_size": self.patch_size}
 
     def _reach(self, length: int, radius: float) -> float:
         return radius
@@ -120,10 +113,9 @@ class AddPositions(_TokenModule):
         check_size("length", length)
         check_size("dim", dim)
         check_placement(device, dtype)
-        self.std = float(std)
-        if not (math.isfinite(self.std) and self.std >= 0):
+        if not (math.isfinite(float(std)) and float(std) >= 0):
             raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
-        self.positions = nn.Parameter(torch.randn(length, dim, device=device, dtype=dtype) * self.std)
+        self.positions = nn.Parameter(torch.randn(length, dim, device=device, dtype=dtype) * float(std))
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the learned vector of each position to tokens (batch, n, d)."""
@@ -132,11 +124,6 @@ class AddPositions(_TokenModule):
         if x.ndim < 2 or x.shape[-2] != length:
             raise ArgumentError("x", expected=f"{length} tokens", got=f"shape {tuple(x.shape)}")
         return x + self.positions
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        length, dim = self.positions.shape
-        return {"length": length, "dim": dim, "std": self.std}
 
     def _check(self, length: object) -> int:
         n = check_length(length)
@@ -174,10 +161,9 @@ class PrependToken(_TokenModule):
         super().__init__()
         check_size("dim", dim)
         check_placement(device, dtype)
-        self.std = float(std)
-        if not (math.isfinite(self.std) and self.std >= 0):
+        if not (math.isfinite(float(std)) and float(std) >= 0):
             raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
-        self.token = nn.Parameter(torch.randn(dim, device=device, dtype=dtype) * self.std)
+        self.token = nn.Parameter(torch.randn(dim, device=device, dtype=dtype) * float(std))
 
     def forward(self, x: Tensor) -> Tensor:
         """Put the learned token in front of the tokens (batch, n, d), with a result of shape (batch, n + 1,
@@ -185,10 +171,6 @@ class PrependToken(_TokenModule):
         """
         check_tokens("x", x, dim=len(self.token), ndim=3, like=self.token)
         return torch.cat([self.token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {"dim": len(self.token), "std": self.std}
 
     def _count(self, length: int) -> int:
         return length + 1
@@ -207,6 +189,8 @@ class TakeToken(_TokenModule):
 
     """
 
+    _shown = ("index",)
+
     def __init__(self, index: int = 0) -> None:
         super().__init__()
         if isinstance(index, bool) or not isinstance(index, int):
@@ -218,10 +202,6 @@ class TakeToken(_TokenModule):
         check_tokens("x", x, ndim=3)
         self._check(x.shape[1])
         return x[:, self.index]
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {"index": self.index}
 
     def _check(self, length: object) -> int:
         n = check_length(length)
@@ -248,10 +228,6 @@ class MeanPool(_TokenModule):
         check_length(x.shape[1])
         return x.sum(dim=1) / math.sqrt(x.shape[1])
 
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {}
-
     def _count(self, length: int) -> int:
         return 1
 
@@ -271,6 +247,8 @@ class ClipTokens(_TokenModule):
 
     """
 
+    _shown = ("radius",)
+
     def __init__(self, radius: float) -> None:
         super().__init__()
         self.radius = check_ball(radius)
@@ -281,10 +259,6 @@ class ClipTokens(_TokenModule):
         """Scale each token of x (..., d) of norm above ``self.radius`` down to this norm."""
         check_tokens("x", x)
         return x / norm_with_one(x / self.radius, torch.maximum)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {"radius": self.radius}
 
     def _reach(self, length: int, radius: float) -> float:
         # The radius may have been changed since the construction, which checks it.

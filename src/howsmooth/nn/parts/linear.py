@@ -27,6 +27,8 @@ class _ConstrainedLinear(LipschitzModule):
     parametrization.
     """
 
+    _shown = ("in_features", "out_features")
+
     def __init__(
         self,
         in_features: int,
@@ -94,18 +96,6 @@ class _ConstrainedLinear(LipschitzModule):
         shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])
         return rounded_up(times(self._norm(), check_ball(radius)) + shift)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-        }
-
-    def extra_repr(self) -> str:
-        """Return the constructor arguments of the module as text for ``repr``."""
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
     def _stored(self) -> Tensor:
         """Return the unconstrained tensor from which PyTorch computes the weight.
 
@@ -161,13 +151,8 @@ class OrthogonalLinear(_ConstrainedLinear):
             raise ArgumentError(
                 "orthogonal_map", expected=f"one of {', '.join(_MAPS)}, or None", got=repr(orthogonal_map)
             )
-        self.orthogonal_map = orthogonal_map
         nn.init.orthogonal_(self.linear.weight)
         parametrizations.orthogonal(self.linear, orthogonal_map=orthogonal_map)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {**super().settings(), "orthogonal_map": self.orthogonal_map}
 
 
 class SpectralLinear(_ConstrainedLinear):
@@ -199,7 +184,7 @@ class SpectralLinear(_ConstrainedLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.iterations = check_size("iterations", iterations)
+        check_size("iterations", iterations)
         parametrizations.spectral_norm(self.linear, n_power_iterations=iterations)
 
     @torch.no_grad()
@@ -213,10 +198,6 @@ class SpectralLinear(_ConstrainedLinear):
         left, _, right = torch.linalg.svd(chain.original, full_matrices=False)
         estimate._u.copy_(left[:, 0])
         estimate._v.copy_(right[0])
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {**super().settings(), "iterations": self.iterations}
 
 
 @contextmanager

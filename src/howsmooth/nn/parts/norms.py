@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class _LipschitzNorm(LipschitzModule):
     subclasses define, Γ is the diagonal matrix of the gain, and β is the shift.
     """
 
+    _shown: ClassVar[tuple[str, ...]] = ("dim",)
     centred: bool
 
     def __init__(
@@ -40,14 +41,13 @@ class _LipschitzNorm(LipschitzModule):
         super().__init__()
         self.dim = check_size("dim", dim)
         check_placement(device, dtype)
-        self.affine = bool(affine)
         self.gain: nn.Parameter | None
         self.shift: nn.Parameter | None
-        if self.affine:
+        if affine:
             self.gain = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
         else:
             self.register_parameter("gain", None)
-        if self.affine and self.centred:
+        if affine and self.centred:
             self.shift = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
         else:
             self.register_parameter("shift", None)
@@ -81,14 +81,6 @@ class _LipschitzNorm(LipschitzModule):
             return norm_radius(RMSNorm(gain))
         shift = None if self.shift is None else self.shift.detach().to("cpu", torch.float64)
         return norm_radius(LayerNorm(gain, shift))
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this norm layer was constructed, as JSON values."""
-        return {"dim": self.dim, "affine": self.affine}
-
-    def extra_repr(self) -> str:
-        """Return the constructor arguments of the module as text for ``repr``."""
-        return ", ".join(f"{name}={value}" for name, value in self.settings().items())
 
     def _shorten(self, h: Tensor) -> Tensor:
         return h
@@ -144,10 +136,9 @@ class CenterNorm(_LipschitzNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, affine, device, dtype)
-        self.scaled = bool(scaled)
-        if self.scaled:
+        if scaled:
             check_size("dim", dim, least=2)
-        self._factor = dim / (dim - 1) if self.scaled else 1.0
+        self._factor = dim / (dim - 1) if scaled else 1.0
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return the Lipschitz constant of the norm layer.
@@ -159,10 +150,6 @@ class CenterNorm(_LipschitzNorm):
         return upper_bound(
             type(self).__name__, _SOURCE, rounded_up(self._factor * self._norm()), check_ball(radius)
         )
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {**super().settings(), "scaled": self.scaled}
 
     def _shorten(self, h: Tensor) -> Tensor:
         return h if self._factor == 1.0 else self._factor * h
@@ -177,6 +164,8 @@ class _SmoothedNorm(_LipschitzNorm):
     Without gain and shift, the layer maps h = x or h = x − mean(x) to r h / √(|h|² + r²), where r is
     ``floor``. It equals a usual norm layer with dε = r², times r/√d.
     """
+
+    _shown = ("dim", "floor")
 
     def __init__(
         self,
@@ -194,10 +183,6 @@ class _SmoothedNorm(_LipschitzNorm):
             self.floor = math.nan
         if isinstance(floor, bool) or not (math.isfinite(self.floor) and self.floor > 0):
             raise ArgumentError("floor", expected="a finite number > 0", got=repr(floor))
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments with which this module was constructed, as JSON values."""
-        return {"dim": self.dim, "floor": self.floor, "affine": self.affine}
 
     def _shorten(self, h: Tensor) -> Tensor:
         return h / norm_with_one(h / self.floor, lambda squares, one: squares + one)

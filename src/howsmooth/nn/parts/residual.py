@@ -1,25 +1,19 @@
-"""Residual connections: the usual sum x + f(x), an average of x and f(x), and a gradient step.
-
-The average is 1-Lipschitz if f is. The step is 1-Lipschitz if f is also the gradient of a convex function.
-"""
+"""Residual connections: the sum x + f(x), and the average of x and f(x), which is 1-Lipschitz if f is."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.attention.energy import EnergyAttention
 from howsmooth.nn.certificates.module_propagation import Composite, Row, refusal, walk
 from howsmooth.nn.checks import check_placement, check_tokens
-from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
 from howsmooth.nn.upward_rounding import rounded_up, times
 
-__all__ = ["AverageResidual", "GradientStep", "Residual"]
+__all__ = ["AverageResidual", "Residual"]
 
 _SOURCE = 'residuals, howsmooth documentation, "Enforce"'
 
@@ -45,7 +39,7 @@ class _Residual(Composite):
         p, q = self._weights()
         # The norm of p x + q y is at most p |x| + q |y|.
         reach = rounded_up(times(p, radius) + times(q, branch.radius))
-        constant = rounded_up(self._constant(p, times(q, branch.constant)))
+        constant = rounded_up(p + times(q, branch.constant))
         row = Row(path, type(self).__name__, level, constant, radius, reach, length, length, _SOURCE)
         return (*branch.rows, row)
 
@@ -62,10 +56,6 @@ class _Residual(Composite):
             )
         # Under autocast the branch may return half precision.
         return y.to(x.dtype)
-
-    def _constant(self, p: float, branch: float) -> float:
-        """Return a Lipschitz constant of x ↦ p x + q inner(x), given p and the constant of q inner(x)."""
-        return p + branch
 
     @abstractmethod
     def _weights(self) -> tuple[float, float]: ...
@@ -121,10 +111,6 @@ class AverageResidual(_Residual):
         y = self._branch(x)
         return torch.lerp(x, y, torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments of this residual connection except ``inner``."""
-        return {"weight": self._number, "learnable": self.learnable}
-
     def extra_repr(self) -> str:
         """Return the weight w of the branch of the residual connection as text for ``repr``."""
         return f"weight={self.weight:g}"
@@ -134,54 +120,6 @@ class AverageResidual(_Residual):
         if math.isnan(w):
             raise NonFiniteError("logit", expected="finite numbers", got="NaN")
         return 1 - w, w
-
-
-class GradientStep(AverageResidual):
-    """A gradient step x ↦ x − 2 w f(x) with 0 <= w <= 1, where f is the gradient of a convex function.
-
-    It is 1-Lipschitz if f is 1-Lipschitz. The branch f is an :class:`~howsmooth.nn.EnergyAttention`, the
-    gradient of a convex function. Its Jacobian H is symmetric with 0 <= H <= L, so the step has the constant
-    max(1, 2wL − 1). It is the average (1 − w) x + w (x − 2 f(x)): unlike :class:`AverageResidual`, it keeps
-    at weight 1 what the branch does not change.
-
-    Parameters
-    ----------
-    inner
-        A :class:`~howsmooth.nn.SelfAttentionBlock` of an EnergyAttention that does not clip, because clipped
-        tokens make the Jacobian asymmetric.
-    weight, learnable, device, dtype
-        As for :class:`AverageResidual`.
-
-    Raises
-    ------
-    ArgumentError
-        If the branch is another module, or an argument has a wrong type or value.
-
-    """
-
-    def __init__(self, inner: nn.Module, weight: float = 0.5, **keywords: Any) -> None:
-        attention = inner.attention if isinstance(inner, SelfAttentionBlock) else None
-        if not isinstance(attention, EnergyAttention) or attention.beyond == "clip":
-            clips = isinstance(attention, EnergyAttention)
-            raise ArgumentError(
-                "inner",
-                expected="a SelfAttentionBlock of an EnergyAttention without beyond='clip'",
-                got="one with beyond='clip'" if clips else type(inner).__name__,
-                remedy="The step of another branch is not 1-Lipschitz; use AverageResidual.",
-            )
-        super().__init__(inner, weight, **keywords)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x − 2 w f(x), where x are tokens (batch, n, d), f is the branch and w is its weight."""
-        y = self._branch(x)
-        w = torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number
-        return x - 2 * w * y
-
-    def _constant(self, p: float, branch: float) -> float:
-        return max(p, branch - p)
-
-    def _weights(self) -> tuple[float, float]:
-        return 1.0, 2 * super()._weights()[1]
 
 
 class Residual(_Residual):
@@ -200,10 +138,6 @@ class Residual(_Residual):
     def forward(self, x: Tensor) -> Tensor:
         """Return x + inner(x) for tokens x (batch, n, d)."""
         return x + self._branch(x)
-
-    def settings(self) -> dict[str, Any]:
-        """Return an empty dict, since ``inner`` is the only constructor argument of a residual connection."""
-        return {}
 
     def _weights(self) -> tuple[float, float]:
         return 1.0, 1.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from howsmooth.bounds import Bound
@@ -53,7 +51,3 @@ class SelfAttentionBlock(LipschitzModule):
     def output_length(self, length: int) -> int:
         """Return the number of tokens that the attention layer returns."""
         return self.attention.output_length(length)
-
-    def settings(self) -> dict[str, Any]:
-        """Return an empty dict, since ``attention`` is the only constructor argument of the block."""
-        return {}

@@ -1,0 +1,327 @@
+"""hs.nn.evaluate: numbers against closed forms and attacks, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+
+import howsmooth as hs
+from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
+from howsmooth.nn.certificates.evaluation import _tokens_of
+
+
+def vit() -> nn.Sequential:
+    """Images (1, 4, 4), four patches of norm at most 2, three classes."""
+    torch.manual_seed(5)
+    attention = hs.nn.SoftmaxAttention(6, 2, length=4, radius=3.0, constant=1.0)
+    return nn.Sequential(
+        hs.nn.Patches(2),
+        hs.nn.OrthogonalLinear(4, 6, bias=False),
+        hs.nn.AddPositions(4, 6),
+        hs.nn.AverageResidual(hs.nn.SelfAttentionBlock(attention)),
+        hs.nn.AverageResidual(nn.Sequential(hs.nn.OrthogonalLinear(6, 6), hs.nn.MaxMin())),
+        hs.nn.MeanPool(),
+        hs.nn.SpectralLinear(6, 3),
+    ).eval()
+
+
+def images(count: int = 40, largest: float = 1.0) -> Tensor:
+    return largest * torch.rand(count, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+
+
+# ---- numbers
+
+
+def test_radii_of_a_linear_classifier_are_distances_to_its_boundary() -> None:
+    # With rows w and −w the largest constant is attained along what separates the classes.
+    torch.manual_seed(0)
+    w = torch.randn(5, dtype=torch.float64)
+    model = nn.Linear(5, 2, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.stack([w, -w]))
+        model.bias.copy_(torch.tensor([0.3, -0.1], dtype=torch.float64))
+    x = torch.randn(50, 5, dtype=torch.float64)
+    found = hs.nn.evaluate(model, x, length=1, radius=10.0)
+    distance = (2 * x @ w + 0.4).abs() / (2 * w.norm())
+    radii = torch.tensor(found.table["certified_radius"].to_numpy())
+    torch.testing.assert_close(radii, distance, rtol=1e-10, atol=0.0)
+    assert bool((radii < distance).all())
+    assert found.correct is None
+    for radius in (0.0, 0.3, 1.0):
+        assert found.certified(radius) == int((distance > radius).sum())
+    torch.testing.assert_close(torch.tensor(found.table["longest"].to_numpy()), x.norm(dim=1))
+    assert found.table["predicted"].tolist() == (x @ w < -0.2).long().tolist()
+
+
+def test_an_evaluation_says_how_far_tokens_reach_within_the_certified_radius() -> None:
+    model, x = (
+        nn.Linear(2, 2, bias=False).double(),
+        torch.tensor([[0.9, 0.0], [0.0, 1.0]], dtype=torch.float64),
+    )
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    found = hs.nn.evaluate(model, x, torch.tensor([0, 1]), length=1, radius=1.0)
+    # The first input may move by 0.9, to the norm 1.8; the second lies on the boundary of the classes.
+    assert found.reach == pytest.approx(1.8, rel=1e-9)
+    assert "2 inputs, the longest token of norm 1; 1 of the class of their label" in str(found)
+    assert "of at most 1; within the certified radii they reach 1.8, which radius=1.802 or" in str(found)
+    for covered in ({"radius": found.reach}, {"radius": 1.0, "clip": True}):
+        assert "they reach" not in str(hs.nn.evaluate(model, x, length=1, **covered))
+
+
+def test_no_attack_moves_an_input_to_another_class_within_its_radius() -> None:
+    model, x = vit().double(), images(largest=1.5).double()
+    found = hs.nn.evaluate(model, x, length=4, radius=2.0, clip=True)
+    radii = torch.tensor(found.table["certified_radius"].to_numpy())
+    predicted = torch.tensor(found.table["predicted"].to_numpy())
+    assert (radii > 1e-3).float().mean() > 0.8
+    # The model as it is evaluated: patches beyond the radius are clipped.
+    clipped = nn.Sequential(model[0], hs.nn.ClipTokens(2.0), *model[1:])
+    move = torch.randn_like(x) * 1e-3
+    for _ in range(60):
+        move.requires_grad_()
+        logits = clipped(x + move)
+        own = logits.gather(1, predicted[:, None])[:, 0]
+        others = logits.scatter(1, predicted[:, None], -math.inf).amax(dim=1)
+        (gradient,) = torch.autograd.grad((others - own).sum(), move)
+        with torch.no_grad():
+            move = move + gradient * (0.2 * radii / gradient.flatten(1).norm(dim=1))[:, None, None, None]
+            norms = move.flatten(1).norm(dim=1)
+            move = move * (radii / norms).clamp(max=1.0)[:, None, None, None]
+    with torch.no_grad():
+        assert torch.equal(clipped(x + move).argmax(dim=1), predicted)
+
+
+def test_clipping_is_the_projection_of_the_inputs() -> None:
+    model, x = vit().double(), images(largest=1.5).double()
+    patches = x.unfold(2, 2, 2).unfold(3, 2, 2).reshape(len(x), 4, 4)
+    norms = patches.norm(dim=2)
+    beyond = int((norms > 2.0).any(dim=1).sum())
+    assert 0 < beyond < len(x)
+    factors = (2.0 / norms).clamp(max=1.0).reshape(len(x), 1, 2, 2)
+    inside = x * factors.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
+    found = hs.nn.evaluate(model, x, length=4, radius=2.0, clip=True)
+    plain = hs.nn.evaluate(model, inside * (1 - 1e-12), length=4, radius=2.0)
+    assert found.clipped == beyond
+    assert plain.clipped == 0
+    assert math.isinf(found.certificate.radius)
+    for column in ("predicted", "margin", "certified_radius"):
+        np.testing.assert_allclose(found.table[column], plain.table[column], rtol=1e-9)
+    np.testing.assert_allclose(found.table["longest"], norms.amax(dim=1), rtol=1e-12)
+    with pytest.raises(
+        ArgumentError, match=f"got {beyond} of 40 inputs with a longer one, the longest of norm"
+    ):
+        hs.nn.evaluate(model, x, length=4, radius=2.0)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_tokens_vectors_and_flat_images_are_clipped_before_all(nested: bool) -> None:
+    def put(*modules: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Identity(), nn.Sequential(*modules)) if nested else nn.Sequential(*modules)
+
+    torch.manual_seed(2)
+    linear, pool = nn.Linear(3, 2).double(), hs.nn.MeanPool()
+    x = 2 * torch.randn(20, 4, 3, dtype=torch.float64)
+
+    def margins(model: nn.Module, x: Tensor, n: int) -> Any:
+        return hs.nn.evaluate(model, x, length=n, radius=1.0, clip=True).table["margin"]
+
+    def short(x: Tensor) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True).clamp(min=1.0)
+
+    def by_hand(logits: Tensor) -> Any:
+        return (logits[:, 0] - logits[:, 1]).abs().detach()
+
+    np.testing.assert_allclose(
+        margins(put(linear, pool), x, 4), by_hand(linear(short(x)).sum(1) / 2), rtol=1e-10
+    )
+    np.testing.assert_allclose(margins(put(linear), x[:, 0], 1), by_hand(linear(short(x[:, 0]))), rtol=1e-10)
+    wide = nn.Linear(12, 2).double()
+    np.testing.assert_allclose(
+        margins(put(nn.Flatten(), wide), x, 4), by_hand(wide(short(x).flatten(1))), rtol=1e-10
+    )
+    np.testing.assert_allclose(
+        margins(put(nn.Flatten(), wide), x.reshape(20, 1, 4, 3), 1),
+        by_hand(wide(short(x.flatten(1)))),
+        rtol=1e-10,
+    )
+
+
+def test_half_precision_weights_are_numbers_of_float64() -> None:
+    model = nn.Sequential(hs.nn.MaxMin(), nn.Linear(4, 3)).bfloat16()
+    x = torch.randn(9, 4).half()
+    found = hs.nn.evaluate(model, x, length=1, radius=9.0)
+    exact = nn.Sequential(hs.nn.MaxMin(), nn.Linear(4, 3)).double()
+    exact.load_state_dict(model.state_dict())
+    top = exact(x.double()).topk(2).values
+    np.testing.assert_allclose(found.table["margin"], (top[:, 0] - top[:, 1]).detach(), rtol=1e-12)
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_dropout_and_training_do_not_matter() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3))
+    x = torch.randn(9, 4)
+    tables = [
+        hs.nn.evaluate(model.train(training), x, length=1, radius=9.0, batch=size).table
+        for training, size in ((True, 2), (True, 4), (False, 99))
+    ]
+    for other in tables[1:]:
+        pd.testing.assert_frame_equal(tables[0], other)
+
+
+# ---- models with a forward of their own
+
+OWN = """
+import torch
+from torch import nn
+
+
+class ViT(nn.Module):
+    def __init__(self, wide=4):
+        super().__init__()
+        self.patches = nn.Conv2d(1, wide, 2, stride=2)
+        self.positions = nn.Parameter(0.1 * torch.randn(4, wide))
+        self.up, self.head = nn.Linear(wide, wide), nn.Linear(wide, 3)
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        return self.head((x + torch.relu(self.up(x))).mean(dim=1))
+"""
+
+
+def own_and_parts() -> tuple[nn.Module, nn.Sequential]:
+    """A ViT with a forward of its own, and the same function put together from parts."""
+    torch.manual_seed(3)
+    names: dict[str, Any] = {"__name__": "own"}
+    exec(OWN, names)
+    model = names["ViT"]().double()
+    cut, positions, head = nn.Linear(4, 4).double(), hs.nn.AddPositions(4, 4), nn.Linear(4, 3).double()
+    with torch.no_grad():
+        cut.weight.copy_(model.patches.weight.flatten(1))
+        cut.bias.copy_(model.patches.bias)
+        head.weight.copy_(model.head.weight / 2)  # MeanPool gives the root of n times the mean
+        head.bias.copy_(model.head.bias)
+    positions.positions = model.positions
+    branch = hs.nn.Residual(nn.Sequential(model.up, nn.ReLU()))
+    return model, nn.Sequential(hs.nn.Patches(2), cut, positions, branch, hs.nn.MeanPool(), head)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_forward_is_evaluated_as_its_parts_are(clip: bool, inside: bool) -> None:
+    (model, parts), x = own_and_parts(), images(largest=1.5 if clip else 1.0)
+    if inside:
+        model, parts = (nn.Sequential(one, nn.Identity(), nn.Linear(3, 2)).double() for one in (model, parts))
+        parts[2] = model[2]  # type: ignore[index, operator]
+    y = torch.arange(40) % 2
+    found, wanted = (
+        hs.nn.evaluate(one, x, y, length=4, radius=2.0, clip=clip, batch=7) for one in (model, parts)
+    )
+    assert found.certificate.constant == pytest.approx(wanted.certificate.constant, rel=1e-9)
+    assert found.certificate.radius == wanted.certificate.radius
+    assert [row.path for row in found.certificate.rows].count("(clip)") == int(clip)
+    assert found.clipped == wanted.clipped == (int((found.table["longest"] > 2).sum()) if clip else 0)
+    assert not clip or 0 < found.clipped < 40
+    np.testing.assert_allclose(found.table, wanted.table, rtol=1e-9, atol=1e-12)
+    assert found.table["certified_radius"].max() > 1e-3
+
+
+def test_a_forward_on_tokens_and_on_vectors_is_clipped() -> None:
+    torch.manual_seed(0)
+
+    class Own(nn.Module):
+        def __init__(self, tokens: bool) -> None:
+            super().__init__()
+            self.linear, self.tokens = nn.Linear(3, 2).double(), tokens
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x) + self.linear(x)
+            return y.mean(dim=1) if self.tokens else y
+
+    x = 2 * torch.randn(20, 4, 3, dtype=torch.float64)
+    short = x / x.norm(dim=-1, keepdim=True).clamp(min=1.0)
+    for model, given, inside in ((Own(True), x, short), (Own(False), x[:, 0], short[:, 0])):
+        found = hs.nn.evaluate(
+            model, given, length=len(given[0]) if given.ndim == 3 else 1, radius=1.0, clip=True
+        )
+        logits = model(inside).detach()
+        np.testing.assert_allclose(found.table["margin"], (logits[:, 0] - logits[:, 1]).abs(), rtol=1e-10)
+        assert math.isinf(found.certificate.radius)
+        norm = torch.linalg.matrix_norm(model.linear.weight.detach(), 2)
+        share = math.sqrt(1 / 4) if given.ndim == 3 else 1.0
+        assert found.certificate.constant == pytest.approx(2 * float(norm) * share, rel=1e-9)
+
+
+def test_images_that_do_not_fit_a_forward() -> None:
+    model, _ = own_and_parts()
+    for wrong, words in (
+        (torch.rand(2, 1, 4, 6), "images of 4 patches, got 6 patches"),
+        (torch.rand(2, 2, 4, 4), "an input that the model takes"),
+        (torch.rand(2, 1, 1, 1), "an input that the model takes"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            hs.nn.evaluate(model, wrong, length=4, radius=2.0)
+    model.patches = nn.Conv2d(1, 4, 2, stride=1).double()
+    with pytest.raises(CertificateError, match="overlap"):
+        hs.nn.evaluate(model, images(), length=9, radius=2.0)
+    with pytest.raises(ArgumentError, match="kernel_size == stride"):
+        _tokens_of(model, images())
+    with pytest.raises(ArgumentError, match="kernel_size == stride"):
+        _tokens_of(own_and_parts()[0], torch.rand(2, 1, 1, 1).double())
+
+
+# ---- arguments in Python
+
+
+def test_a_forward_that_depends_on_the_batch_is_refused() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * x.shape[0]
+
+    with pytest.raises(ArgumentError, match=r"model: expected a forward .* input 2 alone"):
+        hs.nn.evaluate(Counted(), torch.randn(5, 3), length=1, radius=9.0, batch=3)
+
+
+def test_arguments_of_evaluate() -> None:
+    model, x = vit(), images()
+    y = torch.zeros(40, dtype=torch.int64)
+    with pytest.raises(
+        NonFiniteError, match="inputs: expected finite numbers, got NaN or infinity in 2 of 40"
+    ):
+        hs.nn.evaluate(
+            model, torch.where(torch.arange(40)[:, None, None, None] < 2, math.inf, x), length=4, radius=2.0
+        )
+    for labels in (y[:3], y[None], y.double(), y.bool()):
+        with pytest.raises(ArgumentError, match="labels: expected integers, one for each of 40 inputs"):
+            hs.nn.evaluate(model, x, labels, length=4, radius=2.0)
+    with pytest.raises(ArgumentError, match="labels: expected classes from 0 to 2"):
+        hs.nn.evaluate(model, x, y - 1, length=4, radius=2.0)
+    with pytest.raises(ArgumentError, match="length"):
+        hs.nn.evaluate(model, x, length=0, radius=2.0)
+    with pytest.raises(ArgumentError, match="radius"):
+        hs.nn.evaluate(model, x, length=4, radius=-2.0)
+    arrays: Any = x.numpy(), y.numpy()
+    for given, argument in ((arrays, "inputs"), ((x, arrays[1]), "labels")):
+        with pytest.raises(ArgumentError, match=f"{argument}: expected a tensor, got ndarray.*from_numpy"):
+            hs.nn.evaluate(model, *given, length=4, radius=2.0)
+    for batch in (0, -1):
+        with pytest.raises(ArgumentError, match="batch: expected a whole number >= 1"):
+            hs.nn.evaluate(model, x, length=4, radius=2.0, batch=batch)
+    found = hs.nn.evaluate(model, x, y, length=4, radius=2.0)
+    for radius in (-0.1, math.nan, math.inf):
+        with pytest.raises(ArgumentError, match="radius: expected a finite number >= 0"):
+            found.certified(radius)
+    with torch.no_grad():
+        model[6].linear.bias.fill_(math.nan)
+    with pytest.raises(NonFiniteError, match=r"6\.linear\.bias"):
+        hs.nn.evaluate(model, x, length=4, radius=2.0)
