@@ -227,35 +227,28 @@ types ({percent:.0f} %). No bound was below the constant at these tokens, which 
 | of plain scores, any mask ({{doc}}`theory/bounds-on-a-ball`) | {plain} | {plain_ratio} |
 | of rotary, normed, capped or biased scores or sinks, in some layer ({{doc}}`theory/any-scores`) | {scores} \
 | {scores_ratio} |
-| of recorded operations, in some layer ({{doc}}`theory/recorded-maps`) | {recorded} | {recorded_ratio} |
-| of the layer's heads alone, in some layer | {heads} | |
 | none, in some layer | {none} | |
 
-The last factors are large where a layer divides by a norm: the ball contains tokens near zero, at which that
-is steep, and a real token is not near zero. At given tokens the certificates are far sharper
-({{doc}}`theory/certificates`).
+No bound is known for a layer that is given by its code and not by its matrices. At given tokens the
+certificates are far sharper ({{doc}}`theory/certificates`).
 """
 
 
 def _kind_of_bound(row: Row) -> str:
     names = list(row.bounds)
-    if not names or any(name.startswith("none") for name in names):
+    if not names or "none" in names:
         return "none"
-    if any(not name.startswith("attention") for name in names):
-        return "heads"
-    if any("recorded" in name for name in names):
-        return "recorded"
-    return "scores" if any("any_scores" in name for name in names) else "plain"
+    return "scores" if "any_scores_ball_upper_bound" in names else "plain"
 
 
 def _bounds(measured: list[Row]) -> str:
     """Return the section about the bound on a ball that applies to the layers of each model type."""
-    kinds: dict[str, list[Row]] = {kind: [] for kind in ("plain", "scores", "recorded", "heads", "none")}
+    kinds: dict[str, list[Row]] = {kind: [] for kind in _KINDS}
     for row in measured:
         kinds[_kind_of_bound(row)].append(row)
-    finite = sum(len(kinds[kind]) for kind in ("plain", "scores", "recorded"))
+    finite = len(kinds["plain"]) + len(kinds["scores"])
     ratios = {}
-    for kind in ("plain", "scores", "recorded"):
+    for kind in ("plain", "scores"):
         known = [row.looseness for row in kinds[kind] if row.looseness is not None]
         ratios[f"{kind}_ratio"] = f"{median(known):.2g}" if known else ""
     text = _BOUNDS.format(
@@ -273,7 +266,6 @@ def _bounds(measured: list[Row]) -> str:
 _KINDS = {
     "plain": "Plain scores",
     "scores": "Other scores",
-    "recorded": "Recorded operations",
     "none": "None, in some layer",
 }
 

@@ -43,7 +43,6 @@ ON_BALL = (
     *("theorem_3_3", "theorem_e_3", "ball_upper_bound", "theorem_4_3", "causal_ball_upper_bound"),
     *("masked_ball_upper_bound", "head_upper_bound", "lemma_3_8", "output_norm_upper_bound"),
     *("gram_upper_bound", "folded_gram_upper_bound", "any_scores_ball_upper_bound"),
-    "recorded_map_ball_upper_bound",
 )
 ANY_LENGTH = ("theorem_3_5", "mean_field_upper_bound", "theorem_4_4", "causal_mean_field_upper_bound")
 AT_TOKENS = (
@@ -547,9 +546,7 @@ def of_norm_and_attention(s: Setting, p: Weights, x: Tensor, radii: Tensor) -> F
     """Evaluate the bounds on attention after a norm layer."""
     f, norm = self_attention(s, {k: v for k, v in p.items() if k not in ("gain", "shift")}), norm_of(s, p, "")
     at = {f"{name} at X": value for name, value in upper("pre_norm_upper_bound", f, norm, s.n, x).items()}
-    farthest = float(torch.linalg.vector_norm(x, dim=1).max())
-    recorded = upper("recorded_map_ball_upper_bound", hs.Compose(f, norm), s.n, farthest)
-    return together(upper("pre_norm_upper_bound", f, norm, s.n), at, recorded), f(norm(x))
+    return together(upper("pre_norm_upper_bound", f, norm, s.n), at), f(norm(x))
 
 
 def of_cross_attention(s: Setting, p: Weights, z: Tensor, radii: Tensor) -> Found:
@@ -638,8 +635,6 @@ def of_layer(s: Setting, p: Weights, x: Tensor, radii: Tensor) -> Found:
     found = {bound.name: bound.value}
     if float(out.norm()) > 0:
         found["constant = 1"] = float((out * out).sum() / (out * scaled).sum())
-    if s.masking in ("none", "causal", "fixed") and not s.free:
-        found |= upper("recorded_map_ball_upper_bound", layer.map, s.n, R)
     if s.heads == 1 and s.masking == "none":
         if s.form == "L2":
             for name in ("l2_attention", "l2_attention_upper_bound"):

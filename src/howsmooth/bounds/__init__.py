@@ -7,7 +7,6 @@
 - Upper bounds on a ball, several heads: ``lemma_3_8`` and the other functions of ``multi_head_upper_bounds``.
 - An upper bound on a ball for any scores (rotary positions, norms of queries and keys, soft caps, biases,
   sinks) and any mask: ``any_scores_ball_upper_bound``.
-- An upper bound on a ball for any map that is known by its code: ``recorded_map_ball_upper_bound``.
 - Upper bounds at given tokens: ``certificates``, and ``theorem_c_3`` and the other functions of
   ``local_upper_bounds``. For large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
 - Lower bounds on a ball: ``proposition_3_4`` and the other functions of ``ball_lower_bounds`` and
@@ -94,7 +93,6 @@ from howsmooth.bounds.multi_head_upper_bounds import (
 from howsmooth.bounds.norm_layer_outputs import absorb_norm, ellipsoid, norm_radius
 from howsmooth.bounds.pre_norm_upper_bounds import pre_norm_upper_bound
 from howsmooth.bounds.radius import RobustRadius, robust_radius
-from howsmooth.bounds.recorded_operations_upper_bounds import recorded_map_ball_upper_bound
 from howsmooth.bounds.token_wise_upper_bounds import token_wise_ball_upper_bound, token_wise_upper_bound
 from howsmooth.bounds.variant_upper_bounds import (
     l2_attention,
@@ -155,7 +153,6 @@ __all__ = [
     "proposition_3_6",
     "proposition_3_6_rate",
     "quadratic_growth",
-    "recorded_map_ball_upper_bound",
     "robust_radius",
     "row_norm_maximum",
     "scaled_cosine",
