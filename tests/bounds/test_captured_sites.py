@@ -142,7 +142,7 @@ def test_no_bound_is_known_for_a_site_without_matrices(kind: Any) -> None:
     for ask in (hs.bounds.best, hs.bounds.table):
         with pytest.raises(ArgumentError, match=r"no bound is known.*got .*local_lipschitz measures"):
             ask(site)
-        with pytest.raises(ArgumentError, match="attention: .* no bound is known"):
+        with pytest.raises(ArgumentError, match=r"attention: .* no bound is known"):
             ask(site.map, length=5, radius=2.0)
     if kind is Gated:
         assert ascend(site, 5, 2.0, random_starts=1, steps=4).value > 0

@@ -13,8 +13,6 @@
   ``mean_field_lower_bounds``.
 - Upper bounds on how far one token moves if every token moves by at most one: ``token_wise_ball_upper_bound``
   and ``token_wise_upper_bound``. They are in other norms, so ``best`` and ``table`` leave them out.
-- Upper bounds for attention to another sequence: ``cross_attention_upper_bound`` at given tokens, and
-  ``cross_attention_ball_upper_bound``. ``best`` and ``table`` are for one sequence and leave them out.
 - Upper bounds on the change of the output by errors of keys and values: ``kv_error_upper_bound``.
 - Upper bounds for L2, scaled cosine, Sinkhorn and LipschitzNorm attention: ``variant_upper_bounds``.
 
@@ -57,10 +55,6 @@ from howsmooth.bounds.certificates import (
     certificate_rows,
 )
 from howsmooth.bounds.comparison_with_measurement import table
-from howsmooth.bounds.cross_attention_upper_bounds import (
-    cross_attention_ball_upper_bound,
-    cross_attention_upper_bound,
-)
 from howsmooth.bounds.key_value_error_upper_bounds import OutputErrorBound, kv_error_upper_bound
 from howsmooth.bounds.large_radius_bounds import theorem_3_7, theorem_4_5
 from howsmooth.bounds.local_upper_bounds import (
@@ -127,8 +121,6 @@ __all__ = [
     "certificate_parts",
     "certificate_rows",
     "covariance_upper_bound",
-    "cross_attention_ball_upper_bound",
-    "cross_attention_upper_bound",
     "diameter_upper_bound",
     "ellipsoid",
     "equal_tokens_lower_bound",

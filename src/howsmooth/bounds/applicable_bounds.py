@@ -218,7 +218,8 @@ def best(
     ------
     ArgumentError
         If an argument does not fit, or no bound applies: a map that is not attention alone, or whose matrices
-        are not known; several heads, rotary positions or other scores and no length, ``side="lower"`` with these scores, or ``side="lower"`` with X.
+        are not known; several heads, rotary positions or other scores and no length; ``side="lower"`` with
+        these scores, or with X.
     NonFiniteError
         If an entry of X is NaN or infinite.
 
