@@ -139,7 +139,7 @@ def page(source: Path) -> str:
         mixed=sum(bool(row.autodiff and row.closed_form) for row in measured),
         autodiff=sum(not row.closed_form for row in measured),
         whole=sum(row.captured == row.sites for row in measured),
-        bounded=sum(_kind_of_bound(row) not in ("heads", "none") for row in measured),
+        bounded=sum(_kind_of_bound(row) != "none" for row in measured),
         wrong=count["wrong"],
         refused=count["refused"],
         without=count["no attention"],
@@ -180,7 +180,8 @@ are moved *in the whole model*, and the change of the scope's values is compared
 Up to twelve sites and scopes of a type are checked, where a module of the model holds the scope's values.
 
 For each layer {{func}}`howsmooth.bounds.best` was asked for an upper bound on the ball that holds the layer's
-tokens. It is finite in every layer of {bounded} measured types, and never below the constant at these tokens.
+tokens. It is finite in every layer of {bounded} measured types, and never below the constant at these tokens. No bound is
+known for a layer that is given by its code and not by its matrices.
 
 | column | meaning |
 |---|---|
@@ -222,13 +223,9 @@ def _reasons(found: Iterable[str]) -> list[str]:
 
 def _kind_of_bound(row: Row) -> str:
     names = list(row.bounds)
-    if not names or any(name.startswith("none") for name in names):
+    if not names or "none" in names:
         return "none"
-    if any(not name.startswith("attention") for name in names):
-        return "heads"
-    if any("recorded" in name for name in names):
-        return "recorded"
-    return "scores" if any("any_scores" in name for name in names) else "plain"
+    return "scores" if "any_scores_ball_upper_bound" in names else "plain"
 
 
 if __name__ == "__main__":

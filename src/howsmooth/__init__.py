@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     )
     from howsmooth.attention import (
         Compose,
-        CrossAttention,
         L2Attention,
         LayerNorm,
         LayerScale,
@@ -69,7 +68,6 @@ __version__ = metadata.version("howsmooth")
 
 __all__ = [
     "Compose",
-    "CrossAttention",
     "DepthProfile",
     "HowsmoothError",
     "Influence",
@@ -118,7 +116,6 @@ __all__ = [
 _ROOMS = {
     "attention": (
         "Compose",
-        "CrossAttention",
         "L2Attention",
         "LayerNorm",
         "LayerScale",

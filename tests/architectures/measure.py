@@ -43,7 +43,7 @@ class Row:
     differences: float | None = None
     autodiff_error: float | None = None
     lipschitz: float | None = None  # of the first site
-    bounds: dict[str, int] = field(default_factory=dict)  # scope and bound on a ball, with how many layers
+    bounds: dict[str, int] = field(default_factory=dict)  # on a ball, with how many layers have them
     looseness: float | None = None  # the bound of the first site, divided by its constant at its tokens
     reasons: dict[str, int] = field(default_factory=dict)  # of refusals, with how often
     unseen: list[str] = field(default_factory=list)  # scopes whose values no module of the model holds
@@ -201,8 +201,8 @@ def _measure_sites(
         _check(row, probe, site)
     if not row.captured:
         row.scopes = []
-    for layer in layers:
-        proved = _bound_on_a_ball(model, inputs, layer)
+    for site in layers.values():
+        proved = _bound_on_a_ball(site)
         row.bounds[proved] = row.bounds.get(proved, 0) + 1
     first = next(iter(layers.values()))
     try:
@@ -227,24 +227,13 @@ def _compare_bound(row: Row, site: hs.Site, estimate: hs.LipschitzEstimate) -> N
         row.looseness = bound.value / row.lipschitz
 
 
-def _bound_on_a_ball(model: nn.Module, inputs: dict[str, Any], layer: int) -> str:
-    """Name the tightest finite bound on the ball of the longest token, in the widest scope that has one."""
-    reason = ""
-    for scope in ("attention", "heads", "head"):
-        try:
-            found = _capture(model, inputs, [layer], scope)
-            bounds = [
-                hs.bounds.best(site, length=x.shape[-2], radius=float(x.norm(dim=-1).max()))
-                for site in found
-                for x in [site.x]
-            ]
-        except HowsmoothError as error:
-            reason = reason or _short(str(error))
-        else:
-            if all(bound.holds and bound.value < float("inf") for bound in bounds):
-                return f"{scope}: {bounds[0].name}"
-            reason = reason or f"{bounds[0].name} is infinite"
-    return f"none: {reason}"
+def _bound_on_a_ball(site: hs.Site) -> str:
+    """Name the tightest finite bound on the ball of the longest token; "none" if none is known."""
+    try:
+        bound = hs.bounds.best(site, length=site.x.shape[-2], radius=float(site.x.norm(dim=-1).max()))
+    except HowsmoothError:
+        return "none"
+    return bound.name if bound.value < float("inf") else "none"
 
 
 def _check(row: Row, probe: Probe, site: hs.Site) -> None:

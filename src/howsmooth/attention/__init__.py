@@ -2,18 +2,11 @@
 
 ``scaled_dot_product`` computes softmax attention from queries, keys and values. ``self_attention`` adds the
 projections, and ``custom_code_attention`` arbitrary PyTorch code before and after the softmax.
-``cross_attention`` has two sequences, one for the queries and one for keys and values. ``norm_layers`` and
-``compositions`` build residual connections and pre-norm and post-norm blocks.
+``norm_layers`` and ``compositions`` build residual connections and pre-norm and post-norm blocks.
 """
 
 from howsmooth.attention.atom_weights import EarlierAtoms, Weighting
 from howsmooth.attention.compositions import Compose, Residual
-from howsmooth.attention.cross_attention import (
-    CrossAttention,
-    CrossLayer,
-    StagedCrossAttention,
-    TwoSequenceMap,
-)
 from howsmooth.attention.custom_code_attention import CoreShape, Layer, SoftmaxCore, StagedAttention
 from howsmooth.attention.l2_attention import L2Attention
 from howsmooth.attention.layer_scale import LayerScale
@@ -28,8 +21,6 @@ __all__ = [
     "AbstractMeasure",
     "Compose",
     "CoreShape",
-    "CrossAttention",
-    "CrossLayer",
     "EarlierAtoms",
     "L2Attention",
     "Layer",
@@ -42,9 +33,7 @@ __all__ = [
     "SinkhornAttention",
     "SoftmaxCore",
     "StagedAttention",
-    "StagedCrossAttention",
     "TokenMap",
-    "TwoSequenceMap",
     "Visibility",
     "Weighting",
 ]

@@ -12,15 +12,14 @@ from torch import Tensor
 from howsmooth.attention.map import TokenMap, as_parameter
 from howsmooth.errors import ArgumentError
 
-__all__ = ["HeadParameters", "HeadsAttention", "in_heads", "optional_parameter", "projected_heads"]
+__all__ = ["HeadsAttention", "in_heads"]
 
 _TENSORS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
 
 
-class HeadParameters:
-    """The query, key, value and output projections of a multi-head attention, with biases and a score scale.
-
-    With ``memory=True`` keys and values are projections of another sequence, whose dimension may differ.
+class HeadsAttention(TokenMap):
+    """Base class of multi-head self-attention with query, key, value and output projections, biases and a
+    score scale. Subclasses define the attention matrix P.
     """
 
     def __init__(
@@ -35,12 +34,11 @@ class HeadParameters:
         value_bias: Tensor | None,
         output_bias: Tensor | None,
         scale: float | None,
-        memory: bool = False,
     ) -> None:
         self.query = as_parameter("query", query, ("heads", "key_dim", "d"))
         self.heads, self.key_dim, d = self.query.shape
         q = self.query
-        self.key = as_parameter("key", key, ("kv_heads", self.key_dim, "d_memory" if memory else d), like=q)
+        self.key = as_parameter("key", key, ("kv_heads", self.key_dim, d), like=q)
         self.kv_heads = self.key.shape[0]
         self.value = as_parameter("value", value, (self.kv_heads, "value_dim", self.key.shape[2]), like=q)
         self.value_dim = self.value.shape[1]
@@ -52,15 +50,15 @@ class HeadParameters:
             )
         width = self.heads * self.value_dim
 
-        self.output = optional_parameter("output", output, ("d_out", width), q)
-        self.query_bias = optional_parameter("query_bias", query_bias, (self.heads, self.key_dim), q)
-        self.key_bias = optional_parameter("key_bias", key_bias, (self.kv_heads, self.key_dim), q)
-        self.value_bias = optional_parameter("value_bias", value_bias, (self.kv_heads, self.value_dim), q)
+        self.output = _optional("output", output, ("d_out", width), q)
+        self.query_bias = _optional("query_bias", query_bias, (self.heads, self.key_dim), q)
+        self.key_bias = _optional("key_bias", key_bias, (self.kv_heads, self.key_dim), q)
+        self.value_bias = _optional("value_bias", value_bias, (self.kv_heads, self.value_dim), q)
         if output_bias is not None and self.output is None:
             raise ArgumentError(
                 "output_bias", expected="None without an output matrix", got="a tensor", remedy="Give output."
             )
-        self.output_bias = optional_parameter("output_bias", output_bias, (self.d_out,), q)
+        self.output_bias = _optional("output_bias", output_bias, (self.d_out,), q)
         self.scale = 1.0 / math.sqrt(self.key_dim) if scale is None else float(scale)
         if not math.isfinite(self.scale):
             raise ArgumentError("scale", expected="a finite number", got=str(scale))
@@ -106,12 +104,6 @@ class HeadParameters:
         tensors = {name: t.to(dtype=dtype, device=device) for name, t in self._tensors().items()}
         return tensors | {"scale": self.scale}
 
-
-class HeadsAttention(HeadParameters, TokenMap):
-    """Base class of multi-head self-attention with query, key, value and output projections. Subclasses
-    define the attention matrix P.
-    """
-
     def __repr__(self) -> str:
         sizes = f"d={self.d}, key_dim={self.key_dim}, d_out={self.d_out}"
         return f"{type(self).__name__}({self.describe()}, {sizes})"
@@ -139,7 +131,11 @@ class HeadsAttention(HeadParameters, TokenMap):
         self, heads: Float[Tensor, "*batch kv_heads group n value_dim"]
     ) -> Float[Tensor, "*batch n d_out"]:
         """Concatenate the head outputs, and multiply them by the output projection if there is one."""
-        return projected_heads(heads.flatten(-4, -3), self.output, self.output_bias)
+        rows = heads.flatten(-4, -3).movedim(-3, -2).flatten(-2)
+        if self.output is None:
+            return rows
+        out = rows @ self.output.mT
+        return out if self.output_bias is None else out + self.output_bias
 
 
 def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -150,21 +146,6 @@ def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return rows.reshape(*rows.shape[:-1], *weight.shape[:2]).movedim(-2, -3)
 
 
-def projected_heads(
-    heads: Float[Tensor, "*batch heads m value_dim"], output: Tensor | None, bias: Tensor | None
-) -> Float[Tensor, "*batch m d_out"]:
-    """Concatenate the outputs of the heads, multiply them by the output matrix and add the output bias. If
-    there is no output matrix, return the concatenated outputs.
-    """
-    rows = heads.movedim(-3, -2).flatten(-2)
-    if output is None:
-        return rows
-    out = rows @ output.mT
-    return out if bias is None else out + bias
-
-
-def optional_parameter(
-    name: str, given: Tensor | None, shape: tuple[int | str, ...], like: Tensor
-) -> Tensor | None:
+def _optional(name: str, given: Tensor | None, shape: tuple[int | str, ...], like: Tensor) -> Tensor | None:
     """Return None if the value is None, and otherwise the checked parameter from :func:`as_parameter`."""
     return None if given is None else as_parameter(name, given, shape, like=like)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from howsmooth.attention.compositions import Compose, Residual
-from howsmooth.attention.cross_attention import TwoSequenceMap
 from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.l2_attention import L2Attention
 from howsmooth.attention.layer_scale import LayerScale
@@ -56,14 +55,9 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
 
 
 def remedy_for_other_map(given: object) -> str:
-    """Return advice for callers who passed a cross-attention, or a head of ``hs.bounds``, where a map of
-    one sequence of tokens is expected. For anything else it is empty.
+    """Return advice for callers who passed a head of ``hs.bounds`` where a map of tokens is expected. For
+    anything else it is empty.
     """
-    if isinstance(given, TwoSequenceMap):
-        return (
-            "It is a map of one sequence as f.view(side, x, memory), for the side 'queries', 'memory' or "
-            "'joint', at f.tokens(side, x, memory); hs.bounds.cross_attention_upper_bound bounds it."
-        )
     if hasattr(given, "A") and hasattr(given, "V"):
         return (
             "The map of a head with matrices A and V is hs.SelfAttention(torch.eye(len(A)).to(A)[None], "

@@ -7,15 +7,12 @@
 - Upper bounds on a ball, several heads: ``lemma_3_8`` and the other functions of ``multi_head_upper_bounds``.
 - An upper bound on a ball for any scores (rotary positions, norms of queries and keys, soft caps, biases,
   sinks) and any mask: ``any_scores_ball_upper_bound``.
-- An upper bound on a ball for any map that is known by its code: ``recorded_map_ball_upper_bound``.
 - Upper bounds at given tokens: ``certificates``, and ``theorem_c_3`` and the other functions of
   ``local_upper_bounds``. For large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
 - Lower bounds on a ball: ``proposition_3_4`` and the other functions of ``ball_lower_bounds`` and
   ``mean_field_lower_bounds``.
 - Upper bounds on how far one token moves if every token moves by at most one: ``token_wise_ball_upper_bound``
   and ``token_wise_upper_bound``. They are in other norms, so ``best`` and ``table`` leave them out.
-- Upper bounds for attention to another sequence: ``cross_attention_upper_bound`` at given tokens, and
-  ``cross_attention_ball_upper_bound``. ``best`` and ``table`` are for one sequence and leave them out.
 - Upper bounds on the change of the output by errors of keys and values: ``kv_error_upper_bound``.
 - Upper bounds for L2, scaled cosine, Sinkhorn and LipschitzNorm attention: ``variant_upper_bounds``.
 
@@ -58,10 +55,6 @@ from howsmooth.bounds.certificates import (
     certificate_rows,
 )
 from howsmooth.bounds.comparison_with_measurement import table
-from howsmooth.bounds.cross_attention_upper_bounds import (
-    cross_attention_ball_upper_bound,
-    cross_attention_upper_bound,
-)
 from howsmooth.bounds.key_value_error_upper_bounds import OutputErrorBound, kv_error_upper_bound
 from howsmooth.bounds.large_radius_bounds import theorem_3_7, theorem_4_5
 from howsmooth.bounds.local_upper_bounds import (
@@ -94,7 +87,6 @@ from howsmooth.bounds.multi_head_upper_bounds import (
 from howsmooth.bounds.norm_layer_outputs import absorb_norm, ellipsoid, norm_radius
 from howsmooth.bounds.pre_norm_upper_bounds import pre_norm_upper_bound
 from howsmooth.bounds.radius import RobustRadius, robust_radius
-from howsmooth.bounds.recorded_operations_upper_bounds import recorded_map_ball_upper_bound
 from howsmooth.bounds.token_wise_upper_bounds import token_wise_ball_upper_bound, token_wise_upper_bound
 from howsmooth.bounds.variant_upper_bounds import (
     l2_attention,
@@ -129,8 +121,6 @@ __all__ = [
     "certificate_parts",
     "certificate_rows",
     "covariance_upper_bound",
-    "cross_attention_ball_upper_bound",
-    "cross_attention_upper_bound",
     "diameter_upper_bound",
     "ellipsoid",
     "equal_tokens_lower_bound",
@@ -155,7 +145,6 @@ __all__ = [
     "proposition_3_6",
     "proposition_3_6_rate",
     "quadratic_growth",
-    "recorded_map_ball_upper_bound",
     "robust_radius",
     "row_norm_maximum",
     "scaled_cosine",

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from howsmooth.attention import SelfAttention, TokenMap
+from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.ball_lower_bounds import (
     causal_two_cluster_lower_bound,
@@ -62,7 +62,6 @@ from howsmooth.bounds.multi_head_upper_bounds import (
     lemma_3_8,
     output_norm_upper_bound,
 )
-from howsmooth.bounds.recorded_operations_upper_bounds import recorded_map_ball_upper_bound
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Statement", "all_bounds", "applicable_bounds", "best"]
@@ -85,10 +84,6 @@ def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tupl
     """List the names of the bounds that apply to an attention, with functions that compute them."""
     found: list[tuple[str, Statement]] = []
     f = problem.attention
-    if isinstance(f, TokenMap) and not isinstance(f, SelfAttention):
-        if side == "lower" or problem.length is None:
-            return found
-        return _each((recorded_map_ball_upper_bound,), f, problem.length, problem.radius)
     rotary = isinstance(f, SelfAttention) and f.rotary is not None
     if isinstance(f, SelfAttention) and (rotary or f.feature_names()):
         if side != "lower":
@@ -154,7 +149,7 @@ def _at_tokens(problem: Problem, *, rotary: bool) -> list[tuple[str, Statement]]
     )
 
 
-def _heads(attention: Head | TokenMap) -> int:
+def _heads(attention: Head | SelfAttention) -> int:
     return attention.heads if isinstance(attention, SelfAttention) else 1
 
 
@@ -201,8 +196,8 @@ def best(
     Parameters
     ----------
     attention
-        A :class:`~howsmooth.attention.SelfAttention`, a :class:`Head`, another map of tokens, or a captured
-        site. For a site, ``X`` defaults to its tokens if no length is given.
+        A :class:`~howsmooth.attention.SelfAttention`, a :class:`Head`, or a captured site. For a site, ``X``
+        defaults to its tokens if no length is given.
     X
         Tokens (n, d) for a bound on ‖D_X f‖; None for a bound on the Lipschitz constant on B_R^n.
     length
@@ -222,8 +217,9 @@ def best(
     Raises
     ------
     ArgumentError
-        If an argument does not fit, or no bound applies: several heads, rotary positions or other scores and
-        no length, ``side="lower"`` with these scores, or ``side="lower"`` with X.
+        If an argument does not fit, or no bound applies: a map that is not attention alone, or whose matrices
+        are not known; several heads, rotary positions or other scores and no length; ``side="lower"`` with
+        these scores, or with X.
     NonFiniteError
         If an entry of X is NaN or infinite.
 
@@ -242,7 +238,7 @@ def best(
     found = all_bounds(problem, side=side)
     candidates = [bound for bound in found if bound.holds]
     if not candidates:
-        if side == "lower" and isinstance(problem.attention, TokenMap):
+        if side == "lower" and isinstance(problem.attention, SelfAttention):
             parameters_of(problem.attention)  # raises an error about rotary positions and other scores
         if problem.length is not None:
             failed = {h.statement: None for bound in found for h in bound.hypotheses if not h.holds}

@@ -41,8 +41,6 @@ class Quantity(StrEnum):
     TOKEN_WISE = "Lip_∞(f on B_R^n)"
     #: The same at given tokens: max_i sup |Σ_j J_ij e_j| over tangents with |e_j| ≤ 1.
     LOCAL_TOKEN_WISE = "‖D_X f‖_∞"
-    #: Lipschitz constant of cross-attention for tokens in one ball and a memory in another.
-    CROSS = "Lip(f for |x_i| ≤ R_x, |y_j| ≤ R_y)"
     #: Lipschitz constant on all tokens in R^d, for maps that have one.
     EVERYWHERE = "Lip(f)"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.attention import LayerNorm, RMSNorm, TokenMap
+from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention, TokenMap
 from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike, parameters_of
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.norm_layer_outputs import norm_radius
@@ -26,7 +26,7 @@ class Problem:
     Attributes
     ----------
     attention
-        A Head, Parameters or SelfAttention, or another map of tokens, which is known by its code.
+        A Head, Parameters or SelfAttention.
     X
         Tokens (n, d), float64 on the CPU, or None for all tokens in the ball.
     length
@@ -38,7 +38,7 @@ class Problem:
 
     """
 
-    attention: Head | Parameters | TokenMap
+    attention: Head | Parameters | SelfAttention
     X: Tensor | None
     length: int | None
     radius: float
@@ -55,7 +55,8 @@ class Problem:
         Raises
         ------
         ArgumentError
-            If an argument does not fit, or there is nothing to take the radius from.
+            If an argument does not fit, no bound is known for the map, or there is nothing to take the radius
+            from.
         NonFiniteError
             If an entry of X is NaN or infinite.
 
@@ -65,7 +66,15 @@ class Problem:
             attention, norm = source.map, source.norm
             if X is None and length is None:
                 X = _single(source.x)
-        if not isinstance(attention, Head | Parameters | TokenMap):
+        if isinstance(attention, TokenMap) and not isinstance(attention, SelfAttention):
+            raise ArgumentError(
+                "attention",
+                expected="attention given by its matrices: no bound is known for any other map",
+                got=attention.describe(),
+                remedy="local_lipschitz measures it at given tokens. If it belongs to a captured layer, the "
+                "scopes 'attention', 'heads' and 'head' may have bounds; for norms see pre_norm_upper_bound.",
+            )
+        if not isinstance(attention, Head | Parameters | SelfAttention):
             attention = parameters_of(source)  # raises an error for other types
         X = None if X is None else _tokens(X, attention)
         n = None if length is None else check_length(length)
@@ -113,7 +122,7 @@ def _single(x: Tensor) -> Tensor:
     )
 
 
-def _tokens(X: Tensor, attention: Head | Parameters | TokenMap) -> Tensor:
+def _tokens(X: Tensor, attention: Head | Parameters | SelfAttention) -> Tensor:
     d = attention.heads[0].d if isinstance(attention, Parameters) else attention.d
     if not isinstance(X, Tensor):
         raise ArgumentError(

@@ -6,7 +6,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from howsmooth.attention import TokenMap
+from howsmooth.attention import SelfAttention
 from howsmooth.bounds.applicable_bounds import all_bounds
 from howsmooth.bounds.bound_problem import Problem
 from howsmooth.lipschitz import local_lipschitz
@@ -57,7 +57,7 @@ def table(
         rows.append(
             (str(bound.quantity), bound.log_value, bound.name, bound.side, bound.value, bound.holds, where)
         )
-    if problem.X is not None and isinstance(problem.attention, TokenMap):
+    if problem.X is not None and isinstance(problem.attention, SelfAttention):
         f = problem.attention.to(dtype=torch.float64, device="cpu")
         found = local_lipschitz(f, problem.X, rtol=rtol, confidence=confidence, seed=seed)
         status = "" if bool(found.converged) else f", rtol {rtol:g} not reached"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.accuracy_limits import check_accuracy
-from howsmooth.attention import TokenMap, TwoSequenceMap
+from howsmooth.attention import TokenMap
 from howsmooth.attention.map import check_tokens
 from howsmooth.attention.theorem_preconditions import remedy_for_other_map
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -29,7 +29,7 @@ def check_arguments(
 
     The error is an ArgumentError or a NonFiniteError.
     """
-    if not callable(f) or isinstance(f, TwoSequenceMap):
+    if not callable(f):
         raise ArgumentError(
             "f", expected="a map of one sequence of tokens", got=type(f).__name__, remedy=_remedy_for_site(f)
         )
@@ -84,8 +84,8 @@ def check_batch_dims(batch_dims: object, f: object, x: object) -> None:
 
 
 def _remedy_for_site(given: object) -> str:
-    """Return advice for callers of ``local_lipschitz`` who passed a captured attention layer, a head of
-    ``hs.bounds`` or a cross-attention instead of a map and tokens.
+    """Return advice for callers of ``local_lipschitz`` who passed a captured attention layer or a head
+    of ``hs.bounds`` instead of a map and tokens.
 
     A captured site is one attention layer of a model with its input. For a list of sites it says what to do
     with each. For anything else it is empty.

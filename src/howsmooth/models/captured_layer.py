@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from howsmooth.attention import LayerNorm, RMSNorm, TokenMap, TwoSequenceMap
+from howsmooth.attention import LayerNorm, RMSNorm, TokenMap
 
 __all__ = ["CrossSite", "Site"]
 
@@ -89,19 +89,18 @@ class CrossSite(Site):
     """One cross-attention layer of a model for one sequence of a batch, as a map of the query tokens, of the
     memory (the sequence that gives the keys and values), or of both.
 
-    ``map`` is ``attention`` as a function of one of its two sequences or of both, and ``x`` its argument:
-    ``local_lipschitz(site.map, site.x)`` measures the constant of that side.
+    ``local_lipschitz(site.map, site.x)`` measures the constant of that side. PyTorch differentiates a copy of
+    the model's module.
     """
 
     #: Which sequence varies. ``queries``: the tokens of the queries, at the fixed memory. ``memory``: the
-    #: memory, at the fixed tokens. ``joint``: both, stacked, the tokens first.
+    #: memory, at the fixed tokens. ``joint``: both, stacked, the tokens first; the shorter tokens end with
+    #: zeros, which are ignored.
     side: str
     #: The tokens (m, d) that give the queries.
     queries: Float[Tensor, "m d_queries"]
     #: The memory (n, d_memory) that gives keys and values.
     memory: Float[Tensor, "n_memory d_memory"]
-    #: The map of the two sequences.
-    attention: TwoSequenceMap
 
     def __repr__(self) -> str:
         sequence = "" if self.sequence is None else f", sequence {self.sequence}"

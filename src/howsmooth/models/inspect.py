@@ -243,23 +243,24 @@ def _cross_site(
     except Exception as error:  # as in _site
         refused.append(Refusal((layer.index,), (layer.name,), (CROSS_SCOPE,), _reason(error, layer)))
         return plain
-    layer, attention, softmax = read.module.layer, read.map, read.module.softmaxes[0]
+    layer, softmax = read.module.layer, read.module.softmaxes[0]
+    site = read.site("queries", None)
     return replace(
         plain,
         name=layer.name,
         module=type(layer.module).__name__,
         scopes=(CROSS_SCOPE,),
-        tokens=read.module.alone.tokens().shape[1],
-        heads=attention.heads,
+        tokens=site.x.shape[1],
+        heads=read.heads,
         kv_heads=softmax.value.shape[-3],
-        d=attention.d,
+        d=site.x.shape[2],
         key_dim=None if softmax.key is None else softmax.key.shape[-1],
         value_dim=softmax.value.shape[-1],
         masking=read.masking,
-        positions="score bias" if any(core.score_bias is not None for core in attention.cores) else "none",
+        positions="score bias" if read.biased else "none",
         layout="",
-        path="closed form",
-        path_reason=_plain(read.reason, layer),
+        path=site.path,
+        path_reason=site.path_reason,
     )
 
 

@@ -93,10 +93,7 @@ _PUBLISHED_ELSEWHERE = {
     "c-3": "It changes a bound; use howsmooth reproduce bounds --as-published.",
 }
 
-_CROSS_ELSEWHERE = (
-    "howsmooth measure takes this scope. In Python, hs.bounds.cross_attention_upper_bound bounds it, and "
-    'hs.adversarial.ascend searches it: see the guide "Scopes and masks".'
-)
+_CROSS_ELSEWHERE = "No bound is known for it; howsmooth measure takes this scope."
 
 _DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
 _DEFAULT_LENGTHS = tuple(range(2, 101, 2))

@@ -7,33 +7,19 @@ nothing else, and another argument, the memory, that changes keys and values and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import pad
 
-from howsmooth.attention import CrossAttention, StagedCrossAttention
 from howsmooth.attention.custom_code_attention import Core
-from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.errors import CaptureError, HowsmoothError
 from howsmooth.models.captured_layer import CrossSite
-from howsmooth.models.identification.candidate_maps import (
-    condition_of,
-    heads_in,
-    matrix_of,
-    of_one_sequence,
-    softmax_cores,
-    tail_of,
-    width_of,
-)
+from howsmooth.models.identification.candidate_maps import condition_of, heads_in, tail_of, width_of
 from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
-from howsmooth.models.identification.qkv_projections import (
-    multihead_parameters,
-    read_cross_projections,
-    weight_and_bias,
-)
-from howsmooth.models.identification.replayed_attention import CopiedModule
+from howsmooth.models.identification.replayed_attention import CopiedModule, ReplayedAttention
 from howsmooth.models.identification.self_attention_module import (
     RandomAttention,
     SelfAttentionModule,
@@ -64,22 +50,85 @@ class OneSequence(CaptureError):  # noqa: N818 - says what was found
     """The exception that is raised for a layer whose queries, keys and values come from the same tokens."""
 
 
+class _OneArgument(CopiedModule):
+    """A copied cross-attention module as a function of its queries' tokens, of its memory, or of both, one
+    above the other. A sequence that is not an argument is held fixed.
+
+    If the dimensions of the two sequences differ, rows of the shorter ones end with zeros, which are ignored.
+    """
+
+    def __init__(self, copied: CopiedModule, side: str) -> None:
+        super().__init__(copied.call, copied.tail, copied.implementation)
+        self.side = side
+
+    def to(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> _OneArgument:
+        return _OneArgument(super().to(dtype=dtype, device=device), self.side)
+
+    def argument(self) -> Tensor:
+        """Return the captured argument: the tokens, the memory, or both."""
+        x, memory = self.call.tokens()[0], _memory_of(self.call)
+        if self.side != "joint":
+            return (x if self.side == "queries" else memory).clone()
+        width = max(x.shape[1], memory.shape[1])
+        return torch.cat([pad(t, (0, width - t.shape[1])) for t in (x, memory)])
+
+    def run(self, x: Tensor, core: Core | None) -> Tensor:
+        own, memory = self.call.tokens()[0], _memory_of(self.call)
+        if self.side == "queries":
+            own = x
+        elif self.side == "memory":
+            memory = x
+        else:
+            own, memory = x[: len(own), : own.shape[1]], x[len(own) :, : memory.shape[1]]
+        return CopiedModule(self.call.with_memory(memory), self.tail, self.implementation).run(own, core)
+
+
+_OF_SIDE = {
+    "queries": "a function of its queries' tokens at a fixed memory",
+    "memory": "a function of its memory at fixed queries",
+    "joint": "a function of its queries' tokens and its memory",
+}
+
+
+class _CrossMap(ReplayedAttention):
+    """A copied cross-attention module as a map of one or both of its sequences, differentiated by PyTorch."""
+
+    def describe(self) -> str:
+        """Return a phrase that describes the map, for messages and reports."""
+        assert isinstance(self.layer, _OneArgument)
+        kind = type(self.layer.call.module).__name__
+        return f"the model's own cross-attention {kind}, as {_OF_SIDE[self.layer.side]}"
+
+
 @dataclass(frozen=True, eq=False)
 class VerifiedCrossLayer:
-    """A cross-attention layer whose map was identified and verified for one sequence of a batch."""
+    """A cross-attention layer, copied from the model and verified for one sequence of a batch."""
 
     module: SelfAttentionModule  # its call as a function of the queries' tokens, at the fixed memory
-    map: CrossAttention | StagedCrossAttention
-    reason: str  # a phrase that says how the map's Jacobian is computed
+    copied: CopiedModule
+    heads: int
+    d_out: int
     masking: str  # the mask in words
+    biased: bool  # whether scores have a bias
     stored: torch.dtype
+
+    def map(self, side: str) -> tuple[ReplayedAttention, Tensor]:
+        """Return the layer as a map of the query tokens, of the memory (the sequence that gives the keys and
+        values), or of both, and the tokens (n, d) that it was given.
+        """
+        layer = _OneArgument(self.copied, side)
+        z = layer.argument()
+        f = _CrossMap(layer, d=z.shape[1], d_out=self.d_out, heads=self.heads, n=len(z), causal=False)
+        return f, z
 
     def site(self, side: str, sequence: int | None) -> CrossSite:
         """Return the captured layer with its inputs, as a map of the query tokens, of the memory (the
         sequence that gives the keys and values), or of both.
         """
-        x, memory = self.module.alone.tokens()[0].clone(), _memory_of(self.module.alone).clone()
         layer = self.module.layer
+        f, z = self.map(side)
         return CrossSite(
             name=layer.name,
             layer=layer.index,
@@ -88,22 +137,21 @@ class VerifiedCrossLayer:
             causal=False,
             masking=self.masking,
             layout="",
-            path="closed form",
-            path_reason=self.reason,
-            x=self.map.tokens(side, x, memory)[None],
-            map=self.map.view(side, x, memory),
+            path="autodiff",
+            path_reason="differentiated by PyTorch as it is",
+            x=z[None],
+            map=f,
             norm=None,
             stored=self.stored,
             sequence=sequence,
             side=side,
-            queries=x,
-            memory=memory,
-            attention=self.map,
+            queries=self.module.alone.tokens()[0].clone(),
+            memory=_memory_of(self.module.alone).clone(),
         )
 
 
 def read_cross_layer(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
-    """Identify the map that a traced cross-attention layer computes for one sequence, and verify it.
+    """Copy a traced cross-attention layer for one sequence, and verify the copy.
 
     Parameters
     ----------
@@ -135,19 +183,14 @@ def _read(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
     output = find_output(trace, module, lambda: trace_layer(module, traced_layer, root))
     if output.obstacle:
         raise CaptureError(f"{module.layer} has no scope {CROSS_SCOPE!r}: {output.obstacle}.")
-    refused: list[CaptureError] = []
-    for found in _hypotheses(trace, module, output):
-        if isinstance(found, CaptureError):
-            refused.append(found)
-            continue
-        attention, reason = found
-        try:
-            _verify(module, output, attention, max(map(condition_of, trace.softmaxes)))
-        except CaptureError as error:
-            refused.append(error)
-            continue
-        return VerifiedCrossLayer(module, attention, reason, _masking(trace), traced_layer.stored)
-    raise refused[-1]
+    copied = CopiedModule.of(module.alone, tail_of(module, output), module.implementation)
+    width = width_of(output.call.output, output.call)
+    biased = any(split_mask(trace.layer, softmax.mask)[1] is not None for softmax in trace.softmaxes)
+    found = VerifiedCrossLayer(
+        module, copied, heads_in(trace), width, _masking(trace), biased, traced_layer.stored
+    )
+    _verify(found, output, max(map(condition_of, trace.softmaxes)))
+    return found
 
 
 def _memory_of(call: ModuleReplay) -> Tensor:
@@ -223,8 +266,8 @@ def _implementation_and_softmaxes(
 def _module_of(
     traced_layer: TracedLayer, call: TracedCall, roles: dict[str, Tensor], implementation: str
 ) -> SelfAttentionModule:
-    """Return the cross-attention module of a layer with its call. Raise CaptureError if a setting of its
-    softmaxes, such as the mask, depends on the tokens or on the memory.
+    """Return the cross-attention module of a layer with its call. Raise CaptureError if the tokens or the
+    memory determine which keys a query sees.
     """
     layer = replace(traced_layer.layer, name=call.name, module=call.module)
     replay = ModuleReplay(call, roles["queries"], 1, roles["memory"])
@@ -232,111 +275,8 @@ def _module_of(
     check_finite(layer, replay.x, before)
     other = replay.with_memory(moved_tokens(roles["memory"]))
     for after in (softmaxes_of(replay, moved_tokens(replay.x), way), softmaxes_of(other, other.x, way)):
-        obstacle = obstacle_of(layer, before, after)
-        if obstacle:
-            raise CaptureError(f"{layer} is not captured with scope {CROSS_SCOPE!r}: {obstacle}.")
+        obstacle_of(layer, before, after)
     return SelfAttentionModule(layer, replay, replay, before, way, "")
-
-
-# ---------------------------------------------------------------- the readings
-
-
-def _hypotheses(
-    trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput
-) -> Iterator[tuple[CrossAttention | StagedCrossAttention, str] | CaptureError]:
-    """Yield candidates for the map of a layer, each with a phrase that says how its Jacobian is computed. In
-    place of an impossible candidate, yield the error that says why it is impossible.
-    """
-    try:
-        yield _explicit(trace, module, output), "every parameter is known"
-        reason = "as a map with these parameters it was not confirmed"
-    except (CaptureError, ArgumentError) as error:
-        yield CaptureError(str(error))
-        reason = str(error)
-    try:
-        known = f"the softmax in closed form, the rest differentiated by PyTorch: {reason}"
-        yield _staged(trace, module, output), known
-    except (CaptureError, ArgumentError) as error:
-        yield CaptureError(str(error))
-
-
-def _explicit(trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput) -> CrossAttention:
-    """Read all weights and options of a layer, and return it as a CrossAttention."""
-    layer = trace.layer
-    if len(trace.softmaxes) > 1:
-        raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
-    softmax = of_one_sequence(trace.softmaxes[0])
-    if softmax is None or softmax.query is None or softmax.key is None:
-        raise CaptureError(f"The softmax of {layer} acts on windows of the tokens.")
-    memory = _memory_of(module.alone)
-    m, n = softmax.query.shape[2], softmax.key.shape[2]
-    if (m, n) != (trace.x.shape[1], len(memory)) or softmax.sinks is not None or softmax.causal:
-        raise CaptureError(f"{layer} attends from {m} to {n} tokens, with rules that were not recognised.")
-    visible, bias = split_mask(layer, softmax.mask)
-    if isinstance(layer.module, nn.MultiheadAttention):
-        projections, weight, output_bias = multihead_parameters(layer.module, softmax)
-    elif output.projection is not None:
-        projections = read_cross_projections(trace, memory[None], softmax)
-        weight, output_bias = weight_and_bias(matrix_of(trace, output.projection))
-    else:
-        raise CaptureError(output.unclear)
-    masks = None if visible is None else _by_head(visible, m, n)
-    if masks is not None and not bool((masks == masks[:1]).all()):
-        raise CaptureError(f"{layer} masks its heads differently.")
-    return CrossAttention(
-        projections.query.weight,
-        projections.key.weight,
-        projections.value.weight,
-        weight.clone(),
-        query_bias=projections.query.bias,
-        key_bias=projections.key.bias,
-        value_bias=projections.value.bias,
-        output_bias=None if output_bias is None else output_bias.clone(),
-        scale=softmax.scale * projections.factor,
-        mask=None if masks is None else masks[0].clone(),
-        score_bias=None if bias is None else _by_head(bias, m, n).clone().to(trace.x.dtype),
-        softcap=softmax.softcap,
-    )
-
-
-def _by_head(scores: Tensor, m: int, n: int) -> Tensor:
-    """Return a mask or a score bias in the shape (heads, m, n), or (1, m, n) if all heads share it."""
-    return scores.broadcast_to(*scores.shape[:-2], m, n).reshape(-1, m, n)
-
-
-def _staged(trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput) -> StagedCrossAttention:
-    """Return a map that runs a copy of the module with a SoftmaxCore in place of each softmax."""
-    copied = CopiedModule.of(module.alone, tail_of(module, output), module.implementation)
-    memory = _memory_of(module.alone)
-    return StagedCrossAttention(
-        _CopiedCrossModule(copied),
-        tuple(softmax_cores(trace)),
-        d=trace.x.shape[-1],
-        d_memory=memory.shape[-1],
-        d_out=width_of(output.call.output, output.call),
-        heads=heads_in(trace),
-        m=trace.x.shape[1],
-        n=len(memory),
-        dtype=trace.x.dtype,
-        device=trace.x.device,
-        description=type(module.alone.module).__name__,
-    )
-
-
-class _CopiedCrossModule:
-    """A copy of an attention module as a function of the query tokens and the memory."""
-
-    def __init__(self, copied: CopiedModule) -> None:
-        self.copied = copied
-
-    def to(
-        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> _CopiedCrossModule:
-        return _CopiedCrossModule(self.copied.to(dtype=dtype, device=device))
-
-    def run(self, x: Tensor, memory: Tensor, core: Core) -> Tensor:
-        one = self.copied
-        return CopiedModule(one.call.with_memory(memory), one.tail, one.implementation).run(x, core)
 
 
 def _masking(trace: LayerTrace) -> str:
@@ -357,15 +297,11 @@ def _masking(trace: LayerTrace) -> str:
 # ---------------------------------------------------------------- the verification
 
 
-def _verify(
-    module: SelfAttentionModule,
-    output: AttentionOutput,
-    attention: CrossAttention | StagedCrossAttention,
-    condition: float,
-) -> None:
-    """Raise CaptureError unless a map agrees with the model, at the captured sequences and at other
+def _verify(found: VerifiedCrossLayer, output: AttentionOutput, condition: float) -> None:
+    """Raise CaptureError unless the copy agrees with the model, at the captured sequences and at other
     sequences.
     """
+    module = found.module
     call, memory = module.alone, _memory_of(module.alone)
     for of_queries, of_memory in ((False, False), (True, False), (False, True), (True, True)):
         y = moved_tokens(memory) if of_memory else memory
@@ -379,4 +315,5 @@ def _verify(
             name for name, is_so in (("tokens", of_queries), ("memory", of_memory)) if is_so
         )
         what = f"its attention{f' on other {changed}' if changed else ''}"
-        compare(module.layer, what, attention(own.x, y[None]), own.attention, tol)
+        copied = CopiedModule(found.copied.call.with_memory(y), found.copied.tail, module.implementation)
+        compare(module.layer, what, copied.run(own.x[0], None)[None], own.attention, tol)

@@ -5,7 +5,6 @@ layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 __all__ = [
     "Projections",
     "multihead_parameters",
-    "read_cross_projections",
     "read_projections",
     "rows",
     "weight_and_bias",
@@ -108,55 +106,6 @@ def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
         value=outputs.projection(values, call.value),
         rotary=positions,
     )
-
-
-def read_cross_projections(
-    trace: LayerTrace, memory: Float[Tensor, "1 n d_memory"], call: SoftmaxCall
-) -> Projections:
-    """Find the linear maps that compute queries from the tokens X, and keys and values from a memory.
-
-    Queries and keys may be scaled afterwards, as in Whisper; values may not.
-
-    Raises
-    ------
-    CaptureError
-        If queries, keys or values are not such a map; the message names the modules in between.
-
-    """
-    found, factor = [], 1.0
-    from_memory = replace(trace, x=memory)
-    for role, heads, of in (
-        ("queries", call.query, trace),
-        ("keys", call.key, from_memory),
-        ("values", call.value, from_memory),
-    ):
-        outputs = _linear_outputs(of)
-        columns = None if heads is None else _columns(heads, outputs.values, None)
-        if heads is not None and columns is None and role != "values":
-            scaled = _scaled_columns(heads, outputs)
-            columns = None if scaled is None else scaled.columns
-            factor *= 1.0 if scaled is None else scaled.factor
-        if heads is None or columns is None:
-            source = "input" if of is trace else "memory"
-            raise CaptureError(f"The {role} of {trace.layer} are not a linear map of its {source}.")
-        found.append(outputs.projection(columns, heads))
-    query, key, value = found
-    return Projections(query, key, value, rotary=None, factor=factor)
-
-
-def _scaled_columns(heads: Float[Tensor, "1 heads n dim"], outputs: _Outputs) -> ProjectionReading | None:
-    """Find the linear module whose outputs equal the queries or keys up to a factor; return None if there is
-    no such module.
-    """
-    width = heads.shape[1] * heads.shape[3]
-    slices = [
-        torch.arange(start, start + width, device=heads.device)
-        for start in outputs.starts
-        if start + width <= outputs.values.shape[1]
-    ]
-    tol = tolerance(precision(heads.dtype))
-    readings = projection_readings(heads[0], outputs.values, slices, ())
-    return next((one for one in readings if relative_error(one.base, one.given) <= tol), None)
 
 
 def multihead_parameters(

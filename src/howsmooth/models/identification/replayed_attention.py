@@ -223,7 +223,7 @@ class ReplayedAttention(TokenMap):
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> ReplayedAttention:
         """Return the same map with the module in another dtype or on another device."""
-        return ReplayedAttention(
+        return type(self)(
             self.layer.to(dtype=dtype, device=device),
             d=self.d,
             d_out=self.d_out,
