@@ -180,8 +180,8 @@ are moved *in the whole model*, and the change of the scope's values is compared
 Up to twelve sites and scopes of a type are checked, where a module of the model holds the scope's values.
 
 For each layer {{func}}`howsmooth.bounds.best` was asked for an upper bound on the ball that holds the layer's
-tokens. It is finite in every layer of {bounded} measured types, and never below the constant at these tokens. No bound is
-known for a layer that is given by its code and not by its matrices.
+tokens. It is finite in every layer of {bounded} measured types, and never below the constant at these tokens.
+No bound is known for a layer that is given by its code and not by its matrices.
 
 | column | meaning |
 |---|---|

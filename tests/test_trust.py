@@ -1,18 +1,16 @@
 """What comes from elsewhere is data: nothing of it is run, unpickled or unpacked, or names where to write.
 
-Models, parameter files, texts, plans and stores of strangers are met here as they might be made by someone
+Models, arrays, texts, plans and stores of strangers are met here as they might be made by someone
 who wants them to do harm. Each bomb makes a file if it goes off.
 """
 
 from __future__ import annotations
 
 import ast
-import io
 import json
 import pickle
 import re
 import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,60 +257,38 @@ def test_kernels_named_by_the_configuration_are_not_fetched(
     assert not mark.exists()
 
 
-# ---- parameter files
+# ---- arrays
 
 
-def npz_of_objects(path: Path, mark: Path) -> None:
-    np.savez(path, A=np.array([Bomb(mark)], dtype=object), V=np.eye(1))
+def npy_of_objects(path: Path, mark: Path) -> None:
+    np.save(path, np.array([Bomb(mark)], dtype=object), allow_pickle=True)
 
 
-def npz_that_is_a_pickle(path: Path, mark: Path) -> None:
+def npy_that_is_a_pickle(path: Path, mark: Path) -> None:
     path.write_bytes(pickle.dumps(Bomb(mark)))
 
 
-def npz_with_a_member_elsewhere(path: Path, mark: Path) -> None:
-    saved = io.BytesIO()
-    np.save(saved, np.eye(1))
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"../{BOMB}", saved.getvalue())
-        archive.writestr(f"../{BOMB}.npy", saved.getvalue())
+def npy_that_announces_too_much(path: Path, mark: Path) -> None:
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (10000000000000,), }".ljust(117) + b"\n"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
 
 
-def npz_that_announces_too_much(path: Path, mark: Path) -> None:
-    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (10000000000000,), }".ljust(117) + b"\n"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("A.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
-
-
-def safetensors_that_is_a_pickle(path: Path, mark: Path) -> None:
-    path.write_bytes(pickle.dumps(Bomb(mark)))
-
-
-@pytest.mark.parametrize(
-    ("make", "name", "sentence"),
-    [
-        (npz_of_objects, "a.npz", "A is a pickled object, which is never read"),
-        (npz_that_is_a_pickle, "a.npz", "it is no archive as numpy.savez writes it"),
-        (npz_with_a_member_elsewhere, "a.npz", "expected the tensors query, key and value"),
-        (npz_that_announces_too_much, "a.npz", "it does not fit into memory"),
-        (safetensors_that_is_a_pickle, "a.safetensors", "cannot be read"),
-    ],
-)
-def test_parameter_files(
+@pytest.mark.parametrize("make", [npy_of_objects, npy_that_is_a_pickle, npy_that_announces_too_much])
+@pytest.mark.parametrize("option", ["--tokens", "--embeddings"])
+def test_arrays(
     tmp_path: Path,
     mark: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     make: Callable[[Path, Path], None],
-    name: str,
-    sentence: str,
+    option: str,
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    make(Path(name), mark)
-    assert main(["bound", name, "--lengths", "4", "--radius", "1", "-q", "--out", "out"]) == 2
-    assert sentence in capsys.readouterr().err
-    assert [path.name for path in tmp_path.rglob("*")] == ["here", name]
+    make(Path("a.npy"), mark)
+    assert main(["bound", "builtin-encoder", option, "a.npy", "--lengths", "4", "-q", "--out", "out"]) == 2
+    assert "expected a .npy file, got a.npy, which cannot be read" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["here", "a.npy"]
 
 
 # ---- names
@@ -357,7 +333,7 @@ def files_below(folder: Path) -> list[Path]:
 def check_names(root: Path, inside: str) -> None:
     """All files of a root are in one folder, under names that any file system takes."""
     found = files_below(root)
-    assert len(found) > 2
+    assert found
     for path in found:
         assert path.parts[0] == inside
         for part in path.parts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from howsmooth.bounds import certificates
 from howsmooth.bounds import masked_ball_upper_bounds as masked_bounds
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Gaussian
-from howsmooth.models.attention_parameter_files import read_parameter_file, save_parameters
 from tests._cases import D, random_attention, rotary, tokens, true_norm
 from tests._selection import others_slow
 
@@ -270,7 +268,7 @@ def test_certificates_of_parameters_know_the_window() -> None:
         assert float(found.value) == pytest.approx(float(expected), rel=1e-9)
 
 
-# ---- searches and files
+# ---- searches
 
 
 def test_few_atoms_are_no_search_space_of_a_window() -> None:
@@ -285,17 +283,6 @@ def test_a_search_in_fewer_coordinates_keeps_the_window() -> None:
     assert basis is not None
     x = tokens(5, N, D)
     torch.testing.assert_close(_compressed(f, basis)(x @ basis), f(x), rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_files_keep_the_window(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"attention{suffix}"
-    f = random_attention(1, causal=True, window=4)
-    save_parameters(path, f)
-    loaded = read_parameter_file(path).attention
-    assert (loaded.window, loaded.causal, loaded.mask) == (4, True, None)
-    save_parameters(path, random_attention(1))
-    assert read_parameter_file(path).attention.window is None
 
 
 def test_masks_are_summed_in_blocks_of_bounded_size() -> None:

@@ -23,10 +23,8 @@ from hypothesis import strategies as st
 
 from howsmooth.cli import app, main
 from howsmooth.errors import ModelError
-from howsmooth.models.attention_parameter_files import save_parameters
 from howsmooth.models.loading.load import _device as check_device
 from howsmooth.study.plan_file import KEYS
-from tests._cases import random_attention, tokens
 from tests._sources import SmallModel, plain_table, small_tools
 from tests._study import make_tools, words
 
@@ -43,8 +41,7 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
         root = Path(above, "root")
         root.mkdir()
         patch.chdir(root)
-        attention = random_attention(31, heads=1, d_out=None)
-        save_parameters("head.safetensors", attention, tokens(3, 5, attention.d))
+        Path("head.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
         Path("broken.npz").write_bytes(b"PK\x03\x04 broken")
         np.save("start.npy", np.arange(6.0).reshape(3, 2))
         Path("prose.txt").write_text("The cat sat on a mat, and it was all that it had to do. " * 40)
@@ -230,7 +227,7 @@ REAL = {
         "--layers",
         "0",
     ],
-    "bound": ["head.safetensors", "--lengths", "5,9", "--radius", "3"],
+    "bound": ["builtin-encoder", "--text", "prose.txt", "--lengths", "5", "--layers", "0", "--scope", "head"],
 }
 """The same for the library's own tools."""
 

@@ -1,6 +1,4 @@
-"""The command ``howsmooth bound``. It computes all bounds that apply to a model's attention, or to attention
-from a parameter file.
-"""
+"""The command ``howsmooth bound``. It computes all bounds that apply to the attention of a model."""
 
 from __future__ import annotations
 
@@ -34,13 +32,10 @@ _EXAMPLES = (
     "[cyan]howsmooth bound builtin-encoder --layers 0[/]  the first layer, with all heads",
     "[cyan]howsmooth bound builtin-decoder --scope head --heads 0,1 --lengths 16,64[/]  two heads",
     "[cyan]howsmooth bound ./my-llama --tokens ids.npy --layers -1[/]  token ids instead of a text",
-    "[cyan]howsmooth bound ./head.safetensors --lengths 100 --radius 4[/]  your own parameters",
     "[cyan]howsmooth bound gpt2 --random-init --layers 6 --json[/]  JSON for another program",
     "[cyan]howsmooth bound builtin-encoder --layers 0 --lengths 12 --search[/]  also the worst tokens found",
     "In place of the model, a .toml file may hold the options as keys: source, layers, lengths and so on.",
-    "A parameter file holds the arrays query, key, value and so on, with the shapes that "
-    "howsmooth.SelfAttention documents, or the matrices A and V and the vector b of the paper. It may also "
-    "hold tokens X, at which local bounds are then computed.",
+    "Parameters of your own are bounded in Python, by howsmooth.bounds.table.",
 )
 
 
@@ -57,13 +52,13 @@ def bound(
     ] = None,
 ) -> int:
     """Compare every available bound on the Lipschitz constant of attention with the measured constant."""
-    from howsmooth.study.attention_sources import open_attention_source
+    from howsmooth.study.attention_sources import AttentionSource
     from howsmooth.study.bound_run import bound_all, bounds_frame, write_worst
     from howsmooth.study.file_writing import write_table
 
     with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
-        source = open_attention_source(plan)
+        source = AttentionSource(plan)
         display.phase("Bounding")
         bounded = list(bound_all(plan, source, display))
     written = None if out is None else write_table(bounds_frame(source.label, bounded), out, "bounds.csv")
@@ -105,7 +100,7 @@ def _as_json(
     return as_json(
         source=source.label,
         description=source.description,
-        text=source.text or None,
+        text=source.text,
         fingerprint=source.fingerprint,
         attentions=attentions,
         file=written,
@@ -132,9 +127,8 @@ def _show(source: AttentionSource, bounded: Sequence[Bounded]) -> None:
         measured = rows[is_measured]
         value = float(measured["value"].min()) if len(measured) else None
         if value is not None:
-            tokens = "the input" if one.target.norm is not None else "X"
             said = f"measured {_ends(value, float(measured['value'].max()))}"
-            paragraph(f"\n  At the tokens of {tokens}: {said} ({measured['source'].iloc[0]})")
+            paragraph(f"\n  At the tokens of the input: {said} ({measured['source'].iloc[0]})")
             if local.any():
                 _show_bounds(rows[local], logs[local], value, sources)
         if (rows.index != LOCAL).any():

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from howsmooth import bounds
-from howsmooth.errors import ArgumentError
 from howsmooth.study.attention_sources import AttentionSource, Ball, Target, largest_norm
 from howsmooth.study.bound_search import Worst, search_ball
 from howsmooth.study.file_writing import writable_folder
@@ -55,30 +55,21 @@ class Bounded:
     @property
     def longest_outside(self) -> float | None:
         """The largest norm of the given tokens if some lie outside the ball; otherwise None."""
-        if self.target.x is None:
-            return None
         farthest = largest_norm(self.target.x)
         return None if _contains(self.ball.radius, farthest) else farthest
 
 
 def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SILENT) -> Iterator[Bounded]:
-    """Compute a table of bounds for each layer or head of a model or a parameter file at each length.
+    """Compute a table of bounds for each layer or head of a model at each length.
 
     Raises
     ------
     howsmooth.errors.HowsmoothError
-        If a length or the radius is impossible or missing.
+        If a length or the radius is impossible.
 
     """
     lengths = plan.lengths or (source.usual_length,)
     for round_, n in enumerate(lengths):
-        if n is None:
-            raise ArgumentError(
-                "lengths",
-                expected="numbers of tokens, because the file holds no tokens X",
-                got="none",
-                remedy="Give --lengths and --radius." if plan.radius == "auto" else "Give --lengths.",
-            )
         targets = source.attentions(n)
         for place, one in enumerate(targets):
             done, total = round_ * len(targets) + place, float(len(targets) * len(lengths))
@@ -134,7 +125,7 @@ def bounds_frame(label: str, bounded: Sequence[Bounded]) -> pd.DataFrame:
 
 def write_worst(bounded: Sequence[Bounded], folder: str | os.PathLike[str]) -> Path:
     """Write the worst tokens found for each layer or head and length as arrays into ``worst.npz``."""
-    found = {
+    found: dict[str, Any] = {
         f"{one.target.place}, n = {one.n}": one.worst.x.numpy() for one in bounded if one.worst is not None
     }
     with writable_folder(folder) as folder:
@@ -147,8 +138,6 @@ def _contains(radius: float, farthest: float) -> bool:
 
 
 def _rows(one: Target, n: int, radius: float) -> pd.DataFrame:
-    if one.x is None:
-        return bounds.table(one.attention, length=n, radius=radius)
     farthest = largest_norm(one.x)
     if _contains(radius, farthest):
         # If all tokens are zero, `bounds.table` chooses the radius.

@@ -71,12 +71,11 @@ def search_ball(
 
 def _given(one: Target, f: SelfAttention, n: int, radius: float) -> Iterator[tuple[str, Tensor]]:
     """Yield the tokens of the input, if they lie in the ball up to rounding, and those of constructions."""
-    if one.x is not None:
-        x = one.x.double()
-        excess = x.norm(dim=-1, keepdim=True) / radius
-        x = torch.where((excess > 1) & (excess < 1 + _ROUNDING_OF_MODEL), x / excess, x)
-        if largest_norm(x) <= radius * (1 + _ROUNDING):
-            yield "tokens", x
+    x = one.x.double()
+    excess = x.norm(dim=-1, keepdim=True) / radius
+    x = torch.where((excess > 1) & (excess < 1 + _ROUNDING_OF_MODEL), x / excess, x)
+    if largest_norm(x) <= radius * (1 + _ROUNDING):
+        yield "tokens", x
     plain = isinstance(f, SelfAttention) and f.rotary is None and f.mask is None and f.window is None
     if plain and not f.feature_names():
         yield from ((made.name, made.x.double()) for made in adversarial.constructions(f, n, radius))

@@ -579,23 +579,18 @@ class InputPlan(Options):
 
 @dataclass(frozen=True)
 class BoundPlan(InputPlan):
-    """A plan for bounds: the layers and heads of a model or a parameter file to bound, the lengths, and the
-    radius of the ball of tokens.
+    """A plan for bounds: the layers and heads of a model to bound, the lengths, the radius of the ball of
+    tokens, and whether to search this ball.
     """
 
-    source: str = shared(
-        "source",
-        help="A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters.",
-        metavar="SOURCE",
-    )
     heads: Ranges = shared("heads")
     scope: str = shared("scope")
 
     lengths: tuple[int, ...] = option(
         (),
         token_counts(),
-        "Numbers of tokens: start:stop:step or a list. Default: 64, or the number of tokens X in a "
-        "parameter file.",
+        "Numbers of tokens: start:stop:step or a list. Default: 64, or fewer if the model or the input is "
+        "shorter.",
         metavar="RANGES",
     )
     radius: float | str = option(

@@ -354,7 +354,7 @@ def test_folders(tmp_path: Path, kind: str, word: str) -> None:
 
 def test_a_file_of_parameters_is_refused_with_the_commands_that_take_one(tmp_path: Path) -> None:
     (tmp_path / "AV.npz").write_bytes(b"")
-    with pytest.raises(ModelError, match="are for howsmooth bound"):
+    with pytest.raises(ModelError, match=r"make a howsmooth\.SelfAttention"):
         load_model(tmp_path / "AV.npz")
 
 

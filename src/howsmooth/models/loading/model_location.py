@@ -148,7 +148,7 @@ def find(name: str, *, random_init: bool) -> Place:
         hint = f" Models are in the folders {', '.join(inside)} inside." if inside else ""
         if path.suffix in (".npy", ".npz", ".safetensors"):
             hint = (
-                " The parameters of one attention, in a .npz or .safetensors file, are for howsmooth bound."
+                " Tensors of your own make a howsmooth.SelfAttention in Python, which hs.bounds.table bounds."
             )
         elif path.suffix == ".toml":
             hint = " A plan file is given as howsmooth measure --plan FILE."
