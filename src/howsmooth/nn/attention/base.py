@@ -27,7 +27,7 @@ from howsmooth.nn.attention.accepted_masks import Masking
 from howsmooth.nn.attention.head_weights import Weights, hull_radius, in_double, rows_of, scaled_weights
 from howsmooth.nn.attention.map_from_function import LayerMap
 from howsmooth.nn.attention.output_divisor import CachedNumber, divided, is_far_from_zero, log_value
-from howsmooth.nn.checks import check_placement, require
+from howsmooth.nn.checks import check_placement, check_size, require
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.upward_rounding import rounded_up
 
@@ -123,8 +123,8 @@ class LipschitzAttention(LipschitzModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim = _count("embed_dim", embed_dim)
-        self.num_heads = _count("num_heads", num_heads)
+        self.embed_dim = check_size("embed_dim", embed_dim)
+        self.num_heads = check_size("num_heads", num_heads)
         if self.embed_dim % self.num_heads:
             raise ArgumentError(
                 "num_heads", expected=f"a divisor of embed_dim = {embed_dim}", got=str(num_heads)
@@ -719,12 +719,6 @@ def _refuse_batched(name: str, weight: Tensor) -> None:
     require(
         weight, lambda seen: torch.tensor(seen.ndim == weight.ndim), lambda _: error, f"{name}: one weight"
     )
-
-
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(name, expected="a whole number >= 1", got=repr(value))
-    return value
 
 
 def positive(name: str, value: object) -> float:
