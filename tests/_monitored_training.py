@@ -134,7 +134,7 @@ def by_trainer(folder: Path, prepare: Callable[[Any], list[Any]], **settings: An
 def refused() -> list[str]:
     """Give arguments of wrong types, and return what is said."""
     wrong: list[dict[str, Any]] = [
-        {"model": 3}, {"probes": "text"}, {"every": 1.5}, {"callback": 3}, {"tensorboard": "runs"},
+        {"model": 3}, {"probes": "text"}, {"every": 1.5}, {"callback": 3},
         {"layers": ["a"]}, {"layers": "0"}, {"seed": 0.5},
     ]  # fmt: skip
     said = []

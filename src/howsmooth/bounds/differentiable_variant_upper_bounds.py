@@ -133,7 +133,7 @@ def _cosine_radii(
     """Return for each head the largest norm of the normalised queries, keys or values on the ball."""
     if not math.isfinite(radius):
         return torch.ones(len(weight), dtype=torch.float64, device=weight.device)
-    sizes = _reach(weight, bias, radius)
+    sizes = value_radius(weight, bias, radius)
     return sizes / torch.sqrt(sizes.square() + eps)
 
 
@@ -256,11 +256,7 @@ def value_radius(
     value: Float[Tensor, "heads value_dim d"], bias: Tensor | None, radius: float
 ) -> Float[Tensor, "heads"]:
     """Return an upper bound on the norm of the values of each head, for tokens of norm at most R."""
-    return _reach(value.double(), bias, radius)
-
-
-def _reach(weight: Tensor, bias: Tensor | None, radius: float) -> Tensor:
-    sizes = radius * _norm(weight)
+    sizes = radius * _norm(value.double())
     return sizes if bias is None else sizes + torch.linalg.vector_norm(bias.double(), dim=-1)
 
 

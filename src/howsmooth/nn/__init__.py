@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from howsmooth.nn import attention, penalty
+    from howsmooth.nn import penalty
     from howsmooth.nn.attention.base import LipschitzAttention
     from howsmooth.nn.attention.cosine import CosineAttention
     from howsmooth.nn.attention.l2 import L2Attention
@@ -69,7 +69,6 @@ __all__ = [
     "SoftmaxAttention",
     "SpectralLinear",
     "TakeToken",
-    "attention",
     "certify",
     "deploy",
     "evaluate",
@@ -110,12 +109,11 @@ _MODULES = {
     ),
     "monitoring.trainer_callback": ("MonitorCallback",),
 }
-_WHOLE_MODULES = ("attention", "penalty")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHOLE_MODULES:
-        return import_module(f"howsmooth.nn.{name}")
+    if name == "penalty":
+        return import_module("howsmooth.nn.penalty")
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"howsmooth.nn.{module}"), name)

@@ -18,9 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
 from transformers import Gemma2Config, Gemma2Model, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3Model
 
 import howsmooth as hs
@@ -752,28 +750,6 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
         monitor.measure()
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    model = gpt2()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        writer = SummaryWriter(str(tmp_path))
-    monitor = LipschitzMonitor(model, PROBES, tensorboard=writer)
-    monitor.measure(0)
-    monitor.measure(100)
-    with torch.no_grad():
-        model.transformer.h[0].attn.c_attn.weight.fill_(math.nan)
-    monitor.measure(200)
-    writer.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    for quantity in ("lipschitz", "lower", "upper", "score_norm", "entropy", "radius_max", "radius_mean"):
-        read = events.Scalars(f"{quantity}/transformer.h.1.attn")
-        assert [event.step for event in read] == [0, 100]
-        rows = [row for row in monitor.records if row.layer == 1][:2]
-        assert [event.value for event in read] == pytest.approx([getattr(row, quantity) for row in rows])
-    assert [event.step for event in events.Scalars("failed/transformer.h.0.attn")] == [200]
-
-
 def test_the_numbers_of_a_record_are_named_by_layer() -> None:
     model = gpt2()
     monitor = LipschitzMonitor(model, PROBES, layers=[0])
@@ -853,7 +829,6 @@ def test_arguments_of_wrong_types_are_refused(trainings: dict[str, Any]) -> None
         "inputs: expected token ids",
         "every: expected a whole number of steps >= 1, got 1.5",
         "callback: expected a function of a record, got int",
-        "tensorboard: expected a writer with add_scalar, got str",
         "layers: expected a list of layer indices, got 'a'",
         "layers: expected a list of layer indices, or None, got '0'",
         "seed: expected an integer >= 0, got 0.5",

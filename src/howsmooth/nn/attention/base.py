@@ -2,17 +2,16 @@
 
 The layers are called in the same way as torch.nn.MultiheadAttention.
 
-A subclass defines its weights (``_weights``), its queries, keys and values (``_queries_keys_values``), its
-attention weights (``_probabilities``), its form as a map of this library (``_map``), and its bound: as a
-differentiable expression (``_log_bound``) and as a named Bound (``_named_bound``). All of these functions
-take the weights as a dictionary, except ``_weights``, which returns it.
+A subclass defines its attention weights (``_probabilities``) and its bound (``_bound``), one differentiable
+function of the weights. It may define its weights (``_weights``), its queries, keys and values
+(``_queries_keys_values``), and its form as a map of this library (``_map``). All of these functions take the
+weights as a dictionary, except ``_weights``, which returns it.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Self
 
@@ -20,24 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap
-from howsmooth.bounds import Bound
+from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.bound import check_length, check_radius
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.accepted_masks import Masking
+from howsmooth.nn.attention.head_weights import Weights, hull_radius, in_double, rows_of, scaled_weights
+from howsmooth.nn.attention.map_from_function import LayerMap
 from howsmooth.nn.attention.output_divisor import CachedNumber, divided, is_far_from_zero, log_value
-from howsmooth.nn.checks import check_placement, require
+from howsmooth.nn.checks import check_placement, check_size, require
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.upward_rounding import rounded_up
 
-__all__ = ["LipschitzAttention", "Weights", "positive"]
+__all__ = ["LipschitzAttention", "positive"]
 
 # The norm of a token may exceed the radius by this many units of rounding in its dtype.
 _ULPS = 4.0
 # Divisors near e^709 overflow float64.
 _LARGEST_LOG = 700.0
-
-Weights = Mapping[str, Tensor]
-
 
 _OF_EACH_BOUND = ("embed_dim", "num_heads", "head_dim", "length", "radius", "constant", "shorter")
 
@@ -124,8 +123,8 @@ class LipschitzAttention(LipschitzModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim = _count("embed_dim", embed_dim)
-        self.num_heads = _count("num_heads", num_heads)
+        self.embed_dim = check_size("embed_dim", embed_dim)
+        self.num_heads = check_size("num_heads", num_heads)
         if self.embed_dim % self.num_heads:
             raise ArgumentError(
                 "num_heads", expected=f"a divisor of embed_dim = {embed_dim}", got=str(num_heads)
@@ -160,6 +159,10 @@ class LipschitzAttention(LipschitzModule):
 
     # ---- what a subclass defines
 
+    #: Name and source of the bound, and a phrase that describes the attention.
+    _bound_name: ClassVar[str]
+    _source: ClassVar[str] = 'howsmooth documentation, "Enforce"'
+    _phrase: ClassVar[str]
     #: Whether the bound needs a radius; bounds that hold for all tokens do not.
     _needs_radius: ClassVar[bool] = True
     #: Attributes beside those of every layer on which the bound depends.
@@ -205,34 +208,73 @@ class LipschitzAttention(LipschitzModule):
         """
 
     @abstractmethod
-    def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return the logarithm of the Lipschitz bound that the layer has before its output is rescaled.
+    def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
+        """Return the Lipschitz bound that the layer has before its output is rescaled.
 
-        The result is a float64 scalar with a graph to the weights. The bound holds for the layer's kind of
-        masks. The result may be too small by the rounding errors of its computation.
+        The result is a float64 scalar that is differentiable in the weights. It may be too small by the
+        rounding errors of its computation. ``rows`` says how many keys each query sees under the layer's
+        masks, ``radius`` is the largest norm of a token, possibly infinite, and ``weights`` are in float64 on
+        the CPU.
         """
 
-    @abstractmethod
+    def _quantity(self, radius: float) -> Quantity:
+        return Quantity.GLOBAL if math.isfinite(radius) else Quantity.EVERYWHERE
+
     def _named_bound(self, log_formula: float, radius: float) -> Bound:
-        """Return the Lipschitz bound of the layer with its name and source, given the logarithm of
-        its value.
-        """
+        return Bound.upper(self._bound_name, self._quantity(radius), self._source, log_formula=log_formula)
+
+    def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
+        return self._bound(rows_of(self.masking, length), radius, in_double(weights)).log()
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
         """Return the Lipschitz bound that the layer has before its output is rescaled."""
         log = log_value(lambda given: self._log_bound_at(length, radius, given), weights)
         return self._named_bound(log, radius)
 
-    @abstractmethod
+    @torch.no_grad()
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        """Return an upper bound on the norms of the output tokens before the output is rescaled."""
+        """Return an upper bound on the norms of the output tokens before the output is rescaled.
 
-    @abstractmethod
+        Here the output of a head is a mean of its values.
+        """
+        w = in_double(weights)
+        b_v = w["in_proj_bias"].chunk(3)[2] if self.bias else None
+        value = self._cut(w["in_proj_weight"].chunk(3)[2])
+        return hull_radius(w["out_proj.weight"], value, (b_v, w.get("out_proj.bias")), radius)
+
     def _map(self, weights: Weights, scale: float) -> TokenMap:
         """Return the layer as a function of tokens that :func:`~howsmooth.local_lipschitz` can measure.
 
         Its output is multiplied by ``scale``.
         """
+        masked = "" if self.masking.kind in ("none", "any", "additive") else f", {self.masking.kind} mask"
+        heads = f"{self.num_heads} head{'s' if self.num_heads > 1 else ''}"
+        return LayerMap(
+            self._attended,
+            scaled_weights(weights, scale),
+            d=self.embed_dim,
+            d_out=self.embed_dim,
+            length=None if self.masking.hidden is None else self.length,
+            description=f"{self._phrase}, {heads}{masked}, with output projection",
+        )
+
+    def _attended(self, x: Tensor, weights: Weights) -> Tensor:
+        """Return the output of the layer without its rescaling to the target constant.
+
+        ``x`` are tokens (batch, n, d). The mask that every call applies is taken into account.
+        """
+        # The map has the mask that every call applies; masks of single calls are not part of it.
+        hidden = self.masking.always(x.shape[-2])
+        added = None
+        if hidden is not None:
+            zeros = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device)
+            added = zeros.masked_fill(hidden.to(x.device), -math.inf)[None, None]
+        return self._undivided(x, added, weights)[0]
+
+    def _cut(self, weight: Tensor) -> Tensor:
+        """Split a weight (heads · k, d) or a bias (heads · k,) into heads, along a new first axis."""
+        heads: Tensor = weight.unflatten(0, (self.num_heads, -1))
+        return heads
 
     # ---- the constant
 
@@ -365,7 +407,7 @@ class LipschitzAttention(LipschitzModule):
     @property
     def _bound_radius(self) -> float:
         """The largest token norm for which the Lipschitz bound of the layer is computed."""
-        return 1.0 if self.radius is None else self.radius
+        return math.inf if self.radius is None else self.radius
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode, as in :class:`torch.nn.Module`.
@@ -677,12 +719,6 @@ def _refuse_batched(name: str, weight: Tensor) -> None:
     require(
         weight, lambda seen: torch.tensor(seen.ndim == weight.ndim), lambda _: error, f"{name}: one weight"
     )
-
-
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(name, expected="a whole number >= 1", got=repr(value))
-    return value
 
 
 def positive(name: str, value: object) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +11,14 @@ from torch import Tensor
 from howsmooth.bounds.differentiable_variant_upper_bounds import scaled_cosine_layer, value_radius
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.attention.variant_base import AttentionVariant, in_double
+from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.attention.head_weights import Parts, Weights, in_double
 from howsmooth.nn.upward_rounding import rounded_up
 
 __all__ = ["CosineAttention"]
 
 
-class CosineAttention(AttentionVariant):
+class CosineAttention(LipschitzAttention):
     """Scaled cosine self-attention, which is Lipschitz on the whole space under every mask.
 
     In each head, every query, key and value u is normalised to u/√(|u|² + ε), and the output is ν softmax(τ q
@@ -58,6 +58,7 @@ class CosineAttention(AttentionVariant):
 
     """
 
+    _needs_radius = False
     _bound_name = "scaled_cosine_layer"
     _phrase = "scaled cosine attention"
 
@@ -87,7 +88,7 @@ class CosineAttention(AttentionVariant):
         super().__init__(embed_dim, num_heads, **keywords)
         self.temperature, self.gain, self.eps = float(temperature), float(gain), float(eps)
 
-    def _queries_keys_values(self, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _queries_keys_values(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (self._normalised(rows) for rows in super()._queries_keys_values(x, weights))
         return q, k, self.gain * v
 
@@ -96,38 +97,31 @@ class CosineAttention(AttentionVariant):
         return unit
 
     def _probabilities(
-        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Mapping[str, Tensor]
+        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
     ) -> Tensor:
         scores = self.temperature * q @ k.mT
         return torch.softmax(scores if added is None else scores + added, dim=-1)
 
-    def _parts(
-        self, weights: Mapping[str, Tensor]
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        q, k, v = (self._cut(part) for part in weights["in_proj_weight"].chunk(3))
-        if "in_proj_bias" not in weights:
-            return (q, k, v), (None, None, None)
-        b_q, b_k, b_v = (self._cut(part) for part in weights["in_proj_bias"].chunk(3))
-        return (q, k, v), (b_q, b_k, b_v)
-
-    def _bound(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
-        parts, biases = self._parts(weights)
+    def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
+        parts = Parts.of(weights, self.num_heads)
         return scaled_cosine_layer(
-            *parts,
-            weights["out_proj.weight"],
+            parts.query,
+            parts.key,
+            parts.value,
+            parts.output,
             rows,
             radius,
-            biases=biases,
+            biases=parts.biases,
             temperature=self.temperature,
             gain=self.gain,
             eps=self.eps,
         )
 
     @torch.no_grad()
-    def _undivided_output_radius(self, length: int, radius: float, weights: Mapping[str, Tensor]) -> float:
+    def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
         w = in_double(weights)
-        (_, _, value), (_, _, bias) = self._parts(w)
-        sizes = value_radius(value, bias, radius)
+        parts = Parts.of(w, self.num_heads)
+        sizes = value_radius(parts.value, parts.value_bias, radius)
         sizes = torch.rsqrt(1 + self.eps / sizes.square())  # r/√(r² + ε), which is 1 for infinite r
         blocks = w["out_proj.weight"].unflatten(1, (self.num_heads, -1)).transpose(0, 1)
         # Two bounds on the output hold: the sum over heads, and the norm of W_O times that of all heads.

@@ -1,6 +1,6 @@
 """The weights of torch.nn.MultiheadAttention, split into heads.
 
-A further function counts the keys that each query may see, because bounds depend on these numbers.
+Further functions convert the weights, bound means of values, and count the keys that each query may see.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from howsmooth.attention import SelfAttention
 from howsmooth.bounds.differentiable_upper_bounds import any_boolean_mask
 from howsmooth.bounds.visible_key_counts import VisibleRows, visible_rows
 from howsmooth.nn.attention.accepted_masks import Masking
+from howsmooth.nn.upward_rounding import rounded_up
 
-__all__ = ["Parts", "rows_of"]
+__all__ = ["Parts", "Weights", "hull_radius", "in_double", "rows_of", "scaled_weights"]
+
+Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,40 +52,35 @@ class Parts:
     output_bias: Tensor | None
 
     @classmethod
-    def of(
-        cls,
-        weights: Mapping[str, Tensor],
-        heads: int,
-        dtype: torch.dtype = torch.float64,
-        device: torch.device | str | None = "cpu",
-    ) -> Parts:
-        """Split the weights of a layer into heads, and convert their dtype and device.
-
-        The results are differentiable in the weights.
-        """
-        w = {name: weight.to(device=device, dtype=dtype) for name, weight in weights.items()}
+    def of(cls, weights: Weights, heads: int) -> Parts:
+        """Split the weights of a layer into heads. The results are differentiable in the weights."""
         # in_proj_weight has the queries, keys and values of all heads above each other.
-        query, key, value = (part.unflatten(0, (heads, -1)) for part in w["in_proj_weight"].chunk(3))
-        output, b_q, b_k, b_v = w["out_proj.weight"], None, None, None
-        if "in_proj_bias" in w:
-            b_q, b_k, b_v = (part.unflatten(0, (heads, -1)) for part in w["in_proj_bias"].chunk(3))
-        return cls(query, key, value, output, b_q, b_k, b_v, w.get("out_proj.bias"))
+        query, key, value = (part.unflatten(0, (heads, -1)) for part in weights["in_proj_weight"].chunk(3))
+        output, b_q, b_k, b_v = weights["out_proj.weight"], None, None, None
+        if "in_proj_bias" in weights:
+            b_q, b_k, b_v = (part.unflatten(0, (heads, -1)) for part in weights["in_proj_bias"].chunk(3))
+        return cls(query, key, value, output, b_q, b_k, b_v, weights.get("out_proj.bias"))
 
-    def attention(self, masking: Masking, factor: float, **keywords: Any) -> SelfAttention:
+    @property
+    def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The biases of queries, keys and values."""
+        return self.query_bias, self.key_bias, self.value_bias
+
+    def attention(self, masking: Masking, **keywords: Any) -> SelfAttention:
         """Return the attention of all heads as a function of tokens.
 
-        Its output is multiplied by ``factor``. Keywords are passed on to SelfAttention.
+        Keywords are passed on to SelfAttention.
         """
         hidden = masking.hidden
         return SelfAttention(
             self.query,
             self.key,
             self.value,
-            self.output * factor,
+            self.output,
             query_bias=self.query_bias,
             key_bias=self.key_bias,
             value_bias=self.value_bias,
-            output_bias=None if self.output_bias is None else self.output_bias * factor,
+            output_bias=self.output_bias,
             causal=masking.kind == "causal",
             mask=None if hidden is None else ~hidden.to(self.query.device),
             **keywords,
@@ -99,3 +97,38 @@ def rows_of(masking: Masking, length: int) -> VisibleRows:
     if masking.kind == "any":
         return any_boolean_mask(length)
     return visible_rows(length, "any" if masking.kind == "additive" else masking.kind)  # type: ignore[arg-type]
+
+
+def scaled_weights(weights: Weights, scale: float) -> dict[str, Tensor]:
+    """Return detached weights in float32 or float64, with the output projection multiplied by ``scale``."""
+    dtype = torch.float64 if weights["out_proj.weight"].dtype == torch.float64 else torch.float32
+    scaled = {name: weight.detach().to(dtype) for name, weight in weights.items()}
+    for name in ("out_proj.weight", "out_proj.bias"):
+        if name in scaled:
+            scaled[name] = scaled[name] * scale
+    return scaled
+
+
+def in_double(weights: Weights) -> dict[str, Tensor]:
+    """Convert the weights to float64 on the CPU by operations that are differentiable."""
+    return {name: weight.to("cpu", torch.float64) for name, weight in weights.items()}
+
+
+def hull_radius(
+    output: Tensor, values: Tensor, biases: tuple[Tensor | None, Tensor | None], radius: float
+) -> float:
+    """Return an upper bound on the norms of all output tokens of an attention layer.
+
+    An output token is W_O (c + b_v) + b_O, where c joins the outputs c_h of all heads. The output c_h of head
+    h is a mean of vectors V_h x with |x| <= ``radius``. ``output`` is W_O (d_out, heads · k), ``values`` are
+    the V_h (heads, k, d), and ``biases`` are b_v and b_O.
+    """
+    blocks = output.unflatten(1, (len(values), -1)).transpose(0, 1)
+    summed = torch.linalg.matrix_norm(blocks @ values, 2).sum()
+    apart = torch.linalg.matrix_norm(output, 2) * torch.linalg.matrix_norm(values, 2).square().sum().sqrt()
+    # Two bounds on the norm of the linear part hold: the sum over heads, and the norms of both factors.
+    by_value, own = biases
+    shift = torch.zeros(len(output), dtype=output.dtype) if own is None else own
+    if by_value is not None:
+        shift = shift + output @ by_value
+    return rounded_up(float(radius * torch.minimum(summed, apart) + torch.linalg.vector_norm(shift)))

@@ -5,7 +5,6 @@ whole space.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,12 +15,13 @@ from howsmooth.attention import TokenMap
 from howsmooth.bounds.differentiable_variant_upper_bounds import l2_layer
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double, scaled_weights
+from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.attention.head_weights import Weights, hull_radius, in_double, scaled_weights
 
 __all__ = ["L2Attention"]
 
 
-class L2Attention(AttentionVariant):
+class L2Attention(LipschitzAttention):
     """L2 self-attention with one matrix for queries and keys, and with a proved Lipschitz constant.
 
     Head h has queries and keys u_i = Q_h x_i, weights P_ij ∝ exp(−|u_i − u_j|²/√k) and values V_h Q_hᵀ u_j/√k
@@ -61,6 +61,7 @@ class L2Attention(AttentionVariant):
 
     """
 
+    _needs_radius = False
     _bound_name = "l2_layer"
     _phrase = "L2 attention"
 
@@ -104,7 +105,7 @@ class L2Attention(AttentionVariant):
         }
         return {name: weight for name, weight in found.items() if weight is not None}
 
-    def _folded(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _folded(self, weights: Weights) -> tuple[Tensor, Tensor]:
         """Return the query matrices of all heads, and the matrices that map a token's query to its value.
 
         L2 attention ties values to queries. For head h these matrices are Q_h (k, d) and V_h Q_hᵀ/√k (k, k).
@@ -112,7 +113,7 @@ class L2Attention(AttentionVariant):
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
         return query, value @ query.mT / math.sqrt(self.head_dim)
 
-    def _queries_keys_values(self, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _queries_keys_values(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
         query, folded = self._folded(weights)
         u = self._by_head(x @ query.flatten(0, 1).mT)
         v = u @ folded.mT
@@ -121,7 +122,7 @@ class L2Attention(AttentionVariant):
         return u, u, v
 
     def _probabilities(
-        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Mapping[str, Tensor]
+        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
     ) -> Tensor:
         # −|u − k|² = 2⟨u, k⟩ − |k|² up to −|u|², which is constant in each row. Centring makes the vectors
         # shorter, so that fewer digits cancel.
@@ -130,18 +131,18 @@ class L2Attention(AttentionVariant):
         scores = (2 * q @ k.mT - k.square().sum(dim=-1)[..., None, :]) / math.sqrt(self.head_dim)
         return torch.softmax(scores if added is None else scores + added, dim=-1)
 
-    def _bound(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
+    def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
         return l2_layer(query, value, weights["out_proj.weight"], rows, radius)
 
     @torch.no_grad()
-    def _undivided_output_radius(self, length: int, radius: float, weights: Mapping[str, Tensor]) -> float:
+    def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
         w = in_double(weights)
         query, folded = self._folded(w)
         biases = (w.get("value_bias"), w.get("out_proj.bias"))
         return hull_radius(w["out_proj.weight"], folded @ query, biases, radius)
 
-    def _map(self, weights: Mapping[str, Tensor], scale: float) -> TokenMap:
+    def _map(self, weights: Weights, scale: float) -> TokenMap:
         if self.masking.hidden is not None:
             return super()._map(weights, scale)
         w = scaled_weights(weights, scale)

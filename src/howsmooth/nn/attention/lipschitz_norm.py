@@ -5,19 +5,19 @@ values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from howsmooth.bounds.differentiable_variant_upper_bounds import lipschitz_norm_layer
 from howsmooth.bounds.visible_key_counts import VisibleRows
-from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double
+from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.attention.head_weights import Weights
 
 __all__ = ["LipschitzNormAttention"]
 
 
-class LipschitzNormAttention(AttentionVariant):
+class LipschitzNormAttention(LipschitzAttention):
     """Self-attention with LipschitzNorm, which is Lipschitz on the whole space under every mask.
 
     The scores of a head are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|.
@@ -51,11 +51,12 @@ class LipschitzNormAttention(AttentionVariant):
 
     """
 
+    _needs_radius = False
     _bound_name = "lipschitz_norm_layer"
     _phrase = "attention with LipschitzNorm"
 
     def _probabilities(
-        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Mapping[str, Tensor]
+        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
     ) -> Tensor:
         if added is not None:
             # A token is present if at least one query sees it.
@@ -70,16 +71,9 @@ class LipschitzNormAttention(AttentionVariant):
         scores = q @ k.mT / divisor[..., None, None]
         return torch.softmax(scores if added is None else scores + added, dim=-1)
 
-    def _bound(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
+    def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
         query, key, value = weights["in_proj_weight"].chunk(3)
         return lipschitz_norm_layer(query, key, value, weights["out_proj.weight"], rows)
-
-    @torch.no_grad()
-    def _undivided_output_radius(self, length: int, radius: float, weights: Mapping[str, Tensor]) -> float:
-        w = in_double(weights)
-        b_v = w["in_proj_bias"].chunk(3)[2] if self.bias else None
-        value = self._cut(w["in_proj_weight"].chunk(3)[2])
-        return hull_radius(w["out_proj.weight"], value, (b_v, w.get("out_proj.bias")), radius)
 
 
 def _root(square: Tensor) -> Tensor:

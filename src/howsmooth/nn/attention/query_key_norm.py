@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import RMSNorm, TokenMap
-from howsmooth.bounds import Bound, Quantity
-from howsmooth.bounds.differentiable_upper_bounds import query_key_norm_layer, softmax_output_radius
-from howsmooth.nn.attention.base import LipschitzAttention, Weights, positive
-from howsmooth.nn.attention.head_weights import Parts, rows_of
+from howsmooth.bounds.differentiable_upper_bounds import query_key_norm_layer
+from howsmooth.bounds.visible_key_counts import VisibleRows
+from howsmooth.nn.attention.base import positive
+from howsmooth.nn.attention.head_weights import Parts, Weights, scaled_weights
+from howsmooth.nn.attention.softmax import DotProductAttention
 
 __all__ = ["QueryKeyNormAttention"]
 
 
-class QueryKeyNormAttention(LipschitzAttention):
+class QueryKeyNormAttention(DotProductAttention):
     """Softmax self-attention with normalised queries and keys, whose scores do not grow with the norms of the
     tokens.
 
@@ -60,42 +61,25 @@ class QueryKeyNormAttention(LipschitzAttention):
 
     """
 
+    _bound_name = "query_key_norm_layer"
+    _source = 'howsmooth documentation, "Enforce", Normalised queries and keys'
+    _phrase = "softmax attention with normalised queries and keys"
     _of_bound: ClassVar[tuple[str, ...]] = ("eps",)
 
     def __init__(
         self,
-        embed_dim: object,
-        num_heads: object,
+        embed_dim: int,
+        num_heads: int,
         *,
-        length: object,
-        radius: object = None,
-        constant: object = None,
         temperature: object = None,
         learn_temperature: bool = True,
         eps: object = 1.0,
-        bias: bool = True,
-        beyond: object = "refuse",
-        shorter: bool = False,
-        mask: object = "none",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **keywords: Any,
     ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            length=length,
-            radius=radius,
-            constant=constant,
-            bias=bias,
-            beyond=beyond,
-            shorter=shorter,
-            mask=mask,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(embed_dim, num_heads, **keywords)
         self.eps = positive("eps", eps)
         given = math.sqrt(self.head_dim) if temperature is None else temperature
-        start = torch.tensor(math.log(positive("temperature", given)), device=device, dtype=dtype)
+        start = self.in_proj_weight.new_tensor(math.log(positive("temperature", given)))
         if learn_temperature:
             self.log_temperature = nn.Parameter(start)
         else:
@@ -105,8 +89,6 @@ class QueryKeyNormAttention(LipschitzAttention):
     def temperature(self) -> float:
         """The current temperature τ, by which the cosines in the scores are multiplied."""
         return float(self.log_temperature.detach().double().exp())
-
-    # ---- the forward pass and the map
 
     def _weights(self) -> dict[str, Tensor]:
         return {**super()._weights(), "log_temperature": self.log_temperature}
@@ -122,46 +104,25 @@ class QueryKeyNormAttention(LipschitzAttention):
         return unit
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
-        dtype = torch.float64 if weights["out_proj.weight"].dtype == torch.float64 else torch.float32
-        with torch.no_grad():
-            parts = Parts.of(weights, self.num_heads, dtype, None)
-        k = self.head_dim
+        w, k = scaled_weights(weights, scale), self.head_dim
         # RMSNorm divides by √(|u|²/k + eps), so that eps = ε/k and the gain 1/√k give û.
-        gain = torch.full((k,), k**-0.5, dtype=dtype, device=parts.query.device)
+        gain = w["out_proj.weight"].new_full((k,), k**-0.5)
         norm = RMSNorm(gain, eps=self.eps / k)  # √k u / √(|u|² + ε) times the gain 1/√k
-        temperature = float(weights["log_temperature"].detach().to(dtype).exp())
-        return parts.attention(self.masking, scale, scale=temperature, query_norm=norm, key_norm=norm)
+        temperature = float(w["log_temperature"].exp())
+        parts = Parts.of(w, self.num_heads)
+        return parts.attention(self.masking, scale=temperature, query_norm=norm, key_norm=norm)
 
-    # ---- the bound
-
-    def _named_bound(self, log_formula: float, radius: float) -> Bound:
-        return Bound.upper(
-            "query_key_norm_layer",
-            Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL,
-            'howsmooth documentation, "Enforce", Normalised queries and keys',
-            log_formula=log_formula,
-        )
-
-    def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        matrices = {name: weight for name, weight in weights.items() if name != "log_temperature"}
-        parts = Parts.of(matrices, self.num_heads)
-        bound = query_key_norm_layer(
+    def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
+        parts = Parts.of(weights, self.num_heads)
+        return query_key_norm_layer(
             parts.query,
             parts.key,
             parts.value,
             parts.output,
-            rows_of(self.masking, length),
+            rows,
             radius,
             query_bias=parts.query_bias,
             key_bias=parts.key_bias,
-            temperature=weights["log_temperature"].to("cpu", torch.float64).exp(),
+            temperature=weights["log_temperature"].exp(),
             eps=self.eps,
         )
-        return torch.log(bound)
-
-    def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        with torch.no_grad():
-            parts = Parts.of(weights, self.num_heads)
-            return softmax_output_radius(
-                parts.value, parts.output, parts.value_bias, parts.output_bias, radius
-            )

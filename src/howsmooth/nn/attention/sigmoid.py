@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,14 +11,14 @@ from torch import Tensor
 from howsmooth.bounds.differentiable_variant_upper_bounds import sigmoid_layer, value_radius
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.attention.head_weights import rows_of
-from howsmooth.nn.attention.variant_base import AttentionVariant, in_double
+from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.attention.head_weights import Parts, Weights, in_double, rows_of
 from howsmooth.nn.upward_rounding import rounded_up
 
 __all__ = ["SigmoidAttention"]
 
 
-class SigmoidAttention(AttentionVariant):
+class SigmoidAttention(LipschitzAttention):
     """Sigmoid self-attention, which has a proved Lipschitz constant on a ball.
 
     The attention weights of a head are σ(⟨q_i, k_j⟩/√k + b), with σ the logistic function, and the output is
@@ -50,7 +49,6 @@ class SigmoidAttention(AttentionVariant):
 
     """
 
-    _needs_radius = True
     _bound_name = "sigmoid_layer"
     _phrase = "sigmoid attention"
 
@@ -66,41 +64,35 @@ class SigmoidAttention(AttentionVariant):
         self.shift = -math.log(self.length) if shift is None else float(shift)
 
     def _probabilities(
-        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Mapping[str, Tensor]
+        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
     ) -> Tensor:
         scores = (q / math.sqrt(self.head_dim)) @ k.mT + self.shift
         return torch.sigmoid(scores if added is None else scores + added)
 
-    def _parts(self, weights: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the matrices and biases of queries, keys and values, split into heads."""
-        parts = [self._cut(part) for part in weights["in_proj_weight"].chunk(3)]
-        if "in_proj_bias" not in weights:
-            return parts, [None, None, None]
-        return parts, [self._cut(part) for part in weights["in_proj_bias"].chunk(3)]
-
-    def _bound(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
-        (query, key, value), (b_q, b_k, b_v) = self._parts(weights)
+    def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
+        parts = Parts.of(weights, self.num_heads)
         return sigmoid_layer(
-            query,
-            key,
-            value,
-            weights["out_proj.weight"],
+            parts.query,
+            parts.key,
+            parts.value,
+            parts.output,
             rows,
             radius,
-            biases=(b_q, b_k, b_v),
+            biases=parts.biases,
             scale=1 / math.sqrt(self.head_dim),
             shift=self.shift,
         )
 
     @torch.no_grad()
-    def _undivided_output_radius(self, length: int, radius: float, weights: Mapping[str, Tensor]) -> float:
+    def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
         w = in_double(weights)
-        (query, key, value), (b_q, b_k, bias) = self._parts(w)
+        parts = Parts.of(w, self.num_heads)
         # |⟨q, k⟩| is at most the product of the largest norms of queries and keys.
-        scores = value_radius(query, b_q, radius) * value_radius(key, b_k, radius) / math.sqrt(self.head_dim)
+        longest = value_radius(parts.query, parts.query_bias, radius)
+        scores = longest * value_radius(parts.key, parts.key_bias, radius) / math.sqrt(self.head_dim)
         largest = 1.0 if self.masking.kind == "additive" else torch.sigmoid(scores + self.shift)
         keys = rows_of(self.masking, length).most_keys
-        sizes = keys * largest * value_radius(value, bias, radius)
+        sizes = keys * largest * value_radius(parts.value, parts.value_bias, radius)
         blocks = w["out_proj.weight"].unflatten(1, (self.num_heads, -1)).transpose(0, 1)
         summed = (torch.linalg.matrix_norm(blocks, 2) * sizes).sum()
         apart = torch.linalg.matrix_norm(w["out_proj.weight"], 2) * sizes.square().sum().sqrt()

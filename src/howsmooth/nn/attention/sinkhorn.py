@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from howsmooth.attention import SinkhornAttention as SinkhornMap
@@ -14,14 +12,15 @@ from howsmooth.attention import TokenMap
 from howsmooth.bounds.differentiable_variant_upper_bounds import sinkhorn_layer
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
+from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.attention.head_weights import Parts, Weights, scaled_weights
 from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
-from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double, scaled_weights
 from howsmooth.nn.checks import require
 
 __all__ = ["SinkhornAttention"]
 
 
-class SinkhornAttention(AttentionVariant):
+class SinkhornAttention(LipschitzAttention):
     """Sinkhorn self-attention, whose attention weights sum to one in every row and every column.
 
     The attention weights are P = diag(α) e^S diag(β), where S are the scores of softmax attention. P is the
@@ -64,7 +63,6 @@ class SinkhornAttention(AttentionVariant):
     """
 
     masks = ("none", "fixed", "any", "additive")
-    _needs_radius = True
     _mask_remedy = "A triangular doubly stochastic matrix is the identity."
     _bound_name = "sinkhorn_layer"
     _phrase = "Sinkhorn attention"
@@ -90,7 +88,7 @@ class SinkhornAttention(AttentionVariant):
             _check_pattern(~self.masking.hidden, "mask")
 
     def _probabilities(
-        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Mapping[str, Tensor]
+        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
     ) -> Tensor:
         scores = (q.double() / math.sqrt(self.head_dim)) @ k.double().mT
         if added is not None:
@@ -98,35 +96,23 @@ class SinkhornAttention(AttentionVariant):
         p = doubly_stochastic(scores, tolerance=self.tolerance, max_iterations=self.max_iterations)
         return p.to(v.dtype)
 
-    def _bound(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
-        query, key, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(3))
-        scale = 1 / math.sqrt(self.head_dim)
-        return sinkhorn_layer(query, key, value, weights["out_proj.weight"], radius, scale=scale)
+    def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
+        parts, scale = Parts.of(weights, self.num_heads), 1 / math.sqrt(self.head_dim)
+        return sinkhorn_layer(parts.query, parts.key, parts.value, parts.output, radius, scale=scale)
 
-    @torch.no_grad()
-    def _undivided_output_radius(self, length: int, radius: float, weights: Mapping[str, Tensor]) -> float:
-        w = in_double(weights)
-        b_v = w["in_proj_bias"].chunk(3)[2] if self.bias else None
-        value = self._cut(w["in_proj_weight"].chunk(3)[2])
-        return hull_radius(w["out_proj.weight"], value, (b_v, w.get("out_proj.bias")), radius)
-
-    def _map(self, weights: Mapping[str, Tensor], scale: float) -> TokenMap:
+    def _map(self, weights: Weights, scale: float) -> TokenMap:
         if self.masking.hidden is not None:
             return super()._map(weights, scale)
-        w = scaled_weights(weights, scale)
-        query, key, value = (self._cut(part) for part in w["in_proj_weight"].chunk(3))
-        biases: list[Tensor | None] = [None, None, None]
-        if self.bias:
-            biases = [self._cut(part) for part in w["in_proj_bias"].chunk(3)]
+        parts = Parts.of(scaled_weights(weights, scale), self.num_heads)
         return SinkhornMap(
-            query,
-            key,
-            value,
-            w["out_proj.weight"],
-            query_bias=biases[0],
-            key_bias=biases[1],
-            value_bias=biases[2],
-            output_bias=w["out_proj.bias"] if self.bias else None,
+            parts.query,
+            parts.key,
+            parts.value,
+            parts.output,
+            query_bias=parts.query_bias,
+            key_bias=parts.key_bias,
+            value_bias=parts.value_bias,
+            output_bias=parts.output_bias,
             tolerance=self.tolerance,
             max_iterations=self.max_iterations,
         )

@@ -9,16 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap
-from howsmooth.bounds import Bound, Quantity
+from howsmooth.bounds import Quantity
 from howsmooth.bounds.differentiable_upper_bounds import softmax_layer, softmax_output_radius
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.attention.base import LipschitzAttention, Weights
-from howsmooth.nn.attention.head_weights import Parts, rows_of
+from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.attention.head_weights import Parts, Weights, in_double, scaled_weights
 
-__all__ = ["SoftmaxAttention"]
+__all__ = ["DotProductAttention", "SoftmaxAttention"]
 
 
-class SoftmaxAttention(LipschitzAttention):
+class DotProductAttention(LipschitzAttention):
+    """Base class of the layers with the bounds of softmax attention."""
+
+    def _quantity(self, radius: float) -> Quantity:
+        return Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL
+
+    @torch.no_grad()
+    def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
+        parts = Parts.of(in_double(weights), self.num_heads)
+        return softmax_output_radius(parts.value, parts.output, parts.value_bias, parts.output_bias, radius)
+
+
+class SoftmaxAttention(DotProductAttention):
     """Softmax self-attention whose Lipschitz constant on a ball of tokens is at most a given number.
 
     The layer is torch.nn.MultiheadAttention, divided by its Lipschitz bound / ``constant``. With
@@ -51,6 +64,10 @@ class SoftmaxAttention(LipschitzAttention):
     "Masks".
 
     """
+
+    _bound_name = "softmax_layer"
+    _source = 'howsmooth documentation, "Enforce", Theorem A for several heads'
+    _phrase = "softmax attention"
 
     @classmethod
     def from_torch(cls, attention: object, **settings: Any) -> SoftmaxAttention:
@@ -101,8 +118,6 @@ class SoftmaxAttention(LipschitzAttention):
         layer.train(attention.training)
         return layer
 
-    # ---- the forward pass and the map
-
     def _probabilities(
         self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
     ) -> Tensor:
@@ -110,38 +125,17 @@ class SoftmaxAttention(LipschitzAttention):
         return torch.softmax(scores if added is None else scores + added, dim=-1)
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
-        dtype = torch.float64 if weights["out_proj.weight"].dtype == torch.float64 else torch.float32
-        with torch.no_grad():
-            parts = Parts.of(weights, self.num_heads, dtype, None)
-        return parts.attention(self.masking, scale)
+        return Parts.of(scaled_weights(weights, scale), self.num_heads).attention(self.masking)
 
-    # ---- the bound
-
-    def _named_bound(self, log_formula: float, radius: float) -> Bound:
-        return Bound.upper(
-            "softmax_layer",
-            Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL,
-            'howsmooth documentation, "Enforce", Theorem A for several heads',
-            log_formula=log_formula,
-        )
-
-    def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
+    def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
         parts = Parts.of(weights, self.num_heads)
-        bound = softmax_layer(
+        return softmax_layer(
             parts.query,
             parts.key,
             parts.value,
             parts.output,
-            rows_of(self.masking, length),
+            rows,
             radius,
             query_bias=parts.query_bias,
             scale=1 / math.sqrt(self.head_dim),
         )
-        return torch.log(bound)
-
-    def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        with torch.no_grad():
-            parts = Parts.of(weights, self.num_heads)
-            return softmax_output_radius(
-                parts.value, parts.output, parts.value_bias, parts.output_bias, radius
-            )

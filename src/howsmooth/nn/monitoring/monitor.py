@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import pandas as pd
 import torch
@@ -30,14 +29,6 @@ _NO_FORWARD = ("_forward_unimplemented", "LightningModule.forward")
 
 # A monitor writes one row for each layer, so the scope of single heads is not available.
 _SCOPES = tuple(scope for scope in SCOPES if scope != "head")
-
-
-@runtime_checkable
-class ScalarWriter(Protocol):
-    """The interface of a logger with the method ``add_scalar``, such as TensorBoard's ``SummaryWriter``."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Log a number under the name ``tag`` at a training step."""
 
 
 class LipschitzMonitor:
@@ -71,8 +62,6 @@ class LipschitzMonitor:
     callback
         Function that is called with each record, whose numbers :meth:`MonitorRecord.tagged` returns for a
         logger. Its exceptions are not caught.
-    tensorboard
-        A ``torch.utils.tensorboard.SummaryWriter``, or another object with its method ``add_scalar``.
     file
         Path of a file that ends in ``.jsonl`` or ``.csv``, to which rows are appended.
     layers
@@ -108,7 +97,6 @@ class LipschitzMonitor:
         *,
         every: int = 100,
         callback: Callable[[MonitorRecord], object] | None = None,
-        tensorboard: ScalarWriter | None = None,
         file: str | os.PathLike[str] | None = None,
         layers: Sequence[int] | None = None,
         scope: str = "attention",
@@ -138,13 +126,6 @@ class LipschitzMonitor:
             )
         if callback is not None and not callable(callback):
             raise ArgumentError("callback", expected="a function of a record", got=type(callback).__name__)
-        if tensorboard is not None and not hasattr(tensorboard, "add_scalar"):
-            raise ArgumentError(
-                "tensorboard",
-                expected="a writer with add_scalar",
-                got=type(tensorboard).__name__,
-                remedy="Give torch.utils.tensorboard.SummaryWriter(folder).",
-            )
         for name, number in (("max_iterations", max_iterations), ("seed", seed)):
             least = 1 if name == "max_iterations" else 0
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
@@ -157,7 +138,6 @@ class LipschitzMonitor:
         check_accuracy(rtol, confidence, "float64" if double else "float32")
         self.every = every
         self.callback = callback
-        self.tensorboard = tensorboard
         self.file = None if file is None else RecordFile(file)
         self.layers = None if layers is None else _checked_layers(layers)
         self.scope = scope
@@ -262,9 +242,6 @@ class LipschitzMonitor:
             if self.strict:
                 raise
             warnings.warn(f"A row of the monitor could not be written: {error}", stacklevel=4)
-        if self.tensorboard is not None:
-            for tag, value in record.tagged().items():
-                self.tensorboard.add_scalar(tag, value, record.step)
         if self.callback is not None:
             self.callback(record)
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from howsmooth.errors import ArgumentError, DerivativeError
-from howsmooth.nn.penalty.output_projections import OutputProjections, first_output
-from howsmooth.nn.penalty.uncopied_hook import UncopiedHook
+from howsmooth.nn.penalty.output_projections import OutputProjections, UncopiedHook, first_output
 
 __all__ = ["Call", "Recorder", "attention_layers"]
 

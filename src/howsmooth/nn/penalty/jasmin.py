@@ -21,10 +21,10 @@ from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 if TYPE_CHECKING:
     from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
-__all__ = ["JasminPenalty", "jasmin", "softmax_jacobian_bound"]
+__all__ = ["JasminPenalty", "jasmin"]
 
 
-def softmax_jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
+def _jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
     """Compute g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) for each row p of attention probabilities, where p₍ₖ₎ is the
     k-th largest entry of p.
 
@@ -77,11 +77,11 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
         raise ArgumentError("k", expected="0, or an integer >= 2", got="1", remedy="g_1 / g_1 is always 1.")
     # Rows with smaller g are left out: the product in g has no accurate digits there.
     least = torch.finfo(probabilities.dtype).tiny ** 0.5
-    g = softmax_jacobian_bound(probabilities)
+    g = _jacobian_bound(probabilities)
     counts = g > least
     log = g.clamp(min=least).log()
     if k:
-        other = softmax_jacobian_bound(probabilities, k)
+        other = _jacobian_bound(probabilities, k)
         counts = counts & (other > least)
         log = log - other.clamp(min=least).log()
     rows = torch.where(counts, log, -torch.inf)

@@ -1,4 +1,6 @@
-"""Detection of the output projections of attention layers in a forward pass of the model."""
+"""Detection of the output projections of attention layers in a forward pass of the model, by hooks that stay
+with their module where it is copied or saved.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.penalty.uncopied_hook import UncopiedHook
 
-__all__ = ["OutputProjections", "first_output"]
+__all__ = ["OutputProjections", "UncopiedHook", "first_output"]
 
 
 class OutputProjections:
@@ -138,3 +139,33 @@ def _holds(tensors: list[Tensor], t: Tensor) -> bool:
 def _is_linear(module: nn.Module) -> bool:
     # transformers' Conv1D is a linear map too; its import takes seconds.
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+class UncopiedHook:
+    """A forward hook, or a forward pre-hook, in whose place a copy of the module, or a file, has a function
+    that does nothing.
+
+    Parameters
+    ----------
+    function
+        What the hook calls, with the arguments that PyTorch passes to hooks.
+
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call the function."""
+        self._function(*arguments)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _hook_of_copies, ()
+
+
+def _hook_of_copies() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*arguments: Any) -> None:
+    pass

@@ -11,10 +11,8 @@ leading singular value".
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
@@ -22,7 +20,7 @@ from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.nn.penalty.singular_vector_storage import Directions
 from howsmooth.spectral import LinearOperator, golub_kahan
 
-__all__ = ["Pair", "SingularValue", "leading_singular_value", "relative_residual"]
+__all__ = ["Pair", "begin", "check_finite", "check_steps", "relative_residual", "unit"]
 
 # Confidence of the upper limits at random starts, which are reported only.
 CONFIDENCE = 0.999
@@ -136,115 +134,6 @@ class Pair(LinearOperator):
             self, self._among(start), rtol=narrow, confidence=CONFIDENCE, max_iterations=max(2, steps)
         )
         return found.left, found.upper
-
-
-@dataclass(frozen=True, eq=False)
-class SingularValue:
-    """Estimates of the leading singular values of a batch of Jacobians.
-
-    They are lower estimates until they have converged.
-
-    Attributes
-    ----------
-    value
-        The number |Jᵀu| for a unit vector u, (members,), differentiable. It is never above ‖J‖, up to
-        rounding.
-    residual
-        The relative residual |J v − σ u| / σ, (members,). Some singular value of J differs from ``value`` by
-        at most residual · value. Only a random start shows, with some confidence, that it is the leading one.
-    converged
-        Whether residual <= rtol, (members,).
-    upper
-        Upper limit of ‖J‖ with probability 0.999, (members,), for members whose direction started at random
-        in this step. It is infinite for other members, because a warm start proves no upper limit.
-    right
-        The right singular vectors v, unit vectors with the shape of X.
-    directions
-        The directions from which the next step starts.
-
-    """
-
-    value: Float[Tensor, " members"]
-    residual: Float[Tensor, " members"]
-    converged: Bool[Tensor, " members"]
-    upper: Float[Tensor, " members"]
-    right: Tensor
-    directions: Directions
-
-    def __repr__(self) -> str:
-        found = f"{int(self.converged.sum())} of {self.converged.numel()} converged"
-        return f"SingularValue(mean {float(self.value.detach().mean()):.6g}, {found}; lower estimates)"
-
-
-def leading_singular_value(
-    f: Callable[[Tensor], Tensor],
-    X: Tensor,
-    state: Directions | None = None,
-    *,
-    steps: int = 1,
-    first_steps: int = 8,
-    rtol: float = 1e-2,
-    seed: int = 0,
-) -> SingularValue:
-    """Estimate the leading singular value of the Jacobian of ``f`` at each input as a differentiable number.
-
-    Each step is one product with JᵀJ, starting from the direction of the last step. The value is
-    differentiable in the weights of ``f``, and in X if X requires gradients. Its gradient is exact if the
-    singular pair has converged and the leading singular value is simple.
-
-    Parameters
-    ----------
-    f
-        A map (members, ...) -> (members, ...) that treats each member separately and can be differentiated
-        twice in reverse mode. PyTorch's fused attention cannot, so in this call PyTorch uses its plain
-        kernel. Random operations in f, such as dropout, must be disabled by the caller.
-    X
-        The inputs (members, ...), float32 or float64.
-    state
-        ``directions`` of the last result; None starts at random from ``seed``.
-    steps
-        Number of products with JᵀJ in this call. One is a step of power iteration. More products give the
-        best direction in their Krylov space.
-    first_steps
-        Number of products for members without a direction.
-    rtol
-        Relative residual at which a pair counts as converged.
-    seed
-        Seed of the random directions. The global random state is not used.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument has a wrong type or value.
-    NonFiniteError
-        If X or f(X) contains NaN or infinity.
-    DerivativeError
-        If f cannot be differentiated twice.
-
-    References
-    ----------
-    For the gradient: documentation page "Enforce: layers with a constant that is proved", section "A penalty
-    on the leading singular value". For power iteration with stored vectors on weights: Miyato, Kataoka,
-    Koyama, Yoshida, *Spectral Normalization for Generative Adversarial Networks*, ICLR 2018.
-
-    """
-    check_steps(steps, first_steps, rtol)
-    if not isinstance(X, Tensor) or X.ndim < 2 or X.dtype not in (torch.float32, torch.float64):
-        got = f"{X.dtype} of shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
-        raise ArgumentError("X", expected="float32 or float64 (members, ...)", got=got)
-    state = Directions(seed) if state is None else state.copy()
-    x = X if X.requires_grad else X.detach().requires_grad_()
-    pair = Pair(f, x)
-    u, upper = begin(pair, state, steps, first_steps, rtol)
-    u.requires_grad_()
-    g = pair.pull_back(u)
-    v = unit(g.detach())
-    value = (g * v).flatten(1).sum(1)
-    jv = pair.push_forward(g, u, v)
-    residual = relative_residual(jv, u.detach())
-    state.keep(jv)
-    check_finite(value)
-    return SingularValue(value, residual, residual <= rtol, upper, v, state)
 
 
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:

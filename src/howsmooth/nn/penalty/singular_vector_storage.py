@@ -38,12 +38,6 @@ class Directions:
     def __len__(self) -> int:
         return 0 if self._left is None else len(self._left)
 
-    def copy(self) -> Directions:
-        """Return an independent copy of the stored singular vectors and of the random generator."""
-        other = Directions()
-        other.load_state_dict(self.state_dict())
-        return other
-
     def state_dict(self) -> dict[str, Any]:
         """Return the singular vectors and the state of the random generator, for :meth:`load_state_dict`."""
         return {"left": self._left, "generator": self._generator.get_state()}
