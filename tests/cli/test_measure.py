@@ -34,7 +34,7 @@ SMALL = ["--lengths", "2,4,8", "--samples", "5"]
 
 
 @pytest.fixture
-def howsmooth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Howsmooth:
+def howsmooth(capsys: pytest.CaptureFixture[str]) -> Howsmooth:
     """Run the command line in this process, with stand-ins for models and texts."""
 
     def run(*arguments: str, tools: Any = None) -> Result:

@@ -74,9 +74,7 @@ def test_a_built_in_model_is_loaded_onto_the_device(device: torch.device) -> Non
     torch.testing.assert_close(found.value.cpu(), wanted.value, rtol=1e-4, atol=0)
 
 
-def test_a_study_gives_the_rows_of_the_cpu(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_gives_the_rows_of_the_cpu(tmp_path: Path, device: torch.device) -> None:
     text = tmp_path / "prose.txt"
     text.write_text(" ".join(f"The {word} is as smooth as the {other}." for word in WORDS for other in WORDS))
     plan = ["measure", "builtin-encoder", "--text", str(text), "--quiet"]

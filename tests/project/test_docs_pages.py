@@ -33,6 +33,8 @@ def test_pictures_are_those_that_the_command_draws(model: str, tmp_path: Path) -
         model,
         "--bounds",
         "none",
+        "--figures",
+        "all",
         "--out",
         tmp_path,
     )

@@ -192,7 +192,7 @@ def test_a_store_that_cannot_be_written_stops_everything(
         run(make_plan(), tmp_path, tools, keep_going=True)
 
 
-def test_a_failure_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_no_result(tmp_path: Path) -> None:
     tools = with_bad_measure(lambda layer, n, first: layer == 1, ModelError("<No>."))
     run(make_plan(), tmp_path, tools, keep_going=True)
     published = write_outputs(tmp_path)

@@ -47,7 +47,7 @@ def image_plan(vit: str, **changes: Any) -> Plan:
     return replace(plan, **changes)
 
 
-def test_a_study_on_images(vit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_on_images(vit: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     outcome = run(image_plan(vit), folder)
     assert (outcome.made["measurements"], outcome.failed) == (6, 0)

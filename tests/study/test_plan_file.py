@@ -412,7 +412,7 @@ lengths = "3:5:2"
 
 
 def test_a_plan_file_in_place_of_a_model_is_told_its_option(
-    howsmooth: Howsmooth, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = str(written(tmp_path, SMALL))
     assert main(["measure", plan, "--out", str(tmp_path / "out")]) == 2

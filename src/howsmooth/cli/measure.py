@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from howsmooth.cli.plan_execution import FAILED, means_of, resumable, rows_kept
+from howsmooth.cli.plan_execution import FAILED, means_of, resumable
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, paragraph, say, show_table
 from howsmooth.cli.typer_command import ShownOrQuiet, as_typed, command
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import WHAT, choice, flag, option
 from howsmooth.study.plans import FIGURES, Plan, shared
-from howsmooth.study.text_formatting import counted, readable
+from howsmooth.study.text_formatting import counted, encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.dry_run import DryRun
@@ -78,9 +78,9 @@ def measure(
         typer.Option(
             "--plan",
             metavar="FILE",
-            help="A plan file in TOML, with these options as keys; options that are typed beside it replace "
-            "them. A failed measurement is recorded, the others continue, and the exit code is 3. Without "
-            "--out, the folder is beside the file.",
+            help="A plan file in TOML, whose keys are options of what and how to measure; those that are typed "
+            "beside it replace them. A failed measurement is recorded, the others continue, and the exit code "
+            "is 3. Without --out, the folder is beside the file.",
             show_default=False,
             rich_help_panel=WHAT,
         ),
@@ -97,7 +97,7 @@ def measure(
     from howsmooth.study.measurement_run import run
 
     out = execution.out
-    with resumable(lambda: rows_kept(out), as_typed()), shown_progress(quiet=shown.quiet) as display:
+    with resumable(lambda: _rows_kept(out)), shown_progress(quiet=shown.quiet) as display:
         with means_of(execution, display, keep_going=keep_going) as means:
             outcome = run(plan, out, means, beside=_beside(plan))
         display.phase("Drawing figures" if shown.figures == "all" else "Writing tables and report")
@@ -115,6 +115,19 @@ def measure(
         err=True,
     )
     return FAILED
+
+
+def _rows_kept(folder: Path) -> str:
+    """Return a phrase that says how many results are stored in a folder."""
+    from howsmooth.study.records import Measurement, PublishedValue
+    from howsmooth.study.store import Store
+
+    kept = ""
+    if Store.exists(folder):
+        with Store.open(folder, write=False) as store:
+            counts = {kind.table: store.count(kind) for kind in (Measurement, PublishedValue)}
+        kept = " and ".join(f"{count} {table}" for table, count in counts.items() if count)
+    return f"{kept} are saved in {encodable(str(folder))}" if kept else "nothing was measured yet"
 
 
 def _beside(plan: Plan) -> list[Callable[[PreparedStudy], Work]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,12 +11,12 @@ import typer
 from howsmooth.cli.typer_command import as_typed
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.progress_listener import Listener
-from howsmooth.study.text_formatting import counted, encodable
+from howsmooth.study.text_formatting import counted
 
 if TYPE_CHECKING:
     from howsmooth.study.runner import Means
 
-__all__ = ["FAILED", "INTERRUPTED", "means_of", "resumable", "rows_kept"]
+__all__ = ["FAILED", "INTERRUPTED", "means_of", "resumable"]
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
@@ -42,29 +41,16 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
 
 
 @contextmanager
-def resumable(kept: Callable[[], str], again: str) -> Iterator[None]:
+def resumable(kept: Callable[[], str]) -> Iterator[None]:
     """On Ctrl-C, print what is saved and the command that continues the work, and exit with code 130.
 
-    The function ``kept`` returns a phrase that says what is saved, and ``again`` is the command. If the
-    phrase is empty, the KeyboardInterrupt is raised again.
+    The function ``kept`` returns a phrase that says what is saved. If the phrase is empty, the
+    KeyboardInterrupt is raised again.
     """
     try:
         yield
     except KeyboardInterrupt:
         if not (said := kept()):
             raise
-        typer.echo(f"interrupted: {said}. Continue with:\n  {again}", err=True)
+        typer.echo(f"interrupted: {said}. Continue with:\n  {as_typed()}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def rows_kept(folder: Path) -> str:
-    """Return a phrase that says how many results are stored in a folder."""
-    from howsmooth.study.records import Measurement, PublishedValue
-    from howsmooth.study.store import Store
-
-    kept = ""
-    if Store.exists(folder):
-        with Store.open(folder, write=False) as store:
-            counts = {kind.table: store.count(kind) for kind in (Measurement, PublishedValue)}
-        kept = " and ".join(f"{count} {table}" for table, count in counts.items() if count)
-    return f"{kept} are saved in {encodable(str(folder))}" if kept else "nothing was measured yet"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from howsmooth.cli.plan_execution import resumable
 from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
-from howsmooth.cli.typer_command import ONE_PROCESS, Shown, as_typed, command
+from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, flag, number, option, selection, whole
@@ -130,7 +130,7 @@ class RadiusPlan(OneInputPlan):
             return f"radii of {saved} tokens are saved in {encodable(str(folder))}" if saved else ""
 
         same = ("positions", "jointly", "target", "seconds", "span", "seed")
-        with resumable(kept, as_typed()), writable_folder(folder) as out:
+        with resumable(kept), writable_folder(folder) as out:
             return word_radii(
                 loaded,
                 inputs,

@@ -13,7 +13,7 @@ import typer
 from howsmooth.cli.plan_execution import FAILED, means_of, resumable
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
-from howsmooth.cli.typer_command import Shown, ShownOrQuiet, as_typed, command
+from howsmooth.cli.typer_command import Shown, ShownOrQuiet, command
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import OUTPUT
@@ -86,7 +86,7 @@ def reproduce(
     chosen = choose_figures(figures or [])
     if dry_run:
         return _tell_tasks(chosen, options, execution.out, shown)
-    out, typed = execution.out, as_typed()
+    out = execution.out
 
     def kept() -> str:
         stores = [out / figure.name / STORE_NAME for figure in chosen]
@@ -96,7 +96,7 @@ def reproduce(
         return f"finished figures and measurements are saved in {encodable(str(out))}. {page}"
 
     with (
-        resumable(kept, typed),
+        resumable(kept),
         shown_progress(quiet=shown.quiet) as display,
         means_of(execution, display) as means,
     ):

@@ -87,7 +87,7 @@ def test_the_corrected_quantity_is_that_of_the_study(made: Path) -> None:
 
 
 def test_exponents_are_fitted_and_shown_and_the_same_command_repeats_nothing(
-    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (made / "published.csv").read_bytes()
     capsys.readouterr()
@@ -293,7 +293,7 @@ def test_a_model_to_which_an_item_does_not_apply_stops_no_other(stand_ins: None,
 
 
 def test_a_plan_file_asks_for_published_values_too(
-    stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stand_ins: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(

@@ -216,7 +216,7 @@ def test_all_and_none_are_taken_literally(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_the_command_says_what_was_left_out_and_how_to_have_it(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
 
     def typed(*words: str) -> str:

@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from howsmooth.study.html_assets import png
 
 __all__ = [
-    "COLOURS", "GREY", "STYLE", "Files", "add_colourbar", "draw_cells", "linear_ticks", "literal",
+    "COLOURS", "GREY", "STYLE", "add_colourbar", "draw_cells", "linear_ticks", "literal",
     "log_ticks", "logarithmic", "new_figure", "save", "set_axis", "set_bar_ticks",
 ]  # fmt: skip
 
@@ -40,8 +40,6 @@ STYLE: dict[Any, Any] = {
 }
 COLOURS = "viridis"
 GREY = "0.35"
-Files = tuple[Path, Path]
-"""The paths of a figure as PNG and as PDF."""
 _FEW_LENGTHS = 6
 
 
@@ -126,7 +124,7 @@ def literal(words: str) -> str:
     return words.replace("\\", "\\\\").replace("$", r"\$")
 
 
-def save(figure: Figure, folder: Path, stem: str, title: str, source: str = "") -> Files:
+def save(figure: Figure, folder: Path, stem: str, title: str, source: str = "") -> tuple[Path, Path]:
     """Write a figure as PNG and PDF, and return their paths. The same numbers give the same files.
 
     ``source`` identifies what the figure was drawn from, for a later check whether it is current.
