@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -134,7 +135,7 @@ def bounds_frame(label: str, bounded: Sequence[Bounded]) -> pd.DataFrame:
 
 def write_worst(bounded: Sequence[Bounded], folder: str | os.PathLike[str]) -> Path:
     """Write the worst tokens found for each layer or head and length as arrays into ``worst.npz``."""
-    found = {
+    found: dict[str, Any] = {
         f"{one.target.place}, n = {one.n}": one.worst.x.numpy() for one in bounded if one.worst is not None
     }
     with writable_folder(folder) as folder:
