@@ -248,14 +248,15 @@ class ResultWithInfluence(Result):
         return [
             "",
             f"Which token moves which, {place}: how far an output",
-            "moves, to first order, if one token moves by 1. Each interval holds with probability "
-            f"{found.confidence:.4g}.",
-            f"The largest {len(rows) - 1} of {counted(found.value.numel(), 'norm')}:",
+            "moves, to first order, if one token moves by 1. Each interval holds with",
+            f"probability {found.confidence:.4g}. The largest {len(rows) - 1} of "
+            f"{counted(found.value.numel(), 'norm')}:",
             *(
                 f"  {one:<{left}}  {two:<{middle}}  {three:>{right}}  {four}"
                 for one, two, three, four in rows
             ),
-            f"If all tokens move at once, each by at most 1, the largest move of an output lies in {ends}.",
+            "If all tokens move at once, each by at most 1, the largest move of an output",
+            f"lies in {ends}.",
         ]
 
 
