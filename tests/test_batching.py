@@ -11,7 +11,7 @@ import howsmooth as hs
 from howsmooth import batching
 from howsmooth.attention import Rotary
 from howsmooth.batching import are_measured_together, batches
-from howsmooth.jacobian import cached_bytes
+from howsmooth.jacobian.memory_footprint import cached_bytes
 from tests._cases import D, random_attention, tokens, true_norm
 
 ROOMY = 1 << 50

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import howsmooth as hs
 from howsmooth import adversarial, bounds
-from howsmooth.bounds import Head, best, norm_radius, parameters_of, pre_norm_upper_bound, table
+from howsmooth.bounds import Head, best, norm_radius, pre_norm_upper_bound, table
+from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.errors import ArgumentError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._search import Point, largest_ratio

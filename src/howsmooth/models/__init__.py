@@ -17,10 +17,8 @@ from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
 from howsmooth.models.inspect import InspectedSite, Inspection, Refusal, inspect_model
 from howsmooth.models.loading.load import LoadedModel, builtin_names, load_model
 from howsmooth.models.sequence_datasets import audio_inputs, image_inputs
-from howsmooth.scopes import SCOPES
 
 __all__ = [
-    "SCOPES",
     "CrossSite",
     "InspectedSite",
     "Inspection",
