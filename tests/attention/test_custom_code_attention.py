@@ -22,7 +22,7 @@ from howsmooth import adversarial, batching
 from howsmooth.attention import Residual, StagedAttention
 from howsmooth.attention.custom_code_attention import Core, SoftmaxCore
 from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.bounds.certificates import certificate_heads
+from howsmooth.bounds.certificates import certificate
 from howsmooth.dynamics import flow, growth
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
@@ -648,8 +648,8 @@ def test_lengths_and_measures_are_refused() -> None:
 
 REFUSING: dict[str, Callable[[Any], object]] = {
     "parameters": parameters_of,
-    "certificate": lambda f: certificate_heads(f, tokens(0, N, D)),
-    "certificate of a site": lambda f: certificate_heads(_site(hs.Residual(f))),
+    "certificate": lambda f: certificate(f, tokens(0, N, D)),
+    "certificate of a site": lambda f: certificate(_site(hs.Residual(f))),
     "two clusters": lambda f: adversarial.two_cluster(f, N, 1.0),
     "published": lambda f: unmasked(hs.Residual(f)),
 }

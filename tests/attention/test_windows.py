@@ -19,7 +19,6 @@ from howsmooth.attention import scaled_dot_product
 from howsmooth.attention.custom_code_attention import SoftmaxCore
 from howsmooth.attention.masks import Visibility, check_window
 from howsmooth.bounds import ball_lower_bounds as lower_bounds
-from howsmooth.bounds import certificates
 from howsmooth.bounds import masked_ball_upper_bounds as masked_bounds
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.ball_lower_bounds import equal_tokens_lower_bound
@@ -267,9 +266,9 @@ def test_certificates_of_parameters_know_the_window() -> None:
     f, masked = pair(13, 3, causal=True, heads=1)
     x = tokens(4, N, D)
     # Without the search, whose float32 turns the last digits of float64 into other weights.
-    expected = certificates.certificate_parts(masked, x, iterations=0).value
+    expected = bounds.certificate(masked, x, iterations=0).value
     for one in (f, parameters_of(f)):
-        found = certificates.certificate_parts(one, x, iterations=0)
+        found = bounds.certificate(one, x, iterations=0)
         assert float(found.value) == pytest.approx(float(expected), rel=1e-9)
 
 

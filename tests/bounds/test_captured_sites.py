@@ -88,7 +88,7 @@ def test_bounds_of_a_site_hold() -> None:
     measured = float(hs.local_lipschitz(site.map, site.x).lower)
     best = hs.bounds.best(site)
     assert measured <= best.value
-    certified = float(hs.bounds.certificate_heads(site).value)
+    certified = float(hs.bounds.certificate(site).value)
     assert measured <= certified
     # A search from the norm's outputs: above what is measured there, below what holds on the ball.
     found = ascend(site, random_starts=1, steps=3, atom_restarts=1, atom_steps=4)
@@ -114,7 +114,7 @@ def test_a_search_on_a_site_may_have_another_domain_and_length() -> None:
 @pytest.mark.parametrize(
     "ask",
     [
-        hs.bounds.certificate_heads,
+        hs.bounds.certificate,
         parameters_of,
         absorb_norm,
         lambda site: constructions(site, 4, 1.0),
@@ -158,7 +158,7 @@ def test_scores_and_scopes_that_bounds_do_not_know_are_named() -> None:
     with pytest.raises(ArgumentError, match="got soft-capped scores"):
         hs.bounds.lemma_3_8(gemma, 6, 1.0)
     bound = hs.bounds.best(gemma)
-    assert bound.name == "certificate_heads"
+    assert bound.name == "certificate"
     assert float(hs.local_lipschitz(gemma.map, gemma.x).lower) <= bound.value
     assert hs.bounds.best(gemma, length=6).name == "any_scores_ball_upper_bound"
     block = hs.capture(_model("gpt2"), token_ids(1, 6), layers=[1], scope="block")[0]

@@ -7,7 +7,7 @@
 - Upper bounds on a ball, several heads: ``lemma_3_8`` and the other functions of ``multi_head_upper_bounds``.
 - An upper bound on a ball for any scores (rotary positions, norms of queries and keys, soft caps, biases,
   sinks) and any mask: ``any_scores_ball_upper_bound``.
-- Upper bounds at given tokens: ``certificates``, and ``theorem_c_3`` and the other functions of
+- Upper bounds at given tokens: ``certificate``, and ``theorem_c_3`` and the other functions of
   ``local_upper_bounds``. For large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
 - Lower bounds on a ball: ``proposition_3_4`` and the other functions of ``ball_lower_bounds`` and
   ``mean_field_lower_bounds``.
@@ -44,13 +44,7 @@ from howsmooth.bounds.ball_upper_bounds import (
     theorem_e_3,
 )
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity
-from howsmooth.bounds.certificates import (
-    Certificate,
-    certificate_frobenius,
-    certificate_heads,
-    certificate_parts,
-    certificate_rows,
-)
+from howsmooth.bounds.certificates import Certificate, certificate
 from howsmooth.bounds.comparison_with_measurement import table
 from howsmooth.bounds.key_value_error_upper_bounds import OutputErrorBound, kv_error_upper_bound
 from howsmooth.bounds.large_radius_bounds import theorem_3_7, theorem_4_5
@@ -100,10 +94,7 @@ __all__ = [
     "causal_mean_field_upper_bound",
     "causal_two_cluster_lower_bound",
     "causal_two_heavy_tokens_lower_bound",
-    "certificate_frobenius",
-    "certificate_heads",
-    "certificate_parts",
-    "certificate_rows",
+    "certificate",
     "diameter_upper_bound",
     "gram_upper_bound",
     "heavy_token_lower_bound",
