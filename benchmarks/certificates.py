@@ -1,4 +1,4 @@
-"""Cost and tightness of the certificates and the local bounds, beside the measured constant.
+"""Cost and tightness of the certificate and the local bounds, beside the measured constant.
 
     python benchmarks/certificates.py                # all of it: some minutes on two cores
     python benchmarks/certificates.py --lengths 10,30 --samples 1 --skip-large
@@ -22,12 +22,6 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds.certificates import (
-    certificate_frobenius,
-    certificate_heads,
-    certificate_parts,
-    certificate_rows,
-)
 from howsmooth.bounds.local_upper_bounds import (
     covariance_upper_bound,
     diameter_upper_bound,
@@ -37,16 +31,14 @@ from howsmooth.bounds.local_upper_bounds import (
 from howsmooth.texts import load_text
 
 ONE_HEAD: dict[str, Callable[[hs.SelfAttention, Tensor], float]] = {
-    "R": lambda f, x: float(certificate_rows(f, x).value),
-    "N": lambda f, x: float(certificate_parts(f, x).value),
-    "cheap": lambda f, x: float(certificate_frobenius(f, x).value),
+    "certificate": lambda f, x: float(hs.bounds.certificate(f, x).value),
     "Yudin": lambda f, x: yudin_theorem_3(f, x).value,
     "C.3 sharp": lambda f, x: diameter_upper_bound(f, x).value,
     "C.3": lambda f, x: theorem_c_3(f, x).value,
     "three terms": lambda f, x: covariance_upper_bound(f, x).value,
 }
 SEVERAL: dict[str, Callable[[hs.SelfAttention, Tensor], float]] = {
-    "joint": lambda f, x: float(certificate_heads(f, x).value)
+    "certificate": lambda f, x: float(hs.bounds.certificate(f, x).value)
 }
 
 

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.jacobian import closed_form_jacobian, in_double
+from howsmooth.jacobian import closed_form_jacobian
+from howsmooth.jacobian.closed_form import in_double
 from howsmooth.jacobian.tiling import Tiling
 from howsmooth.spectral import LinearOperator, lanczos
 

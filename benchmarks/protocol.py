@@ -51,10 +51,10 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth import spectral
 from howsmooth.attention import SelfAttention
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.models import LoadedModel
-from howsmooth.spectral import to_scipy
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.window_placement import arrange
 from howsmooth.texts import load_text
@@ -166,6 +166,27 @@ class Counted:
         """Return the leading singular value by ARPACK."""
         values = svds(self.operator, k=1, tol=tolerance, return_singular_vectors=False, rng=0)
         return float(values[0]), self.count
+
+
+def to_scipy(operator: spectral.LinearOperator) -> LinearOperator:
+    """Return the first map of a batched operator as an operator of SciPy."""
+    one = operator.select(torch.tensor([0]))
+
+    def vector(x: np.ndarray, shape: tuple[int, ...]) -> Tensor:
+        return torch.as_tensor(np.ascontiguousarray(x), dtype=one.dtype, device=one.device).view(1, *shape)
+
+    def matvec(x: np.ndarray) -> np.ndarray:
+        return np.asarray(one.product(vector(x, one.in_shape)).reshape(-1).cpu())
+
+    def rmatvec(y: np.ndarray) -> np.ndarray:
+        return np.asarray(one.adjoint_product(vector(y, one.out_shape)).reshape(-1).cpu())
+
+    return LinearOperator(
+        shape=(one.out_size, one.in_size),
+        matvec=matvec,
+        rmatvec=rmatvec,
+        dtype=np.dtype(str(one.dtype).removeprefix("torch.")),
+    )
 
 
 def svds_autodiff(f: SelfAttention, x: Tensor, tolerance: float) -> tuple[float, int]:

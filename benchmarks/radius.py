@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 import howsmooth as hs
-from howsmooth.bounds.radius import NetworkAtInput
+from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 
 TEXT = "the old man looked at her"
 

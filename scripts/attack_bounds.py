@@ -33,6 +33,8 @@ from mpmath import mp
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.bounds.local_upper_bounds import covariance_upper_bound
+from howsmooth.bounds.multi_head_upper_bounds import folded_gram_upper_bound, head_upper_bound
 from howsmooth.errors import ArgumentError
 
 BATCH = 20  # cases of one setting (sizes, masks, switches), which are ascended together
@@ -47,9 +49,10 @@ ON_BALL = (
 ANY_LENGTH = ("theorem_3_5", "mean_field_upper_bound", "theorem_4_4", "causal_mean_field_upper_bound")
 AT_TOKENS = (
     *("theorem_c_3", "diameter_upper_bound", "covariance_upper_bound", "yudin_theorem_3"),
-    *("certificate_parts", "certificate_rows", "certificate_frobenius", "certificate_heads"),
+    "certificate",
 )
 LARGE_RADIUS = ("theorem_3_7", "theorem_4_5")
+PRIVATE = {one.__name__: one for one in (covariance_upper_bound, folded_gram_upper_bound, head_upper_bound)}
 LOCAL = {
     *(*AT_TOKENS, *LARGE_RADIUS, "token_wise_upper_bound"),
     "pre_norm_upper_bound at X",
@@ -452,7 +455,7 @@ def weights_of(s: Setting, raw: Weights, size: Weights) -> Weights:
 def upper(name: str, *arguments: Any, **options: Any) -> dict[str, float]:
     """Evaluate a bound of hs.bounds, unless it is for other attention or a hypothesis fails."""
     try:
-        found = getattr(hs.bounds, name)(*arguments, **options)
+        found = getattr(hs.bounds, name, PRIVATE.get(name))(*arguments, **options)
     except ArgumentError:
         return {}
     value = float(found.value)

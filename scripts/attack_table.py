@@ -30,7 +30,8 @@ from transformers import CONFIG_MAPPING, AutoModel
 
 import howsmooth as hs
 from howsmooth import adversarial
-from howsmooth.bounds import best, parameters_of
+from howsmooth.bounds import best
+from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.attention_sources import shortened
 from howsmooth.texts import load_text

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import TokenMap, Weighting
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.models.identification.norm_and_residual_placement import Block
 from howsmooth.models.tracing.layer_trace import AttentionLayer, LayerTrace, ModuleCall, is_norm
 

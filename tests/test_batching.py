@@ -12,7 +12,7 @@ import howsmooth as hs
 from howsmooth import batching, lipschitz
 from howsmooth.attention import Rotary
 from howsmooth.batching import are_measured_together, batches, footprint
-from howsmooth.jacobian import cached_bytes
+from howsmooth.jacobian.memory_footprint import cached_bytes
 from howsmooth.lipschitz import mixed_precision
 from tests._cases import D, random_attention, tokens, true_norm
 

@@ -41,14 +41,7 @@ if TYPE_CHECKING:
         SinkhornAttention,
     )
     from howsmooth.errors import HowsmoothError
-    from howsmooth.lipschitz import (
-        LipschitzEstimate,
-        LipschitzEstimates,
-        OperandSensitivity,
-        QKVSensitivity,
-        local_lipschitz,
-        qkv_sensitivity,
-    )
+    from howsmooth.lipschitz import LipschitzEstimate, LipschitzEstimates, local_lipschitz
     from howsmooth.models import Site, capture, load_model
     from howsmooth.profiling import (
         DepthProfile,
@@ -76,10 +69,8 @@ __all__ = [
     "LayerScale",
     "LipschitzEstimate",
     "LipschitzEstimates",
-    "OperandSensitivity",
     "Precision",
     "Profile",
-    "QKVSensitivity",
     "RMSNorm",
     "Residual",
     "Rotary",
@@ -104,7 +95,6 @@ __all__ = [
     "nn",
     "precision",
     "profile",
-    "qkv_sensitivity",
     "read",
     "spectral",
     "study",
@@ -129,10 +119,7 @@ _ROOMS = {
     "lipschitz": (
         "LipschitzEstimate",
         "LipschitzEstimates",
-        "OperandSensitivity",
-        "QKVSensitivity",
         "local_lipschitz",
-        "qkv_sensitivity",
     ),
     "models": ("Site", "capture", "load_model"),
     "profiling": (

@@ -12,14 +12,9 @@ from torch import Tensor
 
 from howsmooth.attention import Rotary, TokenMap
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian import (
-    cached_bytes,
-    has_closed_form,
-    kernel_bytes,
-    runs_members_alone,
-    shares_products,
-    streamed_bytes,
-)
+from howsmooth.jacobian.closed_form import has_closed_form, runs_members_alone
+from howsmooth.jacobian.memory_footprint import cached_bytes, kernel_bytes, streamed_bytes
+from howsmooth.jacobian.packed_sequences import shares_products
 from howsmooth.memory import memory_budget
 
 __all__ = [

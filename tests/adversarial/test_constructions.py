@@ -11,7 +11,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth import adversarial
 from howsmooth.bounds.attention_parameters import Head
-from howsmooth.bounds.ball_lower_bounds import heavy_token_local_bound, two_cluster_lower_bound
+from howsmooth.bounds.ball_lower_bounds import two_cluster_lower_bound
 from howsmooth.errors import ArgumentError
 from tests._cases import D, random_attention, rotary, true_norm
 
@@ -99,10 +99,8 @@ def test_of_u_and_minus_u_the_steeper_is_taken():
     for sign in (1.0, -1.0):
         head = Head(identity, identity, b=vector(3 * sign, 0.0) + vector(0.0, 1e-3))
         x = adversarial.two_cluster(head, 6, 1.0).x
-        other = heavy_token_local_bound(head, 6, -x[0], -x[1])
         y = head.A @ x[1] + head.b
         assert float(y @ (x[0] - x[1])) >= float((head.A @ -x[1] + head.b) @ (x[1] - x[0]))
-        assert other.holds
 
 
 @pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, True), (torch.float64, False)])

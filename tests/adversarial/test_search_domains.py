@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.adversarial import Around, Ball, Domain, Ellipsoid
+from howsmooth.adversarial import Around, Ball, Ellipsoid
+from howsmooth.adversarial.search_domains import Domain
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import tokens
 

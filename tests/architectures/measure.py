@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError
-from howsmooth.jacobian import has_closed_form
+from howsmooth.jacobian.closed_form import has_closed_form
 from howsmooth.scopes import SCOPES
 from tests._tiny_models import WithoutDowncast
 from tests.architectures.build import SEED, build, class_name, inputs_of

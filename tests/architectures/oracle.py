@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import howsmooth as hs
-from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
+from howsmooth.jacobian.closed_form import has_closed_form
 from tests._tiny_models import WithoutDowncast
 from tests.architectures.build import SEED
 

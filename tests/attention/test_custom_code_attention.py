@@ -18,18 +18,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import howsmooth as hs
-from howsmooth import adversarial, batching, bounds
-from howsmooth.attention import Residual, SoftmaxCore, StagedAttention
-from howsmooth.attention.custom_code_attention import Core
-from howsmooth.bounds.certificates import certificate_heads
+from howsmooth import adversarial, batching
+from howsmooth.attention import Residual, StagedAttention
+from howsmooth.attention.custom_code_attention import Core, SoftmaxCore
+from howsmooth.bounds.attention_parameters import parameters_of
+from howsmooth.bounds.certificates import certificate
 from howsmooth.dynamics import flow, growth
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
-from howsmooth.jacobian import AutodiffJacobian, cached_bytes, closed_form_jacobian, has_closed_form
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
+from howsmooth.jacobian.closed_form import has_closed_form
 from howsmooth.jacobian.custom_code_attention import StagedJacobian
+from howsmooth.jacobian.memory_footprint import cached_bytes
 from howsmooth.measures import DiscreteMeasure
 from howsmooth.paper.published_code.altered_attention import unmasked
-from howsmooth.spectral import to_dense
 from tests._cases import dense_jacobian, tokens
+from tests._operators import to_dense
 from tests._selection import others_slow
 
 N, D, HEADS, KEY, VALUE = 6, 5, 4, 4, 3
@@ -644,9 +647,9 @@ def test_lengths_and_measures_are_refused() -> None:
 
 
 REFUSING: dict[str, Callable[[Any], object]] = {
-    "parameters": bounds.parameters_of,
-    "certificate": lambda f: certificate_heads(f, tokens(0, N, D)),
-    "certificate of a site": lambda f: certificate_heads(_site(hs.Residual(f))),
+    "parameters": parameters_of,
+    "certificate": lambda f: certificate(f, tokens(0, N, D)),
+    "certificate of a site": lambda f: certificate(_site(hs.Residual(f))),
     "two clusters": lambda f: adversarial.two_cluster(f, N, 1.0),
     "published": lambda f: unmasked(hs.Residual(f)),
 }

@@ -12,15 +12,19 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth import adversarial, bounds
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.scaled_dot_product import cap_slope
+from howsmooth.bounds.attention_parameters import parameters_of
+from howsmooth.bounds.norm_layer_outputs import absorb_norm
 from howsmooth.dynamics import Rescaled
 from howsmooth.dynamics.rescaled_tokens import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.jacobian import closed_form_jacobian, frozen_derivatives
+from howsmooth.jacobian import closed_form_jacobian
+from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
 from howsmooth.measures import DiscreteMeasure
 from howsmooth.paper.published_code.altered_attention import DropoutAttention, unmasked, wrong_slices
-from howsmooth.spectral import to_dense
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
+from tests._operators import to_dense
 
 N = 5
 
@@ -130,7 +134,7 @@ def test_an_atom_that_splits_under_a_cap() -> None:
     def seen_from(y: Tensor, i: int) -> Tensor:
         # A further atom of no mass at y moves as Γ_μ(y).
         weights = torch.cat((measure.log_weights, torch.tensor([-1e30], dtype=torch.float64)))
-        return f._forward(torch.cat((x, y[None])), hs.attention.Weighting(weights))[-1]
+        return f._forward(torch.cat((x, y[None])), Weighting(weights))[-1]
 
     for i in range(N):
         exact = torch.autograd.functional.jacobian(lambda y, i=i: seen_from(y, i), x[i], vectorize=True)
@@ -155,7 +159,7 @@ def test_related_maps_keep_what_is_done_to_scores() -> None:
     norm = hs.RMSNorm(torch.rand(D, dtype=torch.float64) + 0.5, 1e-6)
     f = random_attention(7, softcap=0.8)
     unit = x / (x.norm(dim=-1, keepdim=True) ** 2 + D * 1e-6).sqrt()
-    torch.testing.assert_close(bounds.absorb_norm(f, norm)(unit), f(norm(x)), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(absorb_norm(f, norm)(unit), f(norm(x)), rtol=1e-11, atol=1e-12)
 
 
 def _square(**keywords: object) -> hs.SelfAttention:
@@ -163,7 +167,7 @@ def _square(**keywords: object) -> hs.SelfAttention:
 
 
 REFUSING = {
-    "parameters": lambda f, folder: bounds.parameters_of(f),
+    "parameters": lambda f, folder: parameters_of(f),
     "absorbed": lambda f, folder: bounds.pre_norm_upper_bound(
         f, hs.RMSNorm(torch.ones(D, dtype=torch.float64), 1e-6), length=N
     ),

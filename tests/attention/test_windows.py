@@ -14,11 +14,13 @@ from howsmooth import bounds
 from howsmooth.adversarial.gradient_ascent import _basis, _compressed
 from howsmooth.adversarial.repeated_token_search import can_search_atoms
 from howsmooth.adversarial.search_domains import Ball
-from howsmooth.attention import SoftmaxCore, scaled_dot_product
+from howsmooth.attention import scaled_dot_product
+from howsmooth.attention.custom_code_attention import SoftmaxCore
 from howsmooth.attention.masks import Visibility, check_window
 from howsmooth.bounds import ball_lower_bounds as lower_bounds
-from howsmooth.bounds import certificates
 from howsmooth.bounds import masked_ball_upper_bounds as masked_bounds
+from howsmooth.bounds.attention_parameters import parameters_of
+from howsmooth.bounds.ball_lower_bounds import equal_tokens_lower_bound
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Gaussian
 from tests._cases import D, random_attention, rotary, tokens, true_norm
@@ -208,8 +210,8 @@ def test_statements_about_any_mask_are_the_same(causal: bool) -> None:
     upper = bounds.masked_ball_upper_bound(f, N, 1.5)
     assert upper.holds
     assert upper.value == pytest.approx(bounds.masked_ball_upper_bound(masked, N, 1.5).value, rel=1e-12)
-    lower = bounds.equal_tokens_lower_bound(f, N, 1.5)
-    assert lower.value == pytest.approx(bounds.equal_tokens_lower_bound(masked, N, 1.5).value, rel=1e-12)
+    lower = equal_tokens_lower_bound(f, N, 1.5)
+    assert lower.value == pytest.approx(equal_tokens_lower_bound(masked, N, 1.5).value, rel=1e-12)
     same = tokens(1, 1, D).expand(N, D)
     assert lower.value <= float(true_norm(masked, same[None].contiguous())[0]) * (1 + 1e-12)
 
@@ -227,8 +229,8 @@ def test_sums_over_a_mask_do_not_depend_on_its_blocks(causal: bool, monkeypatch:
 def test_the_first_rows_of_a_wide_causal_window_are_those_of_a_triangle() -> None:
     wide = random_attention(3, heads=1, causal=True, window=2000)
     triangle = random_attention(3, heads=1, causal=True)
-    expected = bounds.equal_tokens_lower_bound(triangle, 2000, 1.0).value
-    assert bounds.equal_tokens_lower_bound(wide, 300_000, 1.0).value == pytest.approx(expected, rel=1e-12)
+    expected = equal_tokens_lower_bound(triangle, 2000, 1.0).value
+    assert equal_tokens_lower_bound(wide, 300_000, 1.0).value == pytest.approx(expected, rel=1e-12)
 
 
 def test_bounds_of_other_masks_do_not_hold_for_a_window() -> None:
@@ -255,16 +257,16 @@ def test_a_bound_of_a_long_window_is_that_of_its_width(monkeypatch: pytest.Monke
         first = torch.linalg.matrix_norm((seen / seen.sum(1, keepdim=True))[:100], 2)
         value = torch.linalg.matrix_norm(f.output @ f.value[0], 2)
         expected = max(1.0, float(first)) * float(value)
-        assert bounds.equal_tokens_lower_bound(f, 40_000, 1.0).value == pytest.approx(expected, rel=1e-9)
+        assert equal_tokens_lower_bound(f, 40_000, 1.0).value == pytest.approx(expected, rel=1e-9)
 
 
 def test_certificates_of_parameters_know_the_window() -> None:
     f, masked = pair(13, 3, causal=True, heads=1)
     x = tokens(4, N, D)
     # Without the search, whose float32 turns the last digits of float64 into other weights.
-    expected = certificates.certificate_parts(masked, x, iterations=0).value
-    for one in (f, bounds.parameters_of(f)):
-        found = certificates.certificate_parts(one, x, iterations=0)
+    expected = bounds.certificate(masked, x, iterations=0).value
+    for one in (f, parameters_of(f)):
+        found = bounds.certificate(one, x, iterations=0)
         assert float(found.value) == pytest.approx(float(expected), rel=1e-9)
 
 

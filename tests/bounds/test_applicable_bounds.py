@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import howsmooth as hs
 from howsmooth import adversarial, bounds
-from howsmooth.bounds import Head, best, norm_radius, parameters_of, pre_norm_upper_bound, table
+from howsmooth.bounds import Head, best, norm_radius, pre_norm_upper_bound, table
+from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.errors import ArgumentError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._search import Point, largest_ratio
@@ -130,8 +131,7 @@ def test_rotary_positions_have_certificates_and_one_bound_on_a_ball() -> None:
     f = random_attention(8, heads=1, rotary=rotary(N, 4))
     x = tokens(3, N, D)
     names = set(table(f, x).name)
-    certificates = {"certificate_parts", "certificate_rows", "certificate_frobenius"}
-    assert names == {"measured", "any_scores_ball_upper_bound"} | certificates
+    assert names == {"measured", "any_scores_ball_upper_bound", "certificate"}
     assert best(f, x).value >= float(true_norm(f, x[None])[0])
     with pytest.raises(ArgumentError, match="rotary positions, with which A depends"):
         best(f, length=4, radius=1.0, side="lower")

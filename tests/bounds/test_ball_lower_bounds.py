@@ -17,7 +17,6 @@ from howsmooth.bounds.ball_lower_bounds import (
     causal_two_cluster_lower_bound,
     causal_two_heavy_tokens_lower_bound,
     equal_tokens_lower_bound,
-    heavy_token_local_bound,
     heavy_token_lower_bound,
     proposition_3_4,
     quadratic_growth,
@@ -25,10 +24,16 @@ from howsmooth.bounds.ball_lower_bounds import (
     two_heavy_tokens_lower_bound,
 )
 from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
-from howsmooth.bounds.bound import Bound, Quantity
+from howsmooth.bounds.bound import Bound
+from howsmooth.bounds.jacobian_column_lower_bounds import log_column_norm
 from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
-from howsmooth.bounds.worst_case_tokens import searched_pairs, searched_tokens, two_cluster_points
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.bounds.worst_case_tokens import (
+    OneHeavyToken,
+    searched_pairs,
+    searched_tokens,
+    two_cluster_points,
+)
+from howsmooth.errors import ArgumentError
 from tests._cases import D, dense_jacobian, random_attention, tokens, true_norm
 from tests._selection import others_slow
 
@@ -57,6 +62,10 @@ def failed(bound: Bound) -> list[str]:
 # ---- the lemma
 
 
+def of_heavy_token(f, n, heavy, light):
+    return math.exp(log_column_norm(parameters_of(f), n, OneHeavyToken.of(heavy, light)))
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("n", [2, 3, 7])
 def test_heavy_token_is_the_norm_of_the_heavy_columns(heads, n):
@@ -64,10 +73,9 @@ def test_heavy_token_is_the_norm_of_the_heavy_columns(heads, n):
     z, w = tokens(41, 2, D)
     x = torch.cat([z[None], w.expand(n - 1, D)])
     columns = dense_jacobian(f, x).reshape(n, f.d_out, n * D)[1:, :, :D].reshape(-1, D)
-    bound = heavy_token_local_bound(f, n, z, w)
-    assert bound.quantity is Quantity.LOCAL
-    assert bound.value == pytest.approx(float(torch.linalg.matrix_norm(columns, 2)), rel=1e-10)
-    assert bound.value <= norm_at(f, x)
+    bound = of_heavy_token(f, n, z, w)
+    assert bound == pytest.approx(float(torch.linalg.matrix_norm(columns, 2)), rel=1e-10)
+    assert bound <= norm_at(f, x)
 
 
 @pytest.mark.parametrize("heads", [1, 3])
@@ -77,16 +85,7 @@ def test_causal_heavy_token_counts_every_row(heads, n):
     z, w = tokens(43, 2, D)
     x = torch.cat([z[None], w.expand(n - 1, D)])
     columns = dense_jacobian(f, x)[:, :D]
-    assert heavy_token_local_bound(f, n, z, w).value == pytest.approx(
-        float(torch.linalg.matrix_norm(columns, 2)), rel=1e-10
-    )
-
-
-def test_heavy_token_with_another_mask_is_no_bound():
-    f = random_attention(44, mask=torch.eye(3, dtype=torch.bool))
-    z, w = tokens(45, 2, D)
-    assert failed(heavy_token_local_bound(f, 3, z, w)) == ["no mask, or causal"]
-    assert heavy_token_local_bound(f, 3, z, w).value == 0.0
+    assert of_heavy_token(f, n, z, w) == pytest.approx(float(torch.linalg.matrix_norm(columns, 2)), rel=1e-10)
 
 
 # ---- each statement at its witness
@@ -461,11 +460,6 @@ def test_refusals():
             statement(head, 4, 0.0)
         with pytest.raises(ArgumentError, match="length"):
             statement(head, 0, 1.0)
-    token = torch.zeros(2, dtype=torch.float64)
-    with pytest.raises(ArgumentError, match="heavy"):
-        heavy_token_local_bound(head, 4, torch.zeros(3, dtype=torch.float64), token)
-    with pytest.raises(NonFiniteError, match="light"):
-        heavy_token_local_bound(head, 4, token, token * math.nan)
     masked = random_attention(102, mask=torch.eye(3, dtype=torch.bool))
     with pytest.raises(ArgumentError, match="length of the mask"):
         equal_tokens_lower_bound(masked, 4, 1.0)

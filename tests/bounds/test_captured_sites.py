@@ -12,6 +12,8 @@ from transformers import AutoModel, BertConfig, Gemma2Config, GPTNeoXConfig
 
 import howsmooth as hs
 from howsmooth.adversarial import ascend, constructions
+from howsmooth.bounds.attention_parameters import parameters_of
+from howsmooth.bounds.norm_layer_outputs import absorb_norm, ellipsoid
 from howsmooth.errors import ArgumentError
 from tests._cases import tokens
 from tests._tiny_models import VOCABULARY, tiny, token_ids
@@ -69,7 +71,7 @@ def test_absorbed_parameters_of_a_site(name: str, scope: str) -> None:
     site = hs.capture(model, ids, layers=[1], scope=scope)[0]
     norm = site.norm
     assert norm is not None
-    centre, axes = hs.bounds.ellipsoid(site)
+    centre, axes = ellipsoid(site)
     gain = norm.weight.double()
     shift = torch.zeros_like(gain) if norm.bias is None else norm.bias.double()
     # The normalised tokens, from X by hand: on the sphere, up to ε.
@@ -77,7 +79,7 @@ def test_absorbed_parameters_of_a_site(name: str, scope: str) -> None:
     assert float((u.norm(dim=-1) - 1).abs().max()) < 1e-3
     torch.testing.assert_close(centre + u @ axes.mT, site.x[0], rtol=1e-6, atol=1e-6)
     assert float(site.x.norm(dim=-1).max()) <= hs.bounds.norm_radius(site) * (1 + 1e-6)
-    absorbed = hs.bounds.absorb_norm(site)
+    absorbed = absorb_norm(site)
     torch.testing.assert_close(absorbed(u), site.map(site.x)[0], rtol=1e-6, atol=1e-6)
 
 
@@ -86,11 +88,11 @@ def test_bounds_of_a_site_hold() -> None:
     measured = float(hs.local_lipschitz(site.map, site.x).lower)
     best = hs.bounds.best(site)
     assert measured <= best.value
-    certified = float(hs.bounds.certificate_heads(site).value)
+    certified = float(hs.bounds.certificate(site).value)
     assert measured <= certified
     # A search from the norm's outputs: above what is measured there, below what holds on the ball.
     found = ascend(site, random_starts=1, steps=3, atom_restarts=1, atom_steps=4)
-    centre, axes = hs.bounds.ellipsoid(site)
+    centre, axes = ellipsoid(site)
     u = torch.linalg.lstsq(axes, (found.x - centre).mT, driver="gelsd").solution
     assert float(u.norm(dim=0).max()) <= 1 + 1e-6
     torch.testing.assert_close(axes @ u, (found.x - centre).mT, rtol=0, atol=1e-8)
@@ -112,9 +114,9 @@ def test_a_search_on_a_site_may_have_another_domain_and_length() -> None:
 @pytest.mark.parametrize(
     "ask",
     [
-        hs.bounds.certificate_heads,
-        hs.bounds.parameters_of,
-        hs.bounds.absorb_norm,
+        hs.bounds.certificate,
+        parameters_of,
+        absorb_norm,
         lambda site: constructions(site, 4, 1.0),
     ],
     ids=["certificate", "parameters", "absorb", "constructions"],
@@ -156,12 +158,12 @@ def test_scores_and_scopes_that_bounds_do_not_know_are_named() -> None:
     with pytest.raises(ArgumentError, match="got soft-capped scores"):
         hs.bounds.lemma_3_8(gemma, 6, 1.0)
     bound = hs.bounds.best(gemma)
-    assert bound.name == "certificate_heads"
+    assert bound.name == "certificate"
     assert float(hs.local_lipschitz(gemma.map, gemma.x).lower) <= bound.value
     assert hs.bounds.best(gemma, length=6).name == "any_scores_ball_upper_bound"
     block = hs.capture(_model("gpt2"), token_ids(1, 6), layers=[1], scope="block")[0]
     with pytest.raises(ArgumentError, match="scope 'block'"):
-        hs.bounds.absorb_norm(block)
+        absorb_norm(block)
     with pytest.raises(ArgumentError, match=r"out of a norm layer, got Site\(h\.1\.attn.*scope block"):
         hs.bounds.norm_radius(block)
     with pytest.raises(ArgumentError, match="a radius or a domain"):

@@ -12,14 +12,8 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.bounds.certificates import (
-    Certificate,
-    certificate_frobenius,
-    certificate_heads,
-    certificate_parts,
-    certificate_rows,
-    three_part_certificate,
-)
+from howsmooth.bounds.certificates import Certificate, certificate, three_part_certificate
+from howsmooth.bounds.certificates import certificate_at_tokens as shared
 from howsmooth.bounds.certificates.attention_with_error_bounds import (
     HeadAt,
     _normed,
@@ -28,7 +22,7 @@ from howsmooth.bounds.certificates.attention_with_error_bounds import (
     _weights,
     heads_at,
 )
-from howsmooth.bounds.certificates.block_row_certificate import rows_value
+from howsmooth.bounds.certificates.block_row_certificate import by_rows, rows_value
 from howsmooth.bounds.certificates.certificate_weight_search import Weights
 from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue, nonnegative_norm, norm, shrink
 from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
@@ -40,12 +34,21 @@ from tests._exact import exact_differences, exact_jacobian, exact_norm
 from tests._search import largest_ratio
 
 F64 = torch.float64
-ONE_HEAD = {
-    "N": certificate_parts,
-    "R": certificate_rows,
-    "cheap": certificate_frobenius,
-    "joint": certificate_heads,
-}
+
+
+def certificate_parts(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
+    """Theorem N alone."""
+    return shared.certify(
+        *shared.checked_input(attention, X), {"Theorem N": three_part_certificate.by_parts}, iterations
+    )
+
+
+def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
+    """Theorem R alone."""
+    return shared.certify(*shared.checked_input(attention, X), {"Theorem R": by_rows}, iterations)
+
+
+ONE_HEAD = {"N": certificate_parts, "R": certificate_rows, "the sharpest": certificate}
 
 Case = tuple[hs.SelfAttention, Tensor]
 
@@ -172,19 +175,17 @@ OTHER_SCORES: dict[str, Callable[[], Case]] = {
 def test_other_scores_in_exact_comparison(name: str) -> None:
     f, x = OTHER_SCORES[name]()
     exact = exact_norm(exact_differences(f, x))
-    found = certificate_heads(f, x)
+    found = certificate(f, x)
     assert mpmath.mpf(float(found.value)) >= exact
     assert float(found.value) <= 5 * exact
     assert float(found.rounding) < (1e-6 if name == "steep norm" else 1e-9)
-    assert hs.bounds.best(f, x).name == "certificate_heads"
+    assert hs.bounds.best(f, x).name == "certificate"
 
 
 def test_what_the_certificates_do_not_cover_is_refused() -> None:
     f = one(78, heads=2, key_dim=4, query_norm=hs.RMSNorm(drawn(1, 8)))
     with pytest.raises(ArgumentError, match="norm of 8 entries, for heads of 4"):
-        certificate_heads(f, tokens(78, 3, 3))
-    with pytest.raises(ArgumentError, match="this certificate cannot use any others, got sinks"):
-        certificate_rows(one(79, sinks=drawn(1, 1)), tokens(79, 3, 3))
+        certificate(f, tokens(78, 3, 3))
 
 
 def check_exactly(certificate: Certificate, f: hs.SelfAttention, x: Tensor) -> None:
@@ -207,7 +208,7 @@ def test_one_head_in_exact_comparison(name: str) -> None:
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_heads_in_exact_comparison(name: str) -> None:
     f, x = SEVERAL[name]()
-    check_exactly(certificate_heads(f, x), f, x)
+    check_exactly(certificate(f, x), f, x)
 
 
 def test_oracle_agrees_with_autodiff() -> None:
@@ -325,7 +326,7 @@ def test_known_equalities(name: str) -> None:
     f, x = SMALL[name]()
     true = float(true_norm(f, x[None])[0])
     for name_, certify in ONE_HEAD.items():
-        if name_ in ("N", "joint"):
+        if name_ in ("N", "the sharpest"):
             assert true <= float(certify(f, x).value) <= true * (1 + 1e-9)
 
 
@@ -351,12 +352,11 @@ def test_tightness(causal: bool, temperature: float) -> None:
     true = float(hs.local_lipschitz(f, x, rtol=1e-8).lower)
     assert true <= float(certificate_rows(f, x).value) <= 1.9 * true
     assert true <= float(certificate_parts(f, x).value) <= 2.4 * true
-    assert true <= float(certificate_frobenius(f, x).value) <= 3.2 * true
     several = random_attention(
         31, heads=4, key_dim=4, value_dim=4, d=16, d_out=16, temperature=temperature, causal=causal
     )
     true = float(hs.local_lipschitz(several, x, rtol=1e-8).lower)
-    assert true <= float(certificate_heads(several, x).value) <= 3.2 * true
+    assert true <= float(certificate(several, x).value) <= 3.2 * true
 
 
 FORMULAS = {
@@ -407,8 +407,8 @@ def test_certificates_are_the_theorems(name: str) -> None:
     total = torch.minimum(first, second) + nu + diagonal
     scale = 2.0**at.exponent
     found = [
-        three_part_certificate.averages(at, "cholesky"),
-        three_part_certificate.moving_keys_norm(at, Weights(weights, c, nu), "cholesky"),
+        three_part_certificate.averages(at),
+        three_part_certificate.moving_keys_norm(at, Weights(weights, c, nu)),
     ]
     found.append(diagonal_norms(at))
     assert sum(float(part.upper) for part in found) * scale == pytest.approx(float(total), rel=1e-9)
@@ -441,10 +441,10 @@ def test_any_weights_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
             "joint_weights",
             lambda at, steps, q=q: Weights(q, torch.ones(12, dtype=F64), q[0]),
         )
-        assert float(certificate_heads(f, x).value) >= float(true_norm(f, x[None])[0])
+        assert float(certificate(f, x).value) >= float(true_norm(f, x[None])[0])
 
 
-@pytest.mark.parametrize("certify", [certificate_parts, certificate_rows, certificate_frobenius])
+@pytest.mark.parametrize("certify", [certificate_parts, certificate_rows])
 def test_rounding_is_a_small_share(certify: Callable[..., Certificate]) -> None:
     f = random_attention(34, heads=1, temperature=4.0, causal=True)
     found = certify(f, tokens(34, 30, D))
@@ -495,9 +495,9 @@ def test_long_heavy_tail_of_heads_is_proved_from_guesses(seed: int, monkeypatch:
 
     f = random_attention(seed, heads=3, temperature=4.0)
     x = tokens(seed, 9, D)
-    usual = float(certificate_heads(f, x).value)
+    usual = float(certificate(f, x).value)
     monkeypatch.setattr(weighted_gram_matrices, "FORMED", 1)
-    guessed = float(certificate_heads(f, x).value)
+    guessed = float(certificate(f, x).value)
     assert float(true_norm(f, x[None])[0]) <= guessed
     assert guessed == pytest.approx(usual, rel=2e-3)
 
@@ -516,7 +516,6 @@ def test_eigenvalues_are_proved_not_believed() -> None:
     )
     assert float(largest_eigenvalue(g.clone(), none).upper) <= 1 + 1e-10
     assert float(largest_eigenvalue(g.clone(), none + 0.25).upper) >= 1.25
-    assert float(largest_eigenvalue(g.clone(), none, "frobenius").upper) >= float(spectrum.norm())
 
 
 @pytest.mark.parametrize("kind", ["square", "wide", "singular", "scaled", "zero column"])
@@ -662,17 +661,34 @@ def _search(certify: Callable[..., Certificate], heads: int, trials: int, steps:
     return largest_ratio(ratio, draw, trials=trials, steps=steps)
 
 
-@pytest.mark.parametrize(("name", "heads"), [("N", 1), ("R", 1), ("cheap", 1), ("joint", 2)])
+@pytest.mark.parametrize(("name", "heads"), [("N", 1), ("R", 1), ("the sharpest", 2)])
 def test_no_counterexample(name: str, heads: int) -> None:
     assert 0.3 < _search(ONE_HEAD[name], heads, trials=2, steps=6) <= 1 + 1e-12
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "heads"), [("N", 1), ("R", 1), ("cheap", 1), ("joint", 2)])
+@pytest.mark.parametrize(("name", "heads"), [("N", 1), ("R", 1), ("the sharpest", 2)])
 def test_no_counterexample_long(name: str, heads: int) -> None:
     found = _search(ONE_HEAD[name], heads, trials=20, steps=40)
     print(f"largest true/certificate, {name}: {found:.4f}")
     assert found <= 1 + 1e-12
+
+
+# ---- the choice
+
+
+def test_the_sharpest_proof_is_taken_for_each_sequence() -> None:
+    f = random_attention(36, heads=1, temperature=4.0)
+    x = torch.stack([tokens(s, 7, D) * size for s, size in ((1, 1e-3), (2, 1.0), (3, 30.0))])
+    found, n, r = certificate(f, x), certificate_parts(f, x), certificate_rows(f, x)
+    assert torch.equal(found.value, torch.minimum(n.value, r.value))
+    expected = ["Theorem R" if r.value[i] <= n.value[i] else "Theorem N" for i in range(3)]
+    assert list(found.theorems) == expected
+    assert [found.bound(i).source.rsplit(", ", 1)[1] for i in range(3)] == expected
+    assert expected[1] in repr(certificate(f, x[1]))
+    assert "nearest" in found.assumptions
+    assert certificate(random_attention(36, heads=2), x[0]).theorems == ("Theorem N for several heads",)
+    assert certificate(one(79, sinks=drawn(1, 1)), tokens(79, 3, 3)).theorems == ("Theorem N",)
 
 
 # ---- what is refused
@@ -680,25 +696,22 @@ def test_no_counterexample_long(name: str, heads: int) -> None:
 
 def test_refusals() -> None:
     f, x = random_attention(50), tokens(50, 4, D)
-    for certify in (certificate_parts, certificate_rows, certificate_frobenius):
-        with pytest.raises(ArgumentError, match=r"one head.*certificate_heads"):
-            certify(f, x)
     with pytest.raises(ArgumentError, match="iterations"):
-        certificate_heads(f, x, iterations=-1)
+        certificate(f, x, iterations=-1)
     with pytest.raises(ArgumentError, match="iterations"):
-        certificate_heads(f, x, iterations=True)  # type: ignore[arg-type]
+        certificate(f, x, iterations=True)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="X"):
-        certificate_heads(f)
+        certificate(f)
     with pytest.raises(ArgumentError, match="shape"):
-        certificate_heads(f, x[:, :2])
+        certificate(f, x[:, :2])
     with pytest.raises(ArgumentError, match="attention"):
-        certificate_heads("attention", x)
+        certificate("attention", x)
     with pytest.raises(ArgumentError, match="index"):
-        certificate_heads(f, x).bound(0)
+        certificate(f, x).bound(0)
     with pytest.raises(NonFiniteError):
-        certificate_heads(f, x.clone().fill_(torch.nan))
+        certificate(f, x.clone().fill_(torch.nan))
     with pytest.raises(NonFiniteError, match="2\\^200"):
-        certificate_heads(f, x * 1e200)
+        certificate(f, x * 1e200)
     with pytest.raises(ArgumentError, match="length of the mask"):
         certificate_parts(random_attention(51, heads=1, mask=window(5)), x)
 

@@ -177,7 +177,7 @@ def test_rotary_positions_have_certificates_and_one_bound_on_a_ball(howsmooth: H
     assert code == 0
     on_ball = {b["name"] for one in found for b in one["bounds"] if b["quantity"] != "‖D_X f‖"}
     assert on_ball == {"any_scores_ball_upper_bound"}
-    assert all(("certificate_heads", "upper") in values(one) for one in found)
+    assert all(("certificate", "upper") in values(one) for one in found)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.bounds.radius import NetworkAtInput
 from howsmooth.bounds.radius.pretrained_classifier_reader import embedded
+from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from howsmooth.cli import main
 from tests._classifier import save_classifier
 from tests._documented import check_documented

@@ -22,11 +22,11 @@ from howsmooth.dynamics import (
     flow,
     log_interaction_energy,
     number_of_clusters,
-    numerical_rank,
     rescaled,
-    value_matrix,
 )
 from howsmooth.dynamics import clustering_quantities as clusters_module
+from howsmooth.dynamics.clustering_quantities import numerical_rank
+from howsmooth.dynamics.rescaled_tokens import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import D, random_attention, tokens

@@ -12,7 +12,8 @@ from torch import Tensor
 from torchdiffeq import odeint
 
 import howsmooth as hs
-from howsmooth.attention import TokenMap, Weighting
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.dynamics import Layers, Rescaled, Sphere, flow, growth
 from howsmooth.dynamics.flow_equations import Tokens
 from howsmooth.dynamics.integrate import Plan
@@ -20,8 +21,9 @@ from howsmooth.dynamics.linearised_flow import LinearisedFlow
 from howsmooth.dynamics.velocity_fields import as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure, Gaussian
-from howsmooth.spectral import LinearOperator, to_dense
+from howsmooth.spectral import LinearOperator
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
+from tests._operators import to_dense
 
 ORDERS = {"euler": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4}
 QUICK = {"estimate_error": False, "rtol": 1e-8}

@@ -9,7 +9,8 @@ import torch
 
 import howsmooth as hs
 from howsmooth.batching import footprint
-from howsmooth.jacobian import closed_form_jacobian, has_closed_form
+from howsmooth.jacobian import closed_form_jacobian
+from howsmooth.jacobian.closed_form import has_closed_form
 from howsmooth.memory import SHARE, free_memory, memory_budget
 from howsmooth.spectral import lanczos
 from tests._cases import CASES, D, random_attention, tokens, true_norm

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,14 +15,11 @@ from torch.autograd.function import once_differentiable
 import howsmooth as hs
 from howsmooth.attention import scaled_dot_product
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
-from howsmooth.jacobian import (
-    AutodiffJacobian,
-    closed_form_jacobian,
-    closed_form_jacobians,
-    has_closed_form,
-)
-from howsmooth.spectral import Subset, to_dense, to_scipy
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
+from howsmooth.jacobian.closed_form import closed_form_jacobians, has_closed_form
+from howsmooth.spectral.operator import Subset
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
+from tests._operators import to_dense
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -132,17 +128,6 @@ def test_contract_checks_shape_and_dtype() -> None:
     with pytest.raises(ArgumentError, match=r"U: expected .*float64"):
         op.adjoint_product(torch.zeros(2, 4, D))
     assert (op.batch, op.in_size, op.out_size) == (2, 24, 24)
-
-
-def test_scipy_export() -> None:
-    f, x = random_attention(0, d_out=7), tokens(0, 2, 4, D)
-    op = to_scipy(closed_form_jacobian(f, x), member=1)
-    dense = dense_jacobian(f, x[1]).numpy()
-    np.testing.assert_allclose(op @ np.eye(24), dense, atol=1e-13)
-    np.testing.assert_allclose(op.H @ np.eye(28), dense.T, atol=1e-13)
-    assert op.dtype == np.float64
-    with pytest.raises(ArgumentError, match="member"):
-        to_scipy(closed_form_jacobian(f, x), member=2)
 
 
 # ---- autodiff on maps that are not ours

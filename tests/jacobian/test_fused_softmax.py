@@ -10,9 +10,10 @@ import torch
 
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.scaled_dot_product import ScoreFeatures
-from howsmooth.jacobian import closed_form_jacobian, kernel_bytes
+from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.fused_softmax import FusedDerivative, fused, within
+from howsmooth.jacobian.memory_footprint import kernel_bytes
 from howsmooth.jacobian.streamed_softmax import StreamedDerivative, streamed_derivative
 from tests._cases import random_attention
 from tests._interpreter import bfloat16_in_the_interpreter

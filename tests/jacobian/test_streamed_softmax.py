@@ -11,12 +11,15 @@ import torch
 import howsmooth as hs
 from howsmooth.attention import TokenMap
 from howsmooth.attention.masks import Visibility
-from howsmooth.jacobian import closed_form_jacobian, has_closed_form, streamed_bytes, streamed_softmax, tiling
+from howsmooth.jacobian import closed_form_jacobian, streamed_softmax, tiling
 from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.closed_form import has_closed_form
+from howsmooth.jacobian.memory_footprint import streamed_bytes
 from howsmooth.jacobian.streamed_softmax import streamed_derivative
-from howsmooth.spectral import LinearOperator, to_dense
+from howsmooth.spectral import LinearOperator
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens
 from tests._forked import memory_added
+from tests._operators import to_dense
 from tests._selection import others_slow
 
 LAYERS = [name for name, make in CASES.items() if has_closed_form(make(4))]

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import TokenMap, Weighting
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.jacobian import closed_form_jacobian, frozen_derivatives, weighted_autodiff_jacobian
+from howsmooth.jacobian import closed_form_jacobian
+from howsmooth.jacobian.autodiff import weighted_autodiff_jacobian
+from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
 from howsmooth.measures import DiscreteMeasure
-from howsmooth.spectral import to_dense
 from howsmooth.spectral.scaling import PowersOfTwo, Scaled
 from tests._cases import ACTING, CASES, D, random_attention, tokens
+from tests._operators import to_dense
 
 WEIGHTS = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05], dtype=torch.float64)
 POSITIONS = torch.tensor([0.1, 0.4, 0.4, 1.0, 0.7], dtype=torch.float64)

@@ -7,7 +7,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
-from howsmooth.lipschitz import head_lipschitz
+from howsmooth.lipschitz.heads import head_lipschitz
 from tests._cases import CASES, random_attention, tokens, true_norm
 from tests._selection import others_slow
 

@@ -12,7 +12,8 @@ import howsmooth as hs
 from howsmooth import batching, memory
 from howsmooth.attention import Compose, Residual, TokenMap
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian import cached_bytes, tiling
+from howsmooth.jacobian import tiling
+from howsmooth.jacobian.memory_footprint import cached_bytes
 from howsmooth.lipschitz import mixed_precision, singular_value_solver
 from tests._cases import D, random_attention, tokens
 

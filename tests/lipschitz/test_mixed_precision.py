@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import TokenMap, Weighting
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.jacobian import AutodiffJacobian
 
 N, D = 6, 20

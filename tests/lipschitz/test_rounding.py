@@ -11,6 +11,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.closed_form import _Form, _linearise
@@ -18,10 +19,13 @@ from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
 from howsmooth.jacobian.projections import Projections
 from howsmooth.jacobian.rounding_bounds import image_off
 from howsmooth.roundoff import MatrixNorms
-from howsmooth.spectral import LinearOperator, ProductError, lanczos, start_quantile, to_dense
+from howsmooth.spectral import LinearOperator, lanczos
 from howsmooth.spectral.krylov_basis import Basis
+from howsmooth.spectral.operator import ProductError
+from howsmooth.spectral.probabilistic_upper_limits import start_quantile
 from tests._cases import CASES, D, dense_jacobian, tokens
 from tests._edges import KINDS, exact_constant, look
+from tests._operators import to_dense
 from tests._selection import others_slow
 
 STREAMED = 1 << 14  # bytes, too few to keep probabilities
@@ -67,7 +71,7 @@ def test_a_value_bias_costs_no_digits(size: float, memory: int | None) -> None:
 
 def test_a_value_bias_costs_the_frozen_derivative_no_digits() -> None:
     q, k, v = _matrices()
-    x, weighting = tokens(0, 4, 3), hs.attention.Weighting(torch.full((4,), -math.log(4)).double())
+    x, weighting = tokens(0, 4, 3), Weighting(torch.full((4,), -math.log(4)).double())
     plain, biased = (
         torch.cat(list(frozen_derivatives(hs.SelfAttention(q, k, 1e-14 * v, value_bias=b), x, weighting)))
         for b in (None, torch.ones(1, 3, dtype=torch.float64))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import TokenMap, Weighting
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import ACTING, CASES, D, random_attention, rotary, tokens

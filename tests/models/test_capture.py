@@ -14,8 +14,9 @@ from transformers.modeling_utils import AttentionInterface
 import howsmooth as hs
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models import SCOPES, Site, capture
+from howsmooth.models import Site, capture
 from howsmooth.models.identification.layer_identification import _may_be_outputs
+from howsmooth.scopes import SCOPES
 from tests._selection import others_slow
 from tests._tiny_models import CONFIGS, WithoutDowncast, sublayer, tiny, token_ids
 

@@ -11,8 +11,9 @@ from torch import nn
 from transformers import FalconConfig, FalconModel
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models import SCOPES, Inspection, capture, inspect, inspect_model
+from howsmooth.models import Inspection, capture, inspect, inspect_model
 from howsmooth.models.identification.layer_identification import read_layer
+from howsmooth.scopes import SCOPES
 from tests._tiny_models import VOCABULARY, tiny, token_ids
 from tests.architectures.build import build, inputs_of
 

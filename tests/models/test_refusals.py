@@ -10,7 +10,8 @@ from torch import nn
 from transformers import AutoModel, BartConfig, PreTrainedModel
 
 from howsmooth.errors import ArgumentError, CaptureError, NonFiniteError
-from howsmooth.models import SCOPES, capture
+from howsmooth.models import capture
+from howsmooth.scopes import SCOPES
 from tests._tiny_models import VOCABULARY, tiny, token_ids
 
 

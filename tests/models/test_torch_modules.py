@@ -13,8 +13,9 @@ import howsmooth as hs
 from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.errors import CaptureError
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.models import SCOPES, Site, capture
-from howsmooth.spectral import to_dense
+from howsmooth.models import Site, capture
+from howsmooth.scopes import SCOPES
+from tests._operators import to_dense
 
 N, D, HEADS = 5, 8, 2
 

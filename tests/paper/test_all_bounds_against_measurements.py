@@ -189,7 +189,7 @@ def test_of_wide_models_all_heads_together_only_once(tmp_path: Path, monkeypatch
 def test_heads_with_rotary_positions_are_bounded_without_the_published_formula(tmp_path: Path) -> None:
     options = asked(LLAMA, lengths=(3,), as_published=True)
     rows = measured(ALL_BOUNDS, tmp_path, options)
-    assert {"certificate_rows", "any_scores_ball_upper_bound"} <= set(rows["name"])
+    assert {"certificate", "any_scores_ball_upper_bound"} <= set(rows["name"])
     assert AS_CODED not in set(rows["name"])
     assert "none of them was violated" in bound_words(rows)[0]
 
@@ -219,8 +219,8 @@ def made_up(**changes: Any) -> pd.DataFrame:
         common | {"head": head, "name": name, "side": side, "kind": kind, "quantity": "q", "holds": holds,
                   "log_value": math.log(value), "log_ratio": math.log(value)}
         for head, name, side, kind, value, holds in (
-            (0, "certificate_rows", "upper", "local upper", 2.0, True),
-            (1, "certificate_rows", "upper", "local upper", 8.0, True),
+            (0, "certificate", "upper", "local upper", 2.0, True),
+            (1, "certificate", "upper", "local upper", 8.0, True),
             (0, "theorem_3_3", "upper", "ball upper", 16.0, True),
             (1, "theorem_3_3", "upper", "ball upper", 0.1, False),
             (0, "two_heavy_tokens_lower_bound", "lower", "ball lower", 0.5, True),
@@ -235,7 +235,7 @@ def test_the_words_follow_the_numbers() -> None:
         first == "3 bounds whose hypotheses hold were compared with measurements: none of them was violated."
     )
     assert second == (
-        "m, layer 0, each head (2 cases): the tightest upper bound at the tokens is certificate R, in the "
+        "m, layer 0, each head (2 cases): the tightest upper bound at the tokens is certificate, in the "
         "median 4 times the measured constant (2 to 8); the tightest over the ball is Theorem 3.3, in the "
         "median 16 times the measured constant (16 to 16); the largest lower bound over the ball is "
         "two heavy tokens lower bound, in the median 0.5 times the measured constant (0.5 to 0.5)."
@@ -249,7 +249,7 @@ def test_bounds_without_a_logarithm_are_no_number() -> None:
     assert "inf" not in " ".join(bound_words(rows)[1:])
     table = bound_table(rows).set_index("bound")
     assert table.loc["two heavy tokens lower bound", "median ratio"] == 0
-    assert table.loc["certificate R", ["least ratio", "largest ratio"]].to_list() == pytest.approx(
+    assert table.loc["certificate", ["least ratio", "largest ratio"]].to_list() == pytest.approx(
         [8, math.inf]
     )
 
@@ -270,7 +270,7 @@ def test_the_tightest_is_the_smallest_upper_and_the_largest_lower_bound() -> Non
     above["log_ratio"] += 1
     below["log_ratio"] -= 1
     words = bound_words(pd.concat([above, below, rows], ignore_index=True))[1]
-    assert "upper bound at the tokens is certificate R" in words
+    assert "upper bound at the tokens is certificate" in words
     assert "lower bound over the ball is two heavy tokens lower bound" in words
 
 
@@ -297,10 +297,10 @@ def test_the_formula_of_the_published_code_is_said_to_be_none() -> None:
 
 def test_the_table_counts_where_a_bound_holds_and_takes_ratios_there() -> None:
     table = bound_table(made_up()).set_index("bound")
-    assert list(table.index) == ["certificate R", "Theorem 3.3", "two heavy tokens lower bound"]
+    assert list(table.index) == ["certificate", "Theorem 3.3", "two heavy tokens lower bound"]
     assert (table.loc["Theorem 3.3", "cases"], table.loc["Theorem 3.3", "holds in"]) == (2, 1)
     assert table.loc[
-        "certificate R", ["least ratio", "median ratio", "largest ratio"]
+        "certificate", ["least ratio", "median ratio", "largest ratio"]
     ].to_list() == pytest.approx([2, 4, 8])
     never = bound_table(made_up(holds=False))
     assert never["median ratio"].isna().all()

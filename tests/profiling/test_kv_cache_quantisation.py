@@ -28,7 +28,7 @@ from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.key_value_perturbations import LogitsOfModel
 from tests._shared import shared_data
 from tests._tiny_models import tiny, token_ids
-from tests.lipschitz.test_sensitivity_to_queries_keys_values import jacobians
+from tests.profiling.test_entry_sensitivities import jacobians
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank, and of nothing to do."
 SHAPE = {"vocab_size": 60, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import howsmooth as hs
-from howsmooth.bounds.radius import NetworkAtInput
+from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from howsmooth.errors import ArgumentError
 from howsmooth.profiling.model_input import GivenInputs
 from howsmooth.roundoff import limit_in_digits

@@ -13,15 +13,9 @@ from scipy import integrate, stats
 from torch import Tensor
 
 from howsmooth.errors import NonFiniteError
-from howsmooth.spectral import (
-    LeadingTriplet,
-    LinearOperator,
-    a_posteriori_upper,
-    a_priori_upper,
-    golub_kahan,
-    start_quantile,
-)
+from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 from howsmooth.spectral.golub_kahan import _limits
+from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, a_priori_upper, start_quantile
 
 
 class Dense(LinearOperator):

@@ -14,17 +14,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.spectral import (
-    LeadingTriplet,
-    LinearOperator,
-    Subset,
-    golub_kahan,
-    lanczos,
-    lanczos_together,
-)
+from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan, lanczos
 from howsmooth.spectral import krylov_basis as basis_module
 from howsmooth.spectral.accurate_sums import PIECE, inner_products, squared_lengths
 from howsmooth.spectral.krylov_basis import Basis
+from howsmooth.spectral.lanczos import lanczos_together
+from howsmooth.spectral.operator import Subset
 from tests.spectral.test_golub_kahan import Dense, gaussian, with_spectrum
 
 HALF, OWN = torch.float16, None

@@ -9,14 +9,13 @@ from howsmooth.adversarial.constructions import (
     two_heavy_tokens,
 )
 from howsmooth.adversarial.gradient_ascent import Ascent, ascend
-from howsmooth.adversarial.search_domains import Around, Ball, Domain, Ellipsoid
+from howsmooth.adversarial.search_domains import Around, Ball, Ellipsoid
 
 __all__ = [
     "Around",
     "Ascent",
     "Ball",
     "Construction",
-    "Domain",
     "Ellipsoid",
     "ascend",
     "balanced",

@@ -26,7 +26,7 @@ from howsmooth.attention.theorem_preconditions import remedy_for_other_map, requ
 from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.jacobian import in_double
+from howsmooth.jacobian.closed_form import in_double
 from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian

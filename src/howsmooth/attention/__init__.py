@@ -5,25 +5,19 @@ projections, and ``custom_code_attention`` arbitrary PyTorch code before and aft
 ``norm_layers`` and ``compositions`` build residual connections and pre-norm and post-norm blocks.
 """
 
-from howsmooth.attention.atom_weights import EarlierAtoms, Weighting
 from howsmooth.attention.compositions import Compose, Residual
-from howsmooth.attention.custom_code_attention import CoreShape, Layer, SoftmaxCore, StagedAttention
+from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.l2_attention import L2Attention
 from howsmooth.attention.layer_scale import LayerScale
-from howsmooth.attention.map import AbstractMeasure, TokenMap
-from howsmooth.attention.masks import Visibility
+from howsmooth.attention.map import TokenMap
 from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.self_attention import SelfAttention
 from howsmooth.attention.sinkhorn_attention import SinkhornAttention
 
 __all__ = [
-    "AbstractMeasure",
     "Compose",
-    "CoreShape",
-    "EarlierAtoms",
     "L2Attention",
-    "Layer",
     "LayerNorm",
     "LayerScale",
     "RMSNorm",
@@ -31,9 +25,6 @@ __all__ = [
     "Rotary",
     "SelfAttention",
     "SinkhornAttention",
-    "SoftmaxCore",
     "StagedAttention",
     "TokenMap",
-    "Visibility",
-    "Weighting",
 ]

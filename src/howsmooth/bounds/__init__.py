@@ -7,7 +7,7 @@
 - Upper bounds on a ball, several heads: ``lemma_3_8`` and the other functions of ``multi_head_upper_bounds``.
 - An upper bound on a ball for any scores (rotary positions, norms of queries and keys, soft caps, biases,
   sinks) and any mask: ``any_scores_ball_upper_bound``.
-- Upper bounds at given tokens: ``certificates``, and ``theorem_c_3`` and the other functions of
+- Upper bounds at given tokens: ``certificate``, and ``theorem_c_3`` and the other functions of
   ``local_upper_bounds``. For large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
 - Lower bounds on a ball: ``proposition_3_4`` and the other functions of ``ball_lower_bounds`` and
   ``mean_field_lower_bounds``.
@@ -26,12 +26,10 @@ are given by name.
 """
 
 from howsmooth.bounds.applicable_bounds import best
-from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
+from howsmooth.bounds.attention_parameters import Head
 from howsmooth.bounds.ball_lower_bounds import (
     causal_two_cluster_lower_bound,
     causal_two_heavy_tokens_lower_bound,
-    equal_tokens_lower_bound,
-    heavy_token_local_bound,
     heavy_token_lower_bound,
     proposition_3_4,
     quadratic_growth,
@@ -41,28 +39,16 @@ from howsmooth.bounds.ball_lower_bounds import (
 from howsmooth.bounds.ball_upper_bounds import (
     ball_upper_bound,
     mean_field_upper_bound,
-    row_norm_maximum,
     theorem_3_3,
     theorem_3_5,
     theorem_e_3,
 )
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity
-from howsmooth.bounds.certificates import (
-    Certificate,
-    certificate_frobenius,
-    certificate_heads,
-    certificate_parts,
-    certificate_rows,
-)
+from howsmooth.bounds.certificates import Certificate, certificate
 from howsmooth.bounds.comparison_with_measurement import table
 from howsmooth.bounds.key_value_error_upper_bounds import OutputErrorBound, kv_error_upper_bound
 from howsmooth.bounds.large_radius_bounds import theorem_3_7, theorem_4_5
-from howsmooth.bounds.local_upper_bounds import (
-    covariance_upper_bound,
-    diameter_upper_bound,
-    theorem_c_3,
-    yudin_theorem_3,
-)
+from howsmooth.bounds.local_upper_bounds import diameter_upper_bound, theorem_c_3, yudin_theorem_3
 from howsmooth.bounds.masked_ball_upper_bounds import (
     causal_ball_upper_bound,
     causal_mean_field_upper_bound,
@@ -77,14 +63,8 @@ from howsmooth.bounds.mean_field_lower_bounds import (
     weighted_two_atom_lower_bound,
 )
 from howsmooth.bounds.modified_score_upper_bounds import any_scores_ball_upper_bound
-from howsmooth.bounds.multi_head_upper_bounds import (
-    folded_gram_upper_bound,
-    gram_upper_bound,
-    head_upper_bound,
-    lemma_3_8,
-    output_norm_upper_bound,
-)
-from howsmooth.bounds.norm_layer_outputs import absorb_norm, ellipsoid, norm_radius
+from howsmooth.bounds.multi_head_upper_bounds import gram_upper_bound, lemma_3_8, output_norm_upper_bound
+from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.bounds.pre_norm_upper_bounds import pre_norm_upper_bound
 from howsmooth.bounds.radius import RobustRadius, robust_radius
 from howsmooth.bounds.token_wise_upper_bounds import token_wise_ball_upper_bound, token_wise_upper_bound
@@ -105,10 +85,8 @@ __all__ = [
     "Head",
     "Hypothesis",
     "OutputErrorBound",
-    "Parameters",
     "Quantity",
     "RobustRadius",
-    "absorb_norm",
     "any_scores_ball_upper_bound",
     "ball_upper_bound",
     "best",
@@ -116,18 +94,9 @@ __all__ = [
     "causal_mean_field_upper_bound",
     "causal_two_cluster_lower_bound",
     "causal_two_heavy_tokens_lower_bound",
-    "certificate_frobenius",
-    "certificate_heads",
-    "certificate_parts",
-    "certificate_rows",
-    "covariance_upper_bound",
+    "certificate",
     "diameter_upper_bound",
-    "ellipsoid",
-    "equal_tokens_lower_bound",
-    "folded_gram_upper_bound",
     "gram_upper_bound",
-    "head_upper_bound",
-    "heavy_token_local_bound",
     "heavy_token_lower_bound",
     "kv_error_upper_bound",
     "l2_attention",
@@ -139,14 +108,12 @@ __all__ = [
     "mean_field_upper_bound",
     "norm_radius",
     "output_norm_upper_bound",
-    "parameters_of",
     "pre_norm_upper_bound",
     "proposition_3_4",
     "proposition_3_6",
     "proposition_3_6_rate",
     "quadratic_growth",
     "robust_radius",
-    "row_norm_maximum",
     "scaled_cosine",
     "scaled_cosine_upper_bound",
     "sinkhorn",

@@ -28,13 +28,7 @@ from howsmooth.bounds.ball_upper_bounds import (
 )
 from howsmooth.bounds.bound import Bound
 from howsmooth.bounds.bound_problem import Problem
-from howsmooth.bounds.certificates import (
-    Certificate,
-    certificate_frobenius,
-    certificate_heads,
-    certificate_parts,
-    certificate_rows,
-)
+from howsmooth.bounds.certificates import certificate
 from howsmooth.bounds.large_radius_bounds import theorem_3_7, theorem_4_5
 from howsmooth.bounds.local_upper_bounds import (
     covariance_upper_bound,
@@ -129,27 +123,21 @@ def _at_tokens(problem: Problem, *, rotary: bool) -> list[tuple[str, Statement]]
     if X is None:
         return []
 
-    def certified(certificate: Callable[..., Certificate]) -> tuple[str, Statement]:
-        return certificate.__name__, lambda: certificate(attention, X).bound()
-
+    certified = [("certificate", lambda: certificate(attention, X).bound())]
     if isinstance(attention, SelfAttention) and attention.feature_names():
         norms = (attention.query_norm, attention.key_norm)
         known = all(norm is None or norm.d == attention.key_dim for norm in norms)
-        return [certified(certificate_heads)] if known else []
-    several = len(attention.heads) > 1 if isinstance(attention, Parameters) else _heads(attention) > 1
-    if several:
-        return [certified(certificate_heads)]
-    local = [certified(one) for one in (certificate_parts, certificate_rows, certificate_frobenius)]
-    if rotary:
-        return local
+        return certified if known else []
+    if rotary or _heads(attention) > 1:
+        return certified
     limit = theorem_4_5 if _parameters(problem).masking == "causal" else theorem_3_7
-    local += _each((limit,), attention, X, 1.0)
-    return local + _each(
-        (theorem_c_3, diameter_upper_bound, covariance_upper_bound, yudin_theorem_3), attention, X
-    )
+    local = (theorem_c_3, diameter_upper_bound, covariance_upper_bound, yudin_theorem_3)
+    return [*certified, *_each((limit,), attention, X, 1.0), *_each(local, attention, X)]
 
 
-def _heads(attention: Head | SelfAttention) -> int:
+def _heads(attention: Head | Parameters | SelfAttention) -> int:
+    if isinstance(attention, Parameters):
+        return len(attention.heads)
     return attention.heads if isinstance(attention, SelfAttention) else 1
 
 

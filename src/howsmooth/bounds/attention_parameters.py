@@ -374,7 +374,7 @@ def parameters_of(attention: object) -> Parameters:
             "attention",
             expected="scores ⟨A x_i + b, x_j⟩ with one matrix A",
             got=ROTARY,
-            remedy="best(side='upper') and certificates at given tokens, such as certificate_parts, accept "
+            remedy="best(side='upper') and hs.bounds.certificate at given tokens accept "
             "rotary positions; hs.adversarial.ascend finds large constants.",
         )
     f = attention.to(dtype=torch.float64, device="cpu")

@@ -37,13 +37,11 @@ from howsmooth.bounds.worst_case_tokens import (
     spread_directions,
     two_cluster_points,
 )
-from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = [
     "causal_two_cluster_lower_bound",
     "causal_two_heavy_tokens_lower_bound",
     "equal_tokens_lower_bound",
-    "heavy_token_local_bound",
     "heavy_token_lower_bound",
     "proposition_3_4",
     "quadratic_growth",
@@ -255,51 +253,6 @@ def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bo
         _PAGE,
         log_formula=log,
         hypotheses=(_simple_mask(p),),
-    )
-
-
-def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light: Tensor) -> Bound:
-    """Bound ‖D_X f‖ from below at a sequence X of the token ``heavy`` and n − 1 copies of the token
-    ``light``.
-
-    The first token, called heavy, should get much attention. X = (z, w, …, w) has the heavy token z and the
-    light token w. Without a mask the bound is √(n−1) ‖M‖ with M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h
-    = A_h w + b_h, p_h = 1/(1 + (n−1)e^{−⟨y_h, z−w⟩}). With a causal mask, the bound is the norm of Σ_h W_hV_h
-    and M_2, …, M_n stacked, where M_i has i in place of n.
-
-    Parameters
-    ----------
-    attention
-        Any number of heads, without a mask or with a causal one.
-    length
-        Number of tokens n >= 1.
-    heavy, light
-        The tokens z and w, (d,), floating point.
-
-    Returns
-    -------
-    Bound
-        Lower bound on ‖D_X f‖, and so on the Lipschitz constant on every ball that contains z and w.
-        Hypothesis: no mask, or causal.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument is out of range or does not fit.
-    NonFiniteError
-        If a token is not finite.
-
-    References
-    ----------
-    Documentation page "Worst inputs, and lower bounds".
-
-    """
-    p, n = parameters_of(attention), check_length(length)
-    d = p.heads[0].d
-    points = OneHeavyToken.of(_token("heavy", heavy, d), _token("light", light, d))
-    log = log_column_norm(p, n, points)
-    return Bound.lower(
-        "heavy_token_local_bound", Quantity.LOCAL, _PAGE, log_formula=log, hypotheses=(_simple_mask(p),)
     )
 
 
@@ -605,12 +558,3 @@ def _is_identity(V: Tensor) -> bool:
 
 def _eye(head: Head) -> Tensor:
     return torch.eye(head.V.shape[0], dtype=torch.float64)
-
-
-def _token(name: str, value: object, d: int) -> Tensor:
-    if not isinstance(value, Tensor) or value.shape != (d,) or not value.is_floating_point():
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ArgumentError(name, expected=f"a floating-point vector ({d},)", got=got)
-    if not bool(torch.isfinite(value).all()):
-        raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity")
-    return value.detach().to(device="cpu", dtype=torch.float64)

@@ -17,16 +17,14 @@ from howsmooth.dynamics.clustering_quantities import (
     effective_rank,
     log_interaction_energy,
     number_of_clusters,
-    numerical_rank,
 )
 from howsmooth.dynamics.flow import flow
 from howsmooth.dynamics.perturbation_growth import Growth, growth
-from howsmooth.dynamics.rescaled_tokens import Rescaled, rescaled, value_matrix
+from howsmooth.dynamics.rescaled_tokens import Rescaled, rescaled
 from howsmooth.dynamics.trajectory import Trajectory
-from howsmooth.dynamics.velocity_fields import Field, Layers, Sphere
+from howsmooth.dynamics.velocity_fields import Layers, Sphere
 
 __all__ = [
-    "Field",
     "Growth",
     "Layers",
     "Rescaled",
@@ -42,7 +40,5 @@ __all__ = [
     "log_interaction_energy",
     "log_stability_bound",
     "number_of_clusters",
-    "numerical_rank",
     "rescaled",
-    "value_matrix",
 ]

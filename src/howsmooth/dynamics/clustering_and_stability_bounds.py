@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds import Head, Parameters, mean_field_upper_bound, parameters_of
+from howsmooth.bounds import Head, mean_field_upper_bound
+from howsmooth.bounds.attention_parameters import Parameters, parameters_of
 from howsmooth.bounds.bound import exp
 from howsmooth.dynamics.velocity_fields import positive
 from howsmooth.errors import ArgumentError

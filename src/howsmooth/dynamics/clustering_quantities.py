@@ -15,8 +15,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
-from howsmooth.attention import AbstractMeasure
-from howsmooth.attention.map import as_parameter
+from howsmooth.attention.map import AbstractMeasure, as_parameter
 from howsmooth.dynamics.trajectory import State, Trajectory
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure, wasserstein

@@ -12,10 +12,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AbstractMeasure, Weighting
+from howsmooth.attention.atom_weights import Weighting
+from howsmooth.attention.map import AbstractMeasure
 from howsmooth.dynamics.velocity_fields import Field, Velocity
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.measures import DiscreteMeasure, Gaussian, affine_action, affine_action_at
+from howsmooth.measures import DiscreteMeasure, Gaussian, affine_action
+from howsmooth.measures.gaussian import affine_action_at
 
 __all__ = ["Atoms", "Moments", "System", "Tokens", "system_of"]
 

@@ -11,7 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention, TokenMap, Weighting
+from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention, TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.dynamics.butcher_tableaux import TABLEAUX
 from howsmooth.dynamics.flow_equations import Tokens
 from howsmooth.dynamics.flow_jacobian import (
@@ -23,13 +24,9 @@ from howsmooth.dynamics.flow_jacobian import (
 from howsmooth.dynamics.integrate import Plan
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, Velocity
 from howsmooth.errors import NonFiniteError
-from howsmooth.jacobian import (
-    AutodiffJacobian,
-    closed_form_jacobian,
-    has_closed_form,
-    weighted_autodiff_jacobian,
-)
-from howsmooth.jacobian.closed_form import ComposedJacobian
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
+from howsmooth.jacobian.autodiff import weighted_autodiff_jacobian
+from howsmooth.jacobian.closed_form import ComposedJacobian, has_closed_form
 from howsmooth.spectral import LinearOperator
 
 __all__ = ["LinearisedFlow"]

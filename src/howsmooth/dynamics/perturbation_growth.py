@@ -27,7 +27,7 @@ from howsmooth.dynamics.linearised_flow import LinearisedFlow
 from howsmooth.dynamics.rescaled_tokens import Rescaled
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.jacobian import allowance_for_rounding, moved_by_rounding
+from howsmooth.jacobian.autodiff import allowance_for_rounding, moved_by_rounding
 from howsmooth.roundoff import interval_in_digits
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 

@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import SelfAttention, Weighting
+from howsmooth.attention import SelfAttention
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import as_parameter, check_tokens
 from howsmooth.attention.theorem_preconditions import require_plain_scores
 from howsmooth.dynamics.trajectory import Trajectory

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import AbstractMeasure
+from howsmooth.attention.map import AbstractMeasure
 from howsmooth.dynamics.integrate import Status
 
 __all__ = ["State", "Trajectory"]

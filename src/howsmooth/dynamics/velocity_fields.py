@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from howsmooth.attention import TokenMap, Weighting
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import check_tokens
 from howsmooth.errors import ArgumentError
 

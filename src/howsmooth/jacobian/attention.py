@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import SelfAttention, Weighting
+from howsmooth.attention import SelfAttention
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.masks import Visibility
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.fused_softmax import fused
@@ -30,7 +31,8 @@ from howsmooth.jacobian.softmax import (
 )
 from howsmooth.jacobian.streamed_softmax import Through, streamed_derivative
 from howsmooth.roundoff import MatrixNorms
-from howsmooth.spectral import LinearOperator, ProductError
+from howsmooth.spectral import LinearOperator
+from howsmooth.spectral.operator import ProductError
 
 __all__ = ["AttentionJacobian", "StreamedAttentionJacobian"]
 

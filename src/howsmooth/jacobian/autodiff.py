@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.attention import TokenMap, Weighting
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
 from howsmooth.jacobian.lost_products import underflows
 from howsmooth.memory import memory_budget

@@ -23,8 +23,8 @@ from howsmooth.attention import (
     SelfAttention,
     StagedAttention,
     TokenMap,
-    Weighting,
 )
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.attention import AttentionJacobian, StreamedAttentionJacobian
 from howsmooth.jacobian.custom_code_attention import StagedJacobian

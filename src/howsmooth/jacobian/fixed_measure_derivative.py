@@ -19,7 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
+from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.scaled_dot_product import attention_probabilities, cap_slope
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 

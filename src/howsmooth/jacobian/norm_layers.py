@@ -10,7 +10,8 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.rounding_bounds import norm_error, scale_error
-from howsmooth.spectral import LinearOperator, ProductError
+from howsmooth.spectral import LinearOperator
+from howsmooth.spectral.operator import ProductError
 
 __all__ = ["NormJacobian", "ScaleJacobian", "norm_jacobian"]
 

@@ -20,7 +20,8 @@ from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, ScaleJacobian
 from howsmooth.jacobian.packed_sequences import instances
 from howsmooth.jacobian.softmax import Sink, SoftmaxDerivative
-from howsmooth.spectral import LinearOperator, ProductError
+from howsmooth.spectral import LinearOperator
+from howsmooth.spectral.operator import ProductError
 
 __all__ = ["filled", "joined"]
 

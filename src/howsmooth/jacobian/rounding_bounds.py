@@ -22,7 +22,7 @@ from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNor
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.key_value_moments import Moments
 from howsmooth.roundoff import LOST, MatrixNorms, U, gamma, up
-from howsmooth.spectral import ProductError
+from howsmooth.spectral.operator import ProductError
 
 __all__ = [
     "attention_error",

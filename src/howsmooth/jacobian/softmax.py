@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.attention import Weighting
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.scaled_dot_product import attention_scores, cap_slope, row_blocks, weighted_values
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian.centred_queries_keys_values import Operands

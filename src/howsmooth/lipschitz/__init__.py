@@ -5,28 +5,16 @@ interval.
 builds the result. :mod:`~howsmooth.lipschitz.arguments` checks its arguments,
 :mod:`~howsmooth.lipschitz.singular_value_solver` runs the solvers of ``howsmooth.spectral`` from seeded
 starts, and :mod:`~howsmooth.lipschitz.mixed_precision` runs them in float32 and checks the result in float64.
-:mod:`~howsmooth.lipschitz.heads` measures all heads of a layer as one batch, and
-:mod:`~howsmooth.lipschitz.sensitivity_to_queries_keys_values` the derivatives in queries, keys and values
-apart.
-:mod:`~howsmooth.lipschitz.block_norms` measures the blocks ∂y_i/∂x_j, and
+:mod:`~howsmooth.lipschitz.heads` measures all heads of a layer as one batch,
+:mod:`~howsmooth.lipschitz.block_norms` the blocks ∂y_i/∂x_j, and
 :mod:`~howsmooth.lipschitz.maximum_token_norm` how far one output moves if every token moves by at most one.
 """
 
-from howsmooth.lipschitz.heads import head_lipschitz
 from howsmooth.lipschitz.local import local_lipschitz
-from howsmooth.lipschitz.sensitivity_to_queries_keys_values import (
-    OperandSensitivity,
-    QKVSensitivity,
-    qkv_sensitivity,
-)
 from howsmooth.lipschitz_estimate import LipschitzEstimate, LipschitzEstimates
 
 __all__ = [
     "LipschitzEstimate",
     "LipschitzEstimates",
-    "OperandSensitivity",
-    "QKVSensitivity",
-    "head_lipschitz",
     "local_lipschitz",
-    "qkv_sensitivity",
 ]

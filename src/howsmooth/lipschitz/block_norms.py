@@ -13,7 +13,8 @@ from torch import Tensor
 
 from howsmooth.attention import TokenMap
 from howsmooth.errors import DerivativeError
-from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form, in_double
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
+from howsmooth.jacobian.closed_form import has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import DenseBlocks, TokenBlocks
 from howsmooth.lipschitz.mixed_precision import check_in_float64
 from howsmooth.lipschitz.singular_value_solver import Solver, starts

@@ -11,7 +11,7 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.batching import footprint
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian import in_double
+from howsmooth.jacobian.closed_form import in_double
 from howsmooth.jacobian.heads import HeadsJacobian, heads_jacobians
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.local import local_lipschitz

@@ -12,24 +12,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
-from howsmooth.attention.map import check_measure, check_tokens
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
+from howsmooth.attention.map import AbstractMeasure, check_measure, check_tokens
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian import (
-    AutodiffJacobian,
-    allowance_for_rounding,
-    closed_form_jacobian,
-    has_closed_form,
-    in_double,
-    moved_by_rounding,
-    weighted_autodiff_jacobian,
-)
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
+from howsmooth.jacobian.autodiff import allowance_for_rounding, moved_by_rounding, weighted_autodiff_jacobian
+from howsmooth.jacobian.closed_form import has_closed_form, in_double
 from howsmooth.lipschitz.arguments import check_arguments, check_batch_dims, checked_sequences
 from howsmooth.lipschitz.mixed_precision import Part, solve_autodiff, solve_closed_forms
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds, starts
 from howsmooth.lipschitz_estimate import LipschitzEstimate, LipschitzEstimates, Method
 from howsmooth.memory import memory_budget
-from howsmooth.spectral import TRIPLET_FIELDS, LeadingTriplet, LinearOperator, golub_kahan
+from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
+from howsmooth.spectral.golub_kahan import TRIPLET_FIELDS
 
 __all__ = ["local_lipschitz"]
 

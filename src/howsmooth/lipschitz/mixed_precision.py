@@ -18,9 +18,12 @@ from torch import Tensor
 
 from howsmooth.attention import TokenMap
 from howsmooth.batching import batches, bytes_without_basis, fewest_vectors, is_streamed, room_for_basis
-from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, closed_form_jacobians, joined
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
+from howsmooth.jacobian.closed_form import closed_form_jacobians
+from howsmooth.jacobian.padded_jacobian_batch import joined
 from howsmooth.lipschitz.singular_value_solver import Solver
-from howsmooth.spectral import TRIPLET_FIELDS, LeadingTriplet, LinearOperator
+from howsmooth.spectral import LeadingTriplet, LinearOperator
+from howsmooth.spectral.golub_kahan import TRIPLET_FIELDS
 from howsmooth.spectral.operator import length_rounding
 
 __all__ = ["Part", "check_in_float64", "solve_autodiff", "solve_closed_forms", "widen_by_rounding"]

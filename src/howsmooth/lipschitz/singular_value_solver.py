@@ -12,9 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian import AutodiffJacobian, energy_products_together, filled
+from howsmooth.jacobian import AutodiffJacobian
+from howsmooth.jacobian.packed_sequences import energy_products_together
+from howsmooth.jacobian.padded_jacobian_batch import filled
 from howsmooth.seeds import torch_seed
-from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan, lanczos, lanczos_together
+from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan, lanczos
+from howsmooth.spectral.lanczos import lanczos_together
 
 __all__ = ["Solver", "member_seeds", "starts"]
 

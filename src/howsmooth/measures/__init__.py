@@ -4,7 +4,7 @@ between them.
 
 from howsmooth.measures.conditional_wasserstein_distance import conditional_wasserstein
 from howsmooth.measures.discrete import DiscreteMeasure
-from howsmooth.measures.gaussian import Gaussian, affine_action, affine_action_at
+from howsmooth.measures.gaussian import Gaussian, affine_action
 from howsmooth.measures.lipschitz import WassersteinLipschitz, wasserstein_lipschitz
 from howsmooth.measures.transport import Transport, wasserstein
 
@@ -14,7 +14,6 @@ __all__ = [
     "Transport",
     "WassersteinLipschitz",
     "affine_action",
-    "affine_action_at",
     "conditional_wasserstein",
     "wasserstein",
     "wasserstein_lipschitz",

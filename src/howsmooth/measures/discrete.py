@@ -12,8 +12,9 @@ from scipy.sparse.csgraph import connected_components
 from scipy.spatial import cKDTree
 from torch import Tensor
 
-from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
-from howsmooth.attention.map import check_measure
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
+from howsmooth.attention.map import AbstractMeasure, check_measure
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.tensor_checks import check_numbers
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from howsmooth.attention import AbstractMeasure
+from howsmooth.attention.map import AbstractMeasure
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.discrete import DiscreteMeasure
 

@@ -10,17 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import (
-    AbstractMeasure,
-    Compose,
-    L2Attention,
-    LayerScale,
-    Residual,
-    SelfAttention,
-    TokenMap,
-    Weighting,
-)
-from howsmooth.attention.map import check_measure
+from howsmooth.attention import Compose, L2Attention, LayerScale, Residual, SelfAttention, TokenMap
+from howsmooth.attention.atom_weights import Weighting
+from howsmooth.attention.map import AbstractMeasure, check_measure
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.discrete import DiscreteMeasure
 from howsmooth.measures.tensor_checks import check_numbers

@@ -10,9 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
+from howsmooth.attention.map import AbstractMeasure
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian import frozen_derivatives
+from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.roundoff import interval_in_digits
 

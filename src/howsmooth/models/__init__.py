@@ -14,10 +14,8 @@ from howsmooth.models.captured_layer import CrossSite, Site
 from howsmooth.models.inspect import InspectedSite, Inspection, Refusal, inspect_model
 from howsmooth.models.loading.load import LoadedModel, builtin_names, load_model
 from howsmooth.models.sequence_datasets import image_inputs
-from howsmooth.scopes import SCOPES
 
 __all__ = [
-    "SCOPES",
     "CrossSite",
     "InspectedSite",
     "Inspection",

@@ -92,10 +92,6 @@ _COLUMNS = [
 _ROUNDING = 1e-9
 _NEEDS = re.compile(r"\(needs: (.*)\)$")
 _SPOKEN = {
-    "certificate_parts": "certificate N",
-    "certificate_rows": "certificate R",
-    "certificate_heads": "joint certificate",
-    "certificate_frobenius": "cheap certificate",
     "ball_upper_bound": "Theorem A",
     "causal_ball_upper_bound": "masked Theorem A",
     "masked_ball_upper_bound": "Theorem A for any mask",

@@ -20,11 +20,11 @@ from howsmooth.attention import SelfAttention
 from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.bounds import kv_error_upper_bound
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError
-from howsmooth.lipschitz.sensitivity_to_queries_keys_values import entry_sensitivities
 from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.key_value_perturbations import LogitsOfModel
 from howsmooth.printed_table import PrintedTable
+from howsmooth.profiling.entry_sensitivities import entry_sensitivities
 from howsmooth.profiling.figures import draw_precision
 from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
 from howsmooth.profiling.quantisers import (

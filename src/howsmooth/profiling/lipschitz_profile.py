@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
-from howsmooth.lipschitz import head_lipschitz, local_lipschitz
+from howsmooth.lipschitz import local_lipschitz
+from howsmooth.lipschitz.heads import head_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.layer_identification import VerifiedLayer

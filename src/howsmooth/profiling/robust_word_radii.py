@@ -16,7 +16,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from howsmooth.bounds.radius import NetworkAtInput, RobustRadius
+from howsmooth.bounds.radius import RobustRadius
+from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from howsmooth.errors import ArgumentError
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.figures import draw_radii

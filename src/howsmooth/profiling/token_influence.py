@@ -22,7 +22,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.attention.map import check_tokens
 from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian import has_closed_form, in_double
+from howsmooth.jacobian.closed_form import has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian

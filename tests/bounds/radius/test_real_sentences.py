@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from howsmooth.bounds.radius import NetworkAtInput
 from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, SecondOrder
+from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from tests._shared import shared_data
 from tests.bounds.radius._networks import left_out, moved
 

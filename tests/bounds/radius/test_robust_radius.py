@@ -27,9 +27,10 @@ from transformers import (
 )
 
 import howsmooth as hs
-from howsmooth.bounds.radius import NetworkAtInput, third_order_remainders
+from howsmooth.bounds.radius import third_order_remainders
 from howsmooth.bounds.radius.attack import attack_radius
 from howsmooth.bounds.radius.pretrained_classifier_reader import embedded, model_logits, read_classifier
+from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from tests._selection import others_slow

@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-from howsmooth.bounds.radius import NetworkAtInput
 from howsmooth.bounds.radius.pretrained_classifier_reader import model_logits, read_classifier
+from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from howsmooth.bounds.radius.symbolic_network import known_activation
 from howsmooth.errors import CertificateError
 

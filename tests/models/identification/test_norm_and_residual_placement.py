@@ -31,6 +31,7 @@ from transformers import (
 )
 
 import howsmooth as hs
+from howsmooth.jacobian.closed_form import has_closed_form
 from howsmooth.models.identification.norm_and_residual_placement import read_block, token_norm
 from tests._cases import tokens
 from tests._records import Own, record, shown
@@ -313,7 +314,7 @@ def test_a_block_of_maps_in_closed_form_has_one_too(name: str) -> None:
     dense = torch.autograd.functional.jacobian(lambda h: oracle(layer, h), x, vectorize=True).reshape(
         N * D, N * D
     )
-    assert hs.jacobian.has_closed_form(block.map)
+    assert has_closed_form(block.map)
     torch.testing.assert_close(
         float(hs.local_lipschitz(block.map, x, rtol=1e-10).value),
         float(torch.linalg.matrix_norm(dense, 2)),

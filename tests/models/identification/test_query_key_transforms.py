@@ -209,5 +209,5 @@ def test_bounds_take_what_is_known_now() -> None:
     found = hs.bounds.table(site, X=site.x[0])
     held = found[found.holds].set_index(["name", "side"])["value"]
     measured = held["measured", "upper"]
-    assert 0 < held["measured", "lower"] <= measured < held["certificate_heads", "upper"]
+    assert 0 < held["measured", "lower"] <= measured < held["certificate", "upper"]
     assert measured < held["output_norm_upper_bound", "upper"]

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth.attention import SoftmaxCore, StagedAttention
-from howsmooth.attention.custom_code_attention import Core
+from howsmooth.attention import StagedAttention
+from howsmooth.attention.custom_code_attention import Core, SoftmaxCore
 from howsmooth.errors import ArgumentError
 from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.spectral import to_dense
 from tests._cases import dense_jacobian, tokens
+from tests._operators import to_dense
 
 transformers = pytest.importorskip("transformers")
 

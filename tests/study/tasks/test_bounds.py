@@ -301,18 +301,18 @@ def test_what_is_left_out_is_said_with_the_rule(
     )
     most, cubic = bounds._MOST_TOKENS, "yudin_theorem_3"
     monkeypatch.setattr(bounds, "_MOST_TOKENS", dict.fromkeys(most, 6) | {cubic: most[cubic]})
-    slow = {"certificate_parts", "certificate_rows", "certificate_frobenius", "covariance_upper_bound"}
+    slow = {"certificate", "covariance_upper_bound"}
     assert set(reasons(one)) == slow | {"two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
-    assert "more than 6 tokens; howsmooth bound" in reasons(several)["certificate_heads"]
+    assert "more than 6 tokens; howsmooth bound" in reasons(several)["certificate"]
     monkeypatch.setattr(bounds, "_MOST_TOKENS", dict.fromkeys(most, 6))
     assert "more than 6 tokens; howsmooth bound" in reasons(one)["yudin_theorem_3"]
     monkeypatch.setattr(bounds, "_MOST_TOKENS", dict.fromkeys(most, 7))
-    assert "certificate_heads" not in reasons(several)
+    assert "certificate" not in reasons(several)
     monkeypatch.setattr(bounds, "_MOST_TOKENS_IF_WIDE", 6)
-    assert "certificate_heads" not in reasons(several)  # of 24 dimensions
+    assert "certificate" not in reasons(several)  # of 24 dimensions
     monkeypatch.setattr(bounds, "_WIDE", 24)
-    assert "more than 6 tokens in 24 or more dimensions" in reasons(several)["certificate_heads"]
-    assert "certificate_rows" not in reasons(one)
+    assert "more than 6 tokens in 24 or more dimensions" in reasons(several)["certificate"]
+    assert "certificate" not in reasons(one)
 
 
 def test_what_cannot_be_bounded_says_so(
@@ -330,7 +330,7 @@ def test_what_cannot_be_bounded_says_so(
         found = {one.name: one for one in bound_site(broken)[1]}
     assert found["theorem_4_3"].value is None
     assert found["theorem_4_3"].source == "OverflowError"
-    assert found["certificate_rows"].holds
+    assert found["certificate"].holds
     nothing = bound_site(replace(site, x=torch.full_like(site.x, torch.nan)))[1]
     assert [(one.name, one.holds) for one in nothing] == [("any", False)]
     assert nothing[0].source.startswith("X: expected finite numbers")

@@ -5,27 +5,19 @@ documentation).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, row_blocks
-from howsmooth.bounds.certificates.certificate import (
-    Certificate,
-    certify,
-    check_iterations,
-    checked_input,
-    one_head,
-)
 from howsmooth.bounds.certificates.certificate_weight_search import tidy
 from howsmooth.bounds.certificates.eigenvalue_bounds import shrink
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.weighted_gram_matrices import sandwich
 from howsmooth.roundoff import gamma, up
 
-__all__ = ["certificate_rows"]
+__all__ = ["by_rows"]
 
 Terms = Sequence[tuple[slice, Tensor, Tensor]]
 """The results of :func:`row_terms` in a sequence."""
@@ -35,49 +27,12 @@ _POWER_STEPS = 5
 _FIRST_POWER_STEPS = 20
 
 
-def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of one head at given tokens from the block rows of the Jacobian. The bound covers all
-    rounding errors.
+def by_rows(at: HeadsAt, iterations: int) -> Enclosed:
+    """Bound the norm of the Jacobian of one head from its block rows.
 
     The square of the bound is max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j). Λ_i = λ_max(V [Σ_j P_ij q_j B_ij
     B_ijᵀ + (q_i/τ_i) C_i A Aᵀ C_i] Vᵀ) with B_ij = I + z_ij y_iᵀ and weights q, τ > 0. Every q and τ give a
-    valid bound; a search chooses them.
-
-    Parameters
-    ----------
-    attention
-        A :class:`~howsmooth.attention.SelfAttention` with one head (any mask, rotary positions and output
-        map), a captured site whose map is one, or a :class:`~howsmooth.bounds.Head`.
-    X
-        Tokens (..., n, d), float32 or float64, taken as exact numbers; None for the tokens of the site.
-    iterations
-        Number of steps of the search for q and τ; with 0, q = 1.
-
-    Returns
-    -------
-    Certificate
-        Certificate of shape (...), float64.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads (use :func:`certificate_heads`) or an argument does not fit.
-    NonFiniteError
-        If an entry is not finite, or scores are too large for float64.
-
-    """
-    f, x = checked_input(attention, X, any_scores=False)
-    one_head(f, "certificate_rows")
-    steps = check_iterations(iterations)
-    source = 'howsmooth documentation, "Certificates at given tokens", Theorem R'
-    return certify("certificate_rows", source, f, x, partial(by_rows, iterations=steps))
-
-
-def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
-    """Bound the norm of the Jacobian of one head from its block rows, after a search for good weights of the
-    tokens.
-
-    A search chooses the positive weights in the theorem.
+    valid bound; a search of so many steps chooses them.
     """
     q, tau = row_weights(at, iterations)
     return rows_value(at, q, tau)

@@ -47,7 +47,7 @@ def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 @dataclass(frozen=True, eq=False)
 class Weights:
     """A positive weight for each token, and estimates of the eigenvalues in the bound of
-    :func:`certificate_heads` for these weights.
+    Theorem N for these weights.
 
     ``c`` has the estimates of c_i, and ``nu_square`` is the estimate of ν².
     """
@@ -58,7 +58,7 @@ class Weights:
 
 
 def joint_weights(at: HeadsAt, iterations: int) -> Weights:
-    """Search for positive weights q_j of the tokens j that make the upper bound of :func:`certificate_heads`
+    """Search for positive weights q_j of the tokens j that make the upper bound of Theorem N
     on ‖D_X f‖ small.
 
     The iteration q_j ← q_j (Φ_j(q)/q_j)^0.8 makes the theorem's term ν small, where ν² = max_j Φ_j(q)/q_j and

@@ -6,8 +6,6 @@ section "Verified norms".
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -16,10 +14,7 @@ from howsmooth.bounds.certificates.eigenvalue_estimates import largest_eigenvalu
 from howsmooth.bounds.certificates.number_with_error_bound import TINY, Enclosed
 from howsmooth.roundoff import U, gamma, up
 
-__all__ = ["Rule", "largest_eigenvalue", "nonnegative_norm", "norm", "shrink"]
-
-#: How an eigenvalue is bounded: up to rounding, proved by Cholesky; or by the Frobenius norm.
-Rule = Literal["cholesky", "frobenius"]
+__all__ = ["largest_eigenvalue", "nonnegative_norm", "norm", "shrink"]
 
 _POWER_STEPS = 300
 _SLOW = 1e-9
@@ -28,7 +23,6 @@ _SLOW = 1e-9
 def largest_eigenvalue(
     g: Float[Tensor, "batch r r"],
     slack: Float[Tensor, " batch"],
-    rule: Rule = "cholesky",
     guess: Float[Tensor, " batch"] | None = None,
 ) -> Enclosed:
     """Return proved upper bounds on the largest eigenvalues of positive semidefinite matrices.
@@ -36,14 +30,11 @@ def largest_eigenvalue(
     ``g`` approximates these matrices G. ``slack`` bounds ‖E‖ for a symmetric E with E ≥ |g − G| entry by
     entry. ``g`` is overwritten, and only one triangle of it is read.
 
-    With the rule "cholesky", t I − g is factorised. If the factorisation succeeds, then
+    t I − g is factorised. If the factorisation succeeds, then
     λ_max(g) ≤ t + γ_{r+1}/(1 − γ_{r+1}) · tr(t I − g) for any t (Rump, *Verification of positive
     definiteness*, BIT 46, 2006). The estimate ``guess`` is tried first for t, or else a computed eigenvalue.
     If a factorisation fails, t is raised.
     """
-    if rule == "frobenius":
-        plain = torch.linalg.matrix_norm(g)
-        return Enclosed(up(slack) + plain * (1 + gamma(g.shape[-1] ** 2 + 4)) + TINY, plain)
     rise = 1e-12 if guess is None else 1e-7
     t = (largest_eigenvalue_estimates(g).clamp_min(0) if guess is None else guess) * (1 + rise) + TINY
     own = g.diagonal(dim1=-2, dim2=-1).clone()
@@ -65,14 +56,14 @@ def largest_eigenvalue(
     return Enclosed((upper + up(slack) + TINY) * (1 + 4 * U), plain)
 
 
-def norm(b: Float[Tensor, "batch m r"], rule: Rule = "cholesky") -> Enclosed:
+def norm(b: Float[Tensor, "batch m r"]) -> Enclosed:
     """Return proved upper bounds on the spectral norms of matrices, whose entries are taken as exact."""
     b = b if b.shape[-1] <= b.shape[-2] else b.mT
     slack = gamma(b.shape[-2] + 1) * b.square().sum((-2, -1))
-    return largest_eigenvalue(b.mT @ b, slack, rule).root()
+    return largest_eigenvalue(b.mT @ b, slack).root()
 
 
-def nonnegative_norm(p: Float[Tensor, "n n"], rule: Rule = "cholesky") -> Enclosed:
+def nonnegative_norm(p: Float[Tensor, "n n"]) -> Enclosed:
     """Return a proved upper bound on the spectral norm of a matrix P with nonnegative entries.
 
     By Collatz and Wielandt, ‖P‖² ≤ max_j (PᵀPv)_j / v_j for every v > 0; power iteration finds v. All sums
@@ -90,7 +81,7 @@ def nonnegative_norm(p: Float[Tensor, "n n"], rule: Rule = "cholesky") -> Enclos
             break
         v = (image / image.amax()).clamp_min(1e-60)
     found = Enclosed(high * (1 + 2 * gamma(2 * n + 4)) + TINY, low).root()
-    if rule == "cholesky" and found.upper > found.plain * (1 + _SLOW):
+    if found.upper > found.plain * (1 + _SLOW):
         proved = Enclosed(*(part[0] for part in norm(p[None])))
         if proved.upper < found.upper:
             return proved

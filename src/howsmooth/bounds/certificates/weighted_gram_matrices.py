@@ -18,7 +18,7 @@ from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.certificate_weight_search import diagonal_guesses
-from howsmooth.bounds.certificates.eigenvalue_bounds import Rule, largest_eigenvalue, shrink
+from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue, shrink
 from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.roundoff import gamma, up
@@ -59,7 +59,6 @@ def sandwich(
     outer: Sequence[Float[Tensor, "rows _k"]],
     blocks: Sequence[Float[Tensor, "batch _k _k"]],
     slack: Sequence[Float[Tensor, " batch"]],
-    rule: Rule = "cholesky",
     guess: Float[Tensor, " batch"] | None = None,
     domination: Callable[[], Domination] | None = None,
 ) -> Enclosed:
@@ -75,7 +74,7 @@ def sandwich(
     width = sum(o.shape[1] for o in outer)
     squares = [o.square().sum() for o in outer]
     error = torch.zeros(count, dtype=outer[0].dtype)
-    if guess is not None and rule == "cholesky" and rows > FORMED and any(float(s) for s in squares):
+    if guess is not None and rows > FORMED and any(float(s) for s in squares):
         for square, s in zip(squares, slack, strict=True):
             error += square * s
         ends = list(itertools.accumulate(b.shape[1] for b in blocks))
@@ -94,13 +93,13 @@ def sandwich(
     whole = torch.cat(tuple(outer), dim=1).mT
     for part in row_blocks(count, rows * max(width, rows)):
         middle = torch.cat([o @ b[part] for o, b in zip(outer, blocks, strict=True)], dim=-1)
-        found = largest_eigenvalue(middle @ whole, up(error[part]), rule)
+        found = largest_eigenvalue(middle @ whole, up(error[part]))
         uppers.append(found.upper)
         plains.append(found.plain)
     return Enclosed(torch.cat(uppers), torch.cat(plains))
 
 
-def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
+def diagonal_norms(at: HeadsAt) -> Enclosed:
     """Bound the norm of the block-diagonal part of the Jacobian, which contains the derivatives of the
     queries.
 
@@ -111,7 +110,7 @@ def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
     Ws = W.split([o.shape[1] for o in at.W], dim=1)
     Qs = Q.split([head.Q.shape[0] for head in at.heads])
     rows, columns = W.shape[0], Q.shape[1]
-    if rule == "cholesky" and min(rows, columns) > FORMED and bool(W.any()):
+    if min(rows, columns) > FORMED and bool(W.any()):
         return _diagonal_norms_by_domination(at, Qs)
     width = Q.shape[0] + max(o.shape[1] for o in Ws) + 6
     error = sum(
@@ -126,7 +125,7 @@ def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
         product = product if rows <= columns else product.mT
         size = torch.linalg.matrix_norm(product).square() * (1 + 2 * gamma(rows * columns + 4))
         slack = up(gamma(product.shape[-1] + 2) * size)
-        found = largest_eigenvalue(product @ product.mT, slack, rule).root()
+        found = largest_eigenvalue(product @ product.mT, slack).root()
         uppers.append(found.upper + up(gamma(width) * error[part]))
         plains.append(found.plain)
     return Enclosed(torch.cat(uppers).amax(), torch.cat(plains).amax())

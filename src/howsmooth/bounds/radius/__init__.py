@@ -10,7 +10,7 @@ else, by a run on a ``symbolic_tensor`` of ``symbolic_terms``. The margin of its
 the answer. Proofs: documentation page "A proved radius for a whole network".
 """
 
-from howsmooth.bounds.radius.robust_radius import NetworkAtInput, robust_radius
+from howsmooth.bounds.radius.robust_radius import robust_radius
 from howsmooth.bounds.radius.robust_radius_result import RobustRadius
 from howsmooth.bounds.radius.transformer_layers import (
     ACTIVATIONS,
@@ -29,7 +29,6 @@ __all__ = [
     "FeedForward",
     "GatedFeedForward",
     "Network",
-    "NetworkAtInput",
     "Norm",
     "RobustRadius",
     "Stage",

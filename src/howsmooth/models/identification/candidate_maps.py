@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
+from howsmooth.attention import SelfAttention, StagedAttention
+from howsmooth.attention.custom_code_attention import SoftmaxCore
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.output_projection import AttentionOutput, heads_of, is_given
 from howsmooth.models.identification.qkv_projections import (

@@ -21,7 +21,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from howsmooth.attention import TokenMap, Weighting
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.jacobian.autodiff import one_backend

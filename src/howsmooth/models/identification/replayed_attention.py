@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import TokenMap, Weighting
+from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.custom_code_attention import Core
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.force_float64 import WithoutDowncast

@@ -33,14 +33,7 @@ _SEARCHES = frozenset(
 )
 # The largest numbers of tokens at which bounds are computed that take long. The last one takes a singular
 # value decomposition of the (n, n) probabilities.
-_MOST_TOKENS = {
-    "certificate_heads": 256,
-    "certificate_parts": 256,
-    "certificate_rows": 256,
-    "certificate_frobenius": 256,
-    "covariance_upper_bound": 256,
-    "yudin_theorem_3": 1024,
-}
+_MOST_TOKENS = {"certificate": 256, "covariance_upper_bound": 256, "yudin_theorem_3": 1024}
 _WIDE, _MOST_TOKENS_IF_WIDE = 512, 64
 # Errors that mean "no bound": a hypothesis fails, eigenvalues do not converge, or a formula overflows.
 _NO_BOUND = (HowsmoothError, torch.linalg.LinAlgError, ArithmeticError)  # type: ignore[attr-defined]
@@ -98,8 +91,8 @@ class BoundsTask(SequenceTask):
 def bound_site(site: Any) -> tuple[float, list[SiteBound]]:
     """Compute the bounds on one attention layer or head of a model at the tokens that it receives.
 
-    Some bounds are left out to save time: searches over inputs; the certificates and
-    ``covariance_upper_bound`` at more than 256 tokens; in 512 or more dimensions, the joint certificate of
+    Some bounds are left out to save time: searches over inputs; the certificate and
+    ``covariance_upper_bound`` at more than 256 tokens; in 512 or more dimensions, the certificate of
     several heads at more than 64 tokens; and ``yudin_theorem_3`` at more than 1,024 tokens. The command
     ``howsmooth bound`` computes these bounds too. The other bounds form no (n, n) matrix.
 
@@ -155,8 +148,13 @@ def _cost(name: str, question: Problem) -> str:
     """Return the reason for leaving a slow bound out at these tokens; empty if the bound is fast enough."""
     if name in _SEARCHES:
         return "left out: it needs a search over inputs; howsmooth bound computes it"
-    d = question.attention.d if isinstance(question.attention, SelfAttention) else 0
-    wide = name == "certificate_heads" and d >= _WIDE
+    f = question.attention
+    wide = (
+        name == "certificate"
+        and isinstance(f, SelfAttention)
+        and f.d >= _WIDE
+        and (f.heads > 1 or bool(f.feature_names()))
+    )
     most = _MOST_TOKENS_IF_WIDE if wide else _MOST_TOKENS.get(name)
     if most is None or (question.length or 0) <= most:
         return ""

@@ -1,8 +1,8 @@
-"""The class ``Certificate``, and the input checks, evaluation and rounding that all certificates share."""
+"""The certificate: an upper bound on ‖D_X f‖ at given tokens, by the sharpest of the proofs that apply."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,24 @@ from howsmooth.attention.theorem_preconditions import require_formula, require_p
 from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, heads_at
+from howsmooth.bounds.certificates.block_row_certificate import by_rows
 from howsmooth.bounds.certificates.eigenvalue_bounds import norm
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
+from howsmooth.bounds.certificates.three_part_certificate import by_parts
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.roundoff import U, limit_in_digits
 
-__all__ = ["Certificate", "certify", "checked_input", "one_head"]
+__all__ = ["ASSUMPTIONS", "Certificate", "certificate", "certify", "checked_input"]
+
+_SOURCE = 'howsmooth documentation, "Certificates at given tokens", '
+
+ASSUMPTIONS = (
+    "the parameters and tokens as exact numbers, float64 arithmetic that rounds to nearest, sums of products "
+    "in any order, and an exponential right to two units in the last place"
+)
+"""What the proof of a certificate assumes, in words."""
+
+Proof = Callable[[HeadsAt, int], Enclosed]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,17 +46,18 @@ class Certificate:
     rounding
         The fraction of ``value`` that allows for rounding, shape (...): without allowances, the formula
         evaluates to value · (1 − rounding).
-    name
-        Name of the function that computed the certificate.
-    source
-        Theorem, with the documentation page that proves it.
+    theorems
+        Which theorem of the documentation page "Certificates at given tokens" gives the bound, one for each
+        sequence in the order of ``value.flatten()``.
+    assumptions
+        What the proof assumes, in words.
 
     """
 
     value: Float64[Tensor, "*batch"]
     rounding: Float64[Tensor, "*batch"]
-    name: str
-    source: str
+    theorems: tuple[str, ...]
+    assumptions: str = ASSUMPTIONS
 
     def bound(self, *index: int) -> Bound:
         """Return the upper bound on ‖D_X f‖ for one sequence of the batch, as a :class:`Bound`.
@@ -62,29 +75,72 @@ class Certificate:
             raise ArgumentError(
                 "index", expected=f"the index of one sequence in a batch of shape {shape}", got=str(index)
             )
-        return Bound.upper(self.name, Quantity.LOCAL, self.source, formula=float(self.value[index]))
+        theorem = self.theorems[int(torch.arange(self.value.numel()).reshape(shape)[index])]
+        value = float(self.value[index])
+        return Bound.upper("certificate", Quantity.LOCAL, _SOURCE + theorem, formula=value)
 
     def __repr__(self) -> str:
         if self.value.ndim == 0:
             limit = limit_in_digits(float(self.value), 6, upper=True)
             return (
                 f"Certificate(‖D_X f‖ ≤ {limit}, of which {float(self.rounding):.1e} allows "
-                f"for rounding; {self.name})"
+                f"for rounding; {self.theorems[0]})"
             )
-        return f"Certificate(shape {tuple(self.value.shape)}; {self.name})"
+        return f"Certificate(shape {tuple(self.value.shape)}; {', '.join(dict.fromkeys(self.theorems))})"
 
 
-def checked_input(attention: object, X: object, *, any_scores: bool = True) -> tuple[SelfAttention, Tensor]:
-    """Check an attention and its tokens, and return both converted to float64 on the CPU.
+def certificate(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
+    """Bound ‖D_X f‖ at given tokens from above, by the sharpest proof. The bound covers all rounding errors.
 
-    For a captured site, X = None stands for the tokens of the site. With ``any_scores`` scores may have a
-    bias, a cap, sinks, and norms of the queries and keys of a head.
+    Theorem N adds bounds on three parts of the Jacobian: of the values, of the keys and of the queries. It is
+    for any number of heads, and for all scores but with norms that act on all heads together. For one head
+    with plain or rotary scores there is also Theorem R, on the norms of the block rows of the Jacobian.
+    Both hold for any positive weights of the tokens, which a search chooses.
+
+    Parameters
+    ----------
+    attention
+        A :class:`~howsmooth.attention.SelfAttention` with any number of heads, also with grouped queries, any
+        mask and any scores (norms of queries and keys act on each head alone), a captured site whose map is
+        one, or a :class:`~howsmooth.bounds.Head`.
+    X
+        Tokens (..., n, d), float32 or float64, taken as exact numbers; None for the tokens of the site.
+    iterations
+        Largest number of steps of each search, which may end earlier; with 0, all weights are one.
+
+    Returns
+    -------
+    Certificate
+        Certificate of shape (...), float64, with the theorem that gave it and what its proof assumes.
 
     Raises
     ------
     ArgumentError
-        If ``attention`` is no SelfAttention with such scores, site of one, Head or Parameters, or X does not
-        fit.
+        If an argument does not fit.
+    NonFiniteError
+        If an entry is not finite, or scores are too large for float64.
+
+    """
+    f, x = checked_input(attention, X)
+    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
+        raise ArgumentError("iterations", expected="a whole number >= 0", got=repr(iterations))
+    if f.heads > 1:
+        return certify(f, x, {"Theorem N for several heads": by_parts}, iterations)
+    if f.feature_names():
+        return certify(f, x, {"Theorem N": by_parts}, iterations)
+    return certify(f, x, {"Theorem R": by_rows, "Theorem N": by_parts}, iterations)
+
+
+def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
+    """Check an attention and its tokens, and return both converted to float64 on the CPU.
+
+    For a captured site, X = None stands for the tokens of the site.
+
+    Raises
+    ------
+    ArgumentError
+        If ``attention`` is no SelfAttention, site of one, Head or Parameters, a norm acts on all heads
+        together, or X does not fit.
     NonFiniteError
         If an entry of X is NaN or infinite.
 
@@ -109,8 +165,6 @@ def checked_input(attention: object, X: object, *, any_scores: bool = True) -> t
         raise ArgumentError(
             "attention", expected="a SelfAttention, a captured site or a Head", got=type(attention).__name__
         )
-    if not any_scores:
-        require_plain_scores(f, "this certificate")
     for layer in (f.query_norm, f.key_norm):
         if layer is not None and layer.d != f.key_dim:
             raise ArgumentError(
@@ -166,49 +220,29 @@ def _self_attention(heads: Head | Parameters) -> SelfAttention:
     )
 
 
-def one_head(f: SelfAttention, name: str) -> None:
-    """Raise ArgumentError if the attention has several heads.
+def certify(f: SelfAttention, x: Tensor, proofs: Mapping[str, Proof], iterations: int) -> Certificate:
+    """Compute the certificate of a batch by the sharpest of some proofs, each of which is a function that
+    bounds ‖D_X f‖ of one sequence with a given number of steps of its search.
 
-    ``name`` is the certificate that needs a single head; the error mentions it.
+    A proof bounds the norm of a Jacobian J̃ formed from rounded weights, values and queries. ``distance``
+    adds a bound on ‖J − J̃‖, and the scaling by a power of two is undone.
     """
-    if f.heads != 1:
-        raise ArgumentError(
-            "attention",
-            expected=f"one head: {name} is a statement about single-head attention",
-            got=f"{f.heads} heads",
-            remedy="Use certificate_heads, or pass attention.head(h).",
-        )
-
-
-def check_iterations(iterations: object) -> int:
-    """Raise ArgumentError unless the number of iterations of a search is a whole number >= 0."""
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
-        raise ArgumentError("iterations", expected="a whole number >= 0", got=repr(iterations))
-    return iterations
-
-
-def certify(
-    name: str, source: str, f: SelfAttention, x: Tensor, evaluate: Callable[[HeadsAt], Enclosed]
-) -> Certificate:
-    """Compute the certificate of a batch with a function ``evaluate`` that bounds ‖D_X f‖ of one sequence.
-
-    ``evaluate`` bounds the norm of a Jacobian J̃ formed from rounded weights, values and queries.
-    ``distance`` adds a bound on ‖J − J̃‖, and the scaling by a power of two is undone.
-    """
-    uppers, plains = [], []
+    uppers, plains, theorems = [], [], []
     for member in x.reshape(-1, *x.shape[-2:]):
         at = heads_at(f, member)
-        found = evaluate(at)
-        upper = (found.upper + distance(at)) * (1 + 8 * U)
+        found = {theorem: proof(at, iterations) for theorem, proof in proofs.items()}
+        theorem = min(found, key=lambda name: float(found[name].upper))
+        upper = (found[theorem].upper + distance(at)) * (1 + 8 * U)
         # Multiplication by a power of two is exact unless it underflows; the added smallest number covers
         # this.
         power = torch.tensor(at.exponent)
         uppers.append(torch.ldexp(upper, power) + 5e-324)
-        plains.append(torch.ldexp(found.plain, power))
+        plains.append(torch.ldexp(found[theorem].plain, power))
+        theorems.append(theorem)
     value = torch.stack(uppers).reshape(x.shape[:-2])
     plain = torch.stack(plains).reshape(x.shape[:-2])
     share = torch.where(torch.isfinite(value), 1 - plain / value, 0.0)
-    return Certificate(value, share.clamp_min(0.0), name, source)
+    return Certificate(value, share.clamp_min(0.0), tuple(theorems))
 
 
 def distance(at: HeadsAt) -> Tensor:
