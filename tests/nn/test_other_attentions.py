@@ -740,7 +740,7 @@ def test_queries_that_overflow_in_float64_are_refused() -> None:
     with torch.no_grad():
         made.in_proj_weight.mul_(1e300)
         made.in_proj_weight[2 * D :].mul_(1e-300)
-    with pytest.raises(NonFiniteError, match="range of torch.float64") as caught:
+    with pytest.raises(NonFiniteError, match=r"range of torch\.float64") as caught:
         made(tokens(1, 1, N, D, radius=0.9))
     assert "divide them" in caught.value.remedy
 
