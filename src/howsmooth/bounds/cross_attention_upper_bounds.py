@@ -25,7 +25,7 @@ __all__ = ["cross_attention_ball_upper_bound", "cross_attention_upper_bound"]
 _SOURCE = 'howsmooth documentation, "Bounds for cross-attention", Theorem X, {}'
 # Norms of vectors and sums of a few of them are rounded up by this relative error.
 _MARGIN = 1e-12
-# Slopes of scores from which on they are divided by the largest
+# Slopes of scores from which on squares are avoided
 _STEEP = 1e100
 
 
@@ -271,16 +271,29 @@ class _HeadAt:
         The bound is (max_j Σ_i P_ij β_i²)^{1/2} with β_i² = ‖V Vᵀ + s_i² C_i‖. Here C_i is the covariance of
         the values under row i of P, and s_i is ``slopes`` of row i.
         """
-        # Squares of the steepest scores leave the range of float64.
-        steepest = float(self.slopes.max())
-        unit = steepest if steepest > _STEEP else 1.0
-        values, sums = (self.V / unit) @ (self.V / unit).mT, torch.zeros(len(self.k), dtype=torch.float64)
-        for i, (slope, eta) in enumerate(zip((self.slopes / unit).tolist(), self.eta.tolist(), strict=True)):
+        if float(self.slopes.max()) > _STEEP:
+            return self._steep_memory_norm()
+        values, sums = self.V @ self.V.mT, torch.zeros(len(self.k), dtype=torch.float64)
+        for i, (slope, eta) in enumerate(zip(self.slopes.tolist(), self.eta.tolist(), strict=True)):
             spread = spectral_norm(values + slope**2 * self.covariance(i, self.v))
             error = (3 * eta + eta**2) * self.v_size**2 + 4 * self.value_off * self.v_size
             sums += self.p[i] * (1 + eta) * (spread * (1 + _MARGIN) + slope**2 * error)
-        lost = (len(self.p) if unit == 1.0 else len(self.p) * values.numel()) * UNDERFLOW
-        return math.sqrt(float(sums.max()) * (1 + len(self.p) * U) + lost) * (1 + _MARGIN) * unit
+        return math.sqrt(float(sums.max()) * (1 + len(self.p) * U) + len(self.p) * UNDERFLOW) * (1 + _MARGIN)
+
+    def _steep_memory_norm(self) -> float:
+        """Return :meth:`memory_norm` for slopes whose squares leave the range of float64, a little larger:
+        β_i is at most ‖V‖ + s_i ‖C_i‖^{1/2}.
+        """
+        size, largest = float(torch.linalg.matrix_norm(self.V)), 0.0
+        for i, (slope, eta) in enumerate(zip(self.slopes.tolist(), self.eta.tolist(), strict=True)):
+            error = (3 * eta + eta**2) * self.v_size**2 + 4 * self.value_off * self.v_size
+            spread = float(torch.linalg.matrix_norm(self.covariance(i, self.v))) + error
+            row = (size + slope * math.sqrt(spread)) * math.sqrt(1 + eta)
+            if not math.isfinite(row):
+                return math.inf
+            largest = max(largest, row)
+        columns = float(self.p.sum(dim=0).max())
+        return largest * math.sqrt(columns) * (1 + _MARGIN)
 
 
 def _largest_block(f: CrossAttention, heads: list[_HeadAt], m: int) -> float:
