@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 import howsmooth as hs
 from howsmooth import batching
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian import AutodiffJacobian
 from howsmooth.roundoff import interval_in_digits
 from tests._cases import CASES, D, random_attention, tokens, true_norm
@@ -214,6 +214,90 @@ def test_a_map_that_loses_its_products_is_no_zero(dtype: torch.dtype) -> None:
     assert float(one.lower) == 0.0
     assert float(one.upper) >= 1e-7 * torch.finfo(dtype).tiny
     assert not one.converged.any()
+
+
+def test_tokens_below_the_smallest_normal_number_are_measured() -> None:
+    """Finite differences once had a step of zero there."""
+    weight = tokens(0, 4, 3)
+    found = hs.local_lipschitz(lambda x: x @ weight, tokens(1, 5, 4) * 1e-318, batch_dims=0)
+    truth = float(torch.linalg.matrix_norm(weight, 2))
+    assert float(found.lower) <= truth <= float(found.upper)
+    assert bool(found.converged)
+
+
+def _root_mean_square(x: Tensor) -> Tensor:
+    return x / (x * x).mean(dim=-1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens_overflow", [1, 3])
+def test_a_norm_whose_squares_overflow_is_no_constant(dtype: torch.dtype, tokens_overflow: int) -> None:
+    """Divided by infinity, long tokens are zeros, with derivatives that are zeros."""
+    x = tokens(0, 3, 2).to(dtype)
+    x[:tokens_overflow] *= torch.finfo(dtype).max ** 0.75
+    with pytest.raises(NonFiniteError, match="overflow inside f") as caught:
+        hs.local_lipschitz(_root_mean_square, x, batch_dims=0)
+    assert ("float64" in caught.value.remedy) == (dtype == torch.float32)
+    # A mask of −∞ is no overflow.
+    mask = torch.full((3, 3), -torch.inf, dtype=dtype).triu(1)
+    found = hs.local_lipschitz(
+        lambda t: (t @ t.mT + mask).logsumexp(-1), tokens(0, 3, 2).to(dtype), batch_dims=0
+    )
+    assert bool(found.converged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_that_underflows_in_the_map_is_no_zero(dtype: torch.dtype) -> None:
+    """The derivative of (a x)(b x) is made of a x and b x, and that of x² of x alone."""
+    x = tokens(0, 3, 2).to(dtype)
+    tiny = torch.finfo(dtype).tiny ** 0.6
+    for sizes in ((tiny, tiny, 1.0), (tiny, tiny, 1 / tiny)):
+        a, b, c = sizes
+        with pytest.raises(NonFiniteError, match="underflow"):
+            hs.local_lipschitz(lambda t, a=a, b=b, c=c: (t * a * b) * (t * a * b) * c, x, batch_dims=0)
+    found = hs.local_lipschitz(lambda t: t * t, x * tiny, batch_dims=0)
+    truth = 2 * float((x * tiny).double().abs().max())
+    assert float(found.lower) <= truth <= float(found.upper)
+
+
+def test_a_derivative_that_overflows_is_called_infinite_and_not_wrong() -> None:
+    gelu = torch.nn.GELU(approximate="tanh")
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        hs.local_lipschitz(gelu, tokens(0, 3, 2).float() * 1e26, batch_dims=0)
+
+
+def test_lost_digits_of_a_saturated_softmax_are_seen_with_the_default_seed() -> None:
+    """A check along one vector on both sides cannot see entries that are zero in J and in Jᵀ."""
+    x = torch.tensor([[60.0, -61.0, 40.4], [-50.0, -159.0, -27.7]])
+    with pytest.raises(DerivativeError, match="saturated softmax"):
+        hs.local_lipschitz(lambda t: torch.softmax(t, dim=-1), x, batch_dims=0)
+
+
+def test_a_derivative_that_is_not_transposed_is_refused_with_the_default_seed() -> None:
+    """Then J and what is called Jᵀ agree in ⟨J e, e⟩, whatever e is."""
+    turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
+
+    class Turn(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x @ (torch.eye(2, dtype=torch.float64) + turn)
+
+        @staticmethod
+        def setup_context(ctx: object, inputs: object, output: object) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: object, u: Tensor) -> Tensor:
+            return u @ (torch.eye(2, dtype=torch.float64) + turn)
+
+        @staticmethod
+        def jvp(ctx: object, e: Tensor) -> Tensor:
+            return e @ (torch.eye(2, dtype=torch.float64) + turn)
+
+    with pytest.raises(DerivativeError):
+        hs.local_lipschitz(Turn.apply, tokens(0, 3, 2), batch_dims=0)
 
 
 def test_homogeneous_in_value_and_blind_to_biases_of_key_and_value() -> None:

@@ -655,6 +655,17 @@ def test_tiny_and_huge_weights_in_float32_are_divided_in_float64(kind: str, size
         nn.deploy(made.eval())
 
 
+def test_queries_that_overflow_in_float64_are_refused() -> None:
+    """The bound of Lipschitz normalisation does not grow with the queries, whose squares are infinite."""
+    made = nn.LipschitzNormAttention(D, 2, length=N, radius=1.0, constant=1.0, dtype=torch.float64)
+    with torch.no_grad():
+        made.in_proj_weight.mul_(1e300)
+        made.in_proj_weight[2 * D :].mul_(1e-300)
+    with pytest.raises(NonFiniteError, match=r"range of torch\.float64") as caught:
+        made(tokens(1, 1, N, D, radius=0.9))
+    assert "divide them" in caught.value.remedy
+
+
 def test_small_weights_in_float64_have_the_bound_of_their_rescaling() -> None:
     """W_O is a factor of the bound, and squares of products of small matrices do not underflow."""
     made = nn.SoftmaxAttention(D, 2, length=N, radius=1.0, dtype=torch.float64)

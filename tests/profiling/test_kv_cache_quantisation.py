@@ -20,6 +20,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
     PreTrainedConfig,
 )
 
@@ -149,6 +150,8 @@ def test_a_simulated_budget_is_a_cache_with_these_bits(
         BloomConfig(vocab_size=60, hidden_size=24, n_layer=2, n_head=4),  # heads and batch are one axis
         GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=4),
         Gemma2Config(**SHAPE, num_key_value_heads=2, head_dim=6, sliding_window=32),  # a soft cap
+        # One norm for the queries of all heads, and one for the keys
+        Olmo2Config(**SHAPE, num_key_value_heads=2, eos_token_id=1, pad_token_id=0),
     ],
     ids=lambda config: config.model_type,
 )

@@ -29,9 +29,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from howsmooth.attention import TokenMap
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
-from howsmooth.jacobian.lost_products import underflows
+from howsmooth.jacobian.lost_products import overflows, underflows, values_out_of_range
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LinearOperator
+from howsmooth.spectral.operator import check_finite
 from howsmooth.spectral.scaling import PowersOfTwo, in_range, out_of_range, shifted
 
 __all__ = [
@@ -69,6 +70,9 @@ _SMALL = 1e-2
 _GRAPHS = 4
 # From so many tokens on, forward mode is taken: attention in memory O(n), for which that is faster.
 _LONG = 1024
+
+# Seed of the vectors along which derivatives are checked
+_CHECK_SEED = 0x9D2C5680
 
 # Modules whose output in training mode is random or depends on the other members of the batch.
 _STATEFUL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
@@ -297,7 +301,8 @@ class AutodiffJacobian(LinearOperator):
         result is None if the product leaves the range in which all digits are kept; then the products are
         checked with other powers of two.
         """
-        generator = torch.Generator().manual_seed(0)
+        # Not the seed of a start, as ⟨J e, e⟩ = ⟨e, Jᵀe⟩ shows less than two independent vectors.
+        generator = torch.Generator().manual_seed(_CHECK_SEED)
         e = start
         if e is None:
             e = torch.randn(self.batch, *self.in_shape, generator=generator, dtype=torch.float64)
@@ -310,7 +315,8 @@ class AutodiffJacobian(LinearOperator):
         if self.powers:
             je = self.powers.product(lambda e: self._forward_product(e)[1], e)
         jtu = self.powers.adjoint_product(self._adjoint_product, u)
-        self._refuse_underflow(e, first, u, jtu)
+        self._refuse_out_of_range(e, first, u, jtu)
+        check_finite(torch.stack([t.flatten().abs().max() for t in (je, first, jtu)]))
         reverse = self._conditioning(u, jtu)
         product = partial(self.powers.product, self._product)
         if self.judged and float(reverse.max()) <= _SMALL:
@@ -322,22 +328,24 @@ class AutodiffJacobian(LinearOperator):
         # The check sums over the whole batch. A map that mixes the batch passes it, and gets the error below.
         total = self.powers.total
         sizes = total[_nonzero(je).cpu().numpy()].min(initial=total.max()) - total
-        check_adjoint(e, shifted(je, sizes), u, shifted(jtu, sizes), forward, reverse)
+        with self._range_first(e, u):
+            check_adjoint(e, shifted(je, sizes), u, shifted(jtu, sizes), forward, reverse)
         # Where only scaled products are not zero, the values of f have underflowed, too, and show nothing.
         shown, known = e, first
         if self.powers:
             lost = _nonzero(first) & ~_nonzero(unscaled)
             known = shifted(first, -self.powers.total)
             shown, known = (torch.where(lost.view(-1, *(1,) * (t.ndim - 1)), 0.0, t) for t in (shown, known))
-        check_against_differences(
-            lambda x: cast(Tensor, self._evaluate(x)),
-            self._x,
-            y,
-            shown.reshape(self._x.shape),
-            self._product,
-            float(self.rounding.max()),
-            known,
-        )
+        with self._range_first(e, u):
+            check_against_differences(
+                lambda x: cast(Tensor, self._evaluate(x)),
+                self._x,
+                y,
+                shown.reshape(self._x.shape),
+                self._product,
+                float(self.rounding.max()),
+                known,
+            )
         if _mixes(product, e):
             raise ArgumentError(
                 "f",
@@ -348,29 +356,57 @@ class AutodiffJacobian(LinearOperator):
             )
         return None if self.powers else first
 
-    def _refuse_underflow(self, e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> None:
-        """Raise NonFiniteError if a product is zero only because numbers inside the map underflow.
+    def _refuse_out_of_range(self, e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> None:
+        """Raise NonFiniteError if a product is zero, or far from one, because numbers inside the map leave
+        the range of their dtype.
 
         The arguments ``je`` and ``jtu`` are products of the scaled map with ``e`` and ``u``. A map whose
         Jacobian is zero passes.
         """
         lost = ~(_nonzero(je) & _nonzero(jtu))
-        if not bool(lost.any()):
-            return
-        there = lost.view(-1, *(1,) * (u.ndim - 1)), lost.view(-1, *(1,) * (e.ndim - 1))
-        u = torch.where(there[0], shifted(u, self.powers.adjoint_before), 0.0).reshape(self._y_shape)
-        e = torch.where(there[1], shifted(e, self.powers.before), 0.0).reshape(self._x.shape)
-        with one_backend():
-            underflow = self._kept.underflows(e, u)
-        if underflow:
-            raise NonFiniteError(
-                "f",
-                expected=f"a Jacobian whose products stay in the range of {self.dtype}",
-                got="products that underflow to zero inside f",
-                remedy="Measure f and x in float64."
-                if self.dtype == torch.float32
-                else "Multiply small weights by a constant, and divide the result by it.",
-            )
+        scaled = torch.from_numpy(self.powers.total != 0).to(lost.device)
+        if bool(lost.any()):
+            there = lost.view(-1, *(1,) * (u.ndim - 1)), lost.view(-1, *(1,) * (e.ndim - 1))
+            u = torch.where(there[0], shifted(u, self.powers.adjoint_before), 0.0).reshape(self._y_shape)
+            e = torch.where(there[1], shifted(e, self.powers.before), 0.0).reshape(self._x.shape)
+            with one_backend():
+                if self._kept.underflows(e, u):
+                    raise self._out_of_range("products that underflow to zero inside f")
+        if self._kept.infinite and _true_of(overflows, self._f, self._x):
+            raise self._out_of_range("numbers that overflow inside f")
+        # Members of any other size are none of this, and are replaced by one of these.
+        if bool((lost | scaled).any()):
+            x = self._x.reshape(self.batch, *self.in_shape)
+            chosen = (lost | scaled).view(-1, *(1,) * (x.ndim - 1))
+            x = torch.where(chosen, x, x[lost | scaled][:1]).reshape(self._x.shape)
+            if _true_of(values_out_of_range, self._f, x):
+                raise self._out_of_range("numbers that underflow or overflow inside f")
+
+    @contextmanager
+    def _range_first(self, e: Tensor, u: Tensor) -> Iterator[None]:
+        """Return a context manager that converts a DerivativeError to a NonFiniteError if numbers inside the
+        map leave the range of their dtype, as then its derivative need not be wrong.
+        """
+        try:
+            yield
+        except DerivativeError as error:
+            u = shifted(u, self.powers.adjoint_before).reshape(self._y_shape)
+            e = shifted(e, self.powers.before).reshape(self._x.shape)
+            with one_backend():
+                lost = self._kept.underflows(e, u, digits=True)
+            if lost or _true_of(values_out_of_range, self._f, self._x):
+                raise self._out_of_range("numbers that underflow or overflow inside f") from error
+            raise
+
+    def _out_of_range(self, got: str) -> NonFiniteError:
+        return NonFiniteError(
+            "f",
+            expected=f"a Jacobian whose products stay in the range of {self.dtype}",
+            got=got,
+            remedy="Measure f and x in float64."
+            if self.dtype == torch.float32
+            else "Multiply small weights by a constant, and divide the result by it.",
+        )
 
     def keeps_rows_apart(self) -> bool:
         """Return True if the map acts on each token separately, so that row i of J E depends only on row i of
@@ -401,11 +437,15 @@ class _Linearisation:
         self._f = f
         self._x = x.detach().requires_grad_()
         self._most = most
+        # Whether the derivative is made of infinite numbers
+        self.infinite = False
         kept: dict[int, int] = {}
 
         def counted(t: Tensor) -> Tensor:
             storage = t.untyped_storage()
             kept[storage._cdata] = storage.nbytes()  # Tensors that wrap others have no data pointer.
+            if t.grad_fn is not None and t.is_floating_point() and bool(t.isposinf().any()):
+                self.infinite = True
             return t
 
         try:
@@ -454,12 +494,16 @@ class _Linearisation:
         found = _gradient(self.y, self._x, u)
         return torch.zeros_like(self._x) if found is None else found
 
-    def underflows(self, e: Tensor, u: Tensor) -> bool:
-        """Return True if numbers become zero in Jᵀu or J e although their exact values are not."""
+    def underflows(self, e: Tensor, u: Tensor, *, digits: bool = False) -> bool:
+        """Return True if numbers become zero in Jᵀu or J e although their exact values are not; or, with
+        ``digits``, if they lose digits below the smallest normal number.
+        """
         if self.y.grad_fn is None:
             return False
         twice = self.twice and self._jtu is not None and self._jtu.grad_fn is not None
-        return underflows(self.y, self._x, u) or (twice and underflows(cast(Tensor, self._jtu), self._u, e))
+        return underflows(self.y, self._x, u, digits) or (
+            twice and underflows(cast(Tensor, self._jtu), self._u, e, digits)
+        )
 
 
 def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor | None:
@@ -494,12 +538,14 @@ def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
 
 def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
     """Yield four copies of the tensor ``x`` in which every entry is multiplied by 1 + ε or 1 − ε, at random,
-    where ε is the machine epsilon.
+    where ε is the machine epsilon. Zeros remain zero.
     """
     generator = torch.Generator().manual_seed(1)
     for _ in MULTIPLES:
         signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
-        yield x * (1 + torch.finfo(x.dtype).eps * signs)
+        limits = torch.finfo(x.dtype)
+        # Numbers below the smallest normal one move by the smallest positive number.
+        yield x * (1 + limits.eps * signs) + torch.where(x == 0, 0.0, limits.tiny * limits.eps * signs)
 
 
 def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float = _ALLOWED) -> Tensor:
@@ -519,6 +565,17 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float =
     changes = [(shifted(product, exponents) - je).double().flatten(1).norm(dim=1) for product in moved]
     change = torch.stack(changes).amax(dim=0)
     return allowed * torch.where(size > 0, change / size, 0.0).cpu()
+
+
+def _true_of(
+    question: Callable[[Callable[[Tensor], Tensor], Tensor], bool], f: Callable[[Tensor], Tensor], x: Tensor
+) -> bool:
+    """Return what is known of a map at a point; of one that cannot be evaluated step by step nothing is."""
+    try:
+        with one_backend():
+            return question(f, x)
+    except Exception:
+        return False
 
 
 def _nonzero(t: Tensor) -> Tensor:
@@ -550,7 +607,9 @@ def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor
     if not float((left - right).abs()) <= allowed + torch.finfo(e.dtype).tiny:
         raise DerivativeError(
             "f: forward and reverse mode disagree (⟨J e, u⟩ is not ⟨e, Jᵀ u⟩). An in-place change or a "
-            "custom derivative inside f is wrong; no number can be trusted."
+            "custom derivative inside f is wrong, or rounding inside f leaves no digit of its derivative, as "
+            "in a saturated softmax; no number can be trusted."
+            + (" In the latter case measure f and x in float64." if e.dtype == torch.float32 else "")
         )
 
 
@@ -588,7 +647,8 @@ def check_against_differences(
     and, if it is known, the product with e.
     """
     scale = _length(x) / math.sqrt(x.numel()) or 1.0
-    step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
+    # Shorter steps than those at the smallest normal number have few digits, or are zero.
+    step = max(scale, torch.finfo(x.dtype).tiny) * torch.finfo(x.dtype).eps ** (1 / 3)
     steps, at = (step / 4, 0.6 * step, step), y.detach()
 
     # Values of f are rounded, and lose all digits below the smallest normal number.
@@ -623,7 +683,8 @@ def check_against_differences(
     if alike and not explained(fine, along, kink, steps[0]):
         raise DerivativeError(
             "f: finite differences contradict its derivative. A detach, a no_grad or a custom "
-            "derivative inside f makes the derivative wrong; measure a map without them."
+            "derivative inside f makes the derivative wrong, or f rounds so small changes away; measure a "
+            "map without them."
         )
 
 

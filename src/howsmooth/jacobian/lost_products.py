@@ -1,33 +1,46 @@
-"""Whether a product with a Jacobian is zero only because numbers underflow inside the map."""
+"""Whether numbers inside a map leave the range of their dtype: in a product with its Jacobian, or in the
+values of the map from which its derivative is made.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["underflows"]
+__all__ = ["overflows", "underflows", "values_out_of_range"]
+
+_aten = torch.ops.aten
+# Steps whose results are bilinear in the two tensors at these places. A result of them that has underflowed
+# is no derivative, but is the coefficient of one if it is a factor of the next of them.
+_BILINEAR = {_aten.mul.Tensor: 0, _aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1}
+_BILINEAR |= {_aten.baddbmm.default: 1, _aten.dot.default: 0, _aten.mv.default: 0}
+# Steps whose results are finite for finite numbers, but for overflow.
+_FINITE = {*_BILINEAR, _aten.add.Tensor, _aten.sum.default, _aten.sum.dim_IntList, _aten.exp.default}
+_FINITE |= {_aten.mean.default, _aten.mean.dim, _aten.linalg_vector_norm.default, _aten.var.correction}
+_FINITE |= {_aten.pow.Tensor_Scalar, _aten.square.default, _aten.sub.Tensor}
+# The steps of an autograd graph that multiply, and what they keep of their factors.
+_FACTORS = ("_saved_self", "_saved_other", "_saved_mat1", "_saved_mat2", "_saved_batch1", "_saved_batch2")
+_MULTIPLY = ("MulBackward", "MmBackward", "BmmBackward", "AddmmBackward", "BaddbmmBackward", "PowBackward")
+# Digits that a value may lose by underflow, as a multiple of the machine epsilon
+_LOST = 64.0
 
 
-def underflows(y: Tensor, x: Tensor, u: Tensor) -> bool:
-    """Return True if numbers become zero in the product (∂y/∂x)ᵀu although their exact values are not.
+def underflows(y: Tensor, x: Tensor, u: Tensor, digits: bool = False) -> bool:
+    """Return True if numbers become zero in the product (∂y/∂x)ᵀu although their exact values are not; or,
+    with ``digits``, if they lose digits below the smallest normal number.
 
     The product is computed along the autograd graph of ``y``, which is kept. Each of its steps is linear.
     Where a step returns zeros, it is repeated with numbers multiplied by a power of two, which shows whether
     they remain zero.
     """
     found: list[bool] = []
-    seen: set[Any] = set()
-    left, hooks = [y.grad_fn], []
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [parent for parent, _ in node.next_functions]
-            hooks.append(node.register_hook(_Watch(node, found)))
+    hooks = [node.register_hook(_Watch(node, found, digits)) for node in _nodes(y)]
     try:
         torch.autograd.grad(y, x, u, retain_graph=True, allow_unused=True)
     finally:
@@ -36,24 +49,140 @@ def underflows(y: Tensor, x: Tensor, u: Tensor) -> bool:
     return bool(found)
 
 
+def overflows(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Return True if some number inside the map ``f`` becomes infinite at ``x`` although its exact value is
+    not, as the square of a large number does in a norm of it.
+    """
+    with torch.enable_grad(), _Values() as seen:
+        f(x.detach().requires_grad_())
+    return seen.overflow
+
+
+def values_out_of_range(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Return True if the derivative of the map ``f`` at ``x`` is made of numbers that have overflowed, or of
+    products that have underflowed to zero or to a number with few digits.
+    """
+    with torch.enable_grad(), _Values() as seen:
+        y = f(x.detach().requires_grad_())
+    if seen.overflow or not seen.lost:
+        return seen.overflow
+    lost = {_storage(t) for t in seen.lost}
+    for node in _nodes(y):
+        if node.name().startswith(_MULTIPLY):
+            factors = (getattr(node, name, None) for name in _FACTORS)
+            if any(isinstance(t, Tensor) and _storage(t) in lost for t in factors):
+                return True
+    return False
+
+
+def _nodes(y: Tensor) -> Iterator[Any]:
+    """Yield the steps of the autograd graph of ``y``."""
+    seen: set[Any] = set()
+    left = [y.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [parent for parent, _ in node.next_functions]
+            yield node
+
+
+def _storage(t: Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
+
+
+class _Values(TorchDispatchMode):
+    """A mode under which a map is evaluated, which notes the results that leave the range of their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overflow = False
+        self.lost: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not isinstance(made, Tensor) or not made.is_floating_point() or not made.numel():
+            return made
+        first = _BILINEAR.get(func)
+        if func in _FINITE and not self.overflow:
+            # Sums of masks may well be −inf.
+            infinite = made.isposinf() if first is None else made.isinf()
+            given = [a for a in args if isinstance(a, Tensor | float)]
+            self.overflow = bool(infinite.any()) and all(math.isfinite(_largest(a)) for a in given)
+        lost = first is not None and _digits_lost(args[first : first + 2], made, func, alone=not first)
+        if lost or (self.lost and _is_tiny(made) and self._made_of_lost(args)):
+            self.lost.append(made)
+        return made
+
+    def _made_of_lost(self, args: Sequence[Any]) -> bool:
+        lost = {_storage(t) for t in self.lost}
+        return any(isinstance(a, Tensor) and _storage(a) in lost for a in args)
+
+
+def _is_tiny(t: Tensor) -> bool:
+    """Return True if all entries are so small that they have, or may have, lost digits."""
+    limits = torch.finfo(t.dtype)
+    return float(t.abs().max()) * limits.eps < limits.tiny * _LOST
+
+
+def _digits_lost(factors: Sequence[Any], made: Tensor, product: Any, *, alone: bool) -> bool:
+    """Return True if a ``product`` of two tensors is so small that it has lost digits; or, unless it stands
+    ``alone`` but something was added to it, if what was ``made`` is zero although it is not.
+    """
+    if not _is_tiny(made) or (bool(made.any()) and not alone):
+        return False
+    if any(isinstance(t, Tensor) and not t.is_floating_point() for t in factors):
+        return False
+    sizes = [_largest(t) for t in factors]
+    if not all(0.0 < size < math.inf for size in sizes):
+        return False
+    exponents = [-math.frexp(size)[1] for size in sizes]
+    if not alone:
+        product = _aten.mm.default if made.ndim == 2 else _aten.bmm.default
+    exact = product(*(_times(t, k) for t, k in zip(factors, exponents, strict=True)))
+    lost = (exact - _times(made, sum(exponents))).abs().max()
+    return bool(lost > _LOST * torch.finfo(made.dtype).eps * exact.abs().max())
+
+
+def _largest(t: Tensor | float) -> float:
+    if not isinstance(t, Tensor):
+        return abs(t)
+    return float(t.abs().max()) if t.numel() else 0.0
+
+
+def _times(t: Any, exponent: int) -> Any:
+    for part in (exponent // 2, exponent - exponent // 2):  # the whole may be no number of the dtype
+        t = t * 2.0**part
+    return t
+
+
 class _Watch:
     """A hook of one step of an autograd graph, which appends to ``found`` if numbers underflow in it."""
 
-    def __init__(self, node: Any, found: list[bool]) -> None:
+    def __init__(self, node: Any, found: list[bool], digits: bool) -> None:
         self._node = node
         self._found = found
+        self._digits = digits
 
     def __call__(self, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
         numbers = [g for g in given if g is not None and g.numel()]
         largest = max((float(g.abs().max()) for g in numbers), default=0.0)
-        if self._found or not 0.0 < largest < math.inf or all(m is None or bool(m.all()) for m in made):
+        if self._found or not 0.0 < largest < math.inf or all(self._ordinary(m) for m in made):
             return
         exponent = math.frexp(torch.finfo(numbers[0].dtype).max)[1] * 3 // 4 - math.frexp(largest)[1]
-        again: Any = given
-        for part in (exponent // 2, exponent - exponent // 2):  # the whole may be no number of the dtype
-            again = tuple(g if g is None else g * 2.0**part for g in again)
+        again: Any = tuple(g if g is None else _times(g, exponent) for g in given)
         with contextlib.suppress(Exception):  # some steps cannot be called alone
             again = self._node(*again)
             pairs = zip(again if isinstance(again, tuple) else (again,), made, strict=True)
             if any(bool(((m == 0) & (a != 0)).any()) for a, m in pairs if a is not None and m is not None):
                 self._found.append(True)
+
+    def _ordinary(self, made: Tensor | None) -> bool:
+        """Return True unless the step may have lost numbers; note that it has lost digits."""
+        if made is None or not made.numel():
+            return True
+        if self._digits and 0.0 < float(made.abs().max()) < torch.finfo(made.dtype).tiny:
+            self._found.append(True)
+        return bool(made.all())

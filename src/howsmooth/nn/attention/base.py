@@ -486,7 +486,7 @@ class LipschitzAttention(LipschitzModule):
             if inverse is not None:
                 output = output * inverse
         output = output.to(query.dtype)
-        if inverse is not None and inverse.dtype != query.dtype:
+        if inverse is not None and inverse.dtype == torch.float64:
             words = f"query: expected tokens whose output has entries within the range of {query.dtype}"
             require(output, torch.isfinite, lambda _: _out_of_range(query.dtype), words)
         shown = probabilities.mean(dim=1) if average_attn_weights else probabilities
@@ -690,7 +690,9 @@ def _out_of_range(dtype: torch.dtype) -> HowsmoothError:
         "query",
         expected=f"tokens whose output has entries within the range of {dtype}",
         got="larger ones",
-        remedy="Small weights have a small bound, by which biases are divided, too: convert with .double().",
+        remedy="Weights so large overflow inside the layer: divide them by a constant."
+        if dtype == torch.float64
+        else "Small weights have a small bound, by which biases are divided, too: convert with .double().",
     )
 
 
