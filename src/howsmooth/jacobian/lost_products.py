@@ -53,7 +53,8 @@ def overflows(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Return True if some number inside the map ``f`` becomes infinite at ``x`` although its exact value is
     not, as the square of a large number does in a norm of it.
     """
-    with torch.enable_grad(), _Values() as seen:
+    seen = _Values()
+    with torch.enable_grad(), seen:
         f(x.detach().requires_grad_())
     return seen.overflow
 
@@ -62,7 +63,8 @@ def values_out_of_range(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Return True if the derivative of the map ``f`` at ``x`` is made of numbers that have overflowed, or of
     products that have underflowed to zero or to a number with few digits.
     """
-    with torch.enable_grad(), _Values() as seen:
+    seen = _Values()
+    with torch.enable_grad(), seen:
         y = f(x.detach().requires_grad_())
     if seen.overflow or not seen.lost:
         return seen.overflow
@@ -95,8 +97,8 @@ class _Values(TorchDispatchMode):
     """A mode under which a map is evaluated, which notes the results that leave the range of their dtype."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.overflow = False
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.overflow: bool = False
         self.lost: list[Tensor] = []
 
     def __torch_dispatch__(
