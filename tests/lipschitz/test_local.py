@@ -255,6 +255,13 @@ def test_a_factor_that_underflows_in_the_map_is_no_zero(dtype: torch.dtype) -> N
         a, b, c = sizes
         with pytest.raises(NonFiniteError, match="underflow"):
             hs.local_lipschitz(lambda t, a=a, b=b, c=c: (t * a * b) * (t * a * b) * c, x, batch_dims=0)
+
+    def behind_a_norm(t: Tensor) -> Tensor:
+        t = torch.nn.functional.layer_norm(t * tiny * tiny, (2,), eps=1.0) / tiny
+        return t * t.flip(-1)
+
+    with pytest.raises(NonFiniteError, match="underflow"):
+        hs.local_lipschitz(behind_a_norm, x, batch_dims=0)
     found = hs.local_lipschitz(lambda t: t * t, x * tiny, batch_dims=0)
     truth = 2 * float((x * tiny).double().abs().max())
     assert float(found.lower) <= truth <= float(found.upper)

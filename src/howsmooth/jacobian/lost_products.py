@@ -104,9 +104,11 @@ class _Values(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        # Norms and fused attention also return what their backward pass needs.
+        made = result[0] if isinstance(result, tuple) else result
         if not isinstance(made, Tensor) or not made.is_floating_point() or not made.numel():
-            return made
+            return result
         first = _BILINEAR.get(func)
         if func in _FINITE and not self.overflow:
             # Sums of masks may well be −inf.
@@ -116,7 +118,7 @@ class _Values(TorchDispatchMode):
         lost = first is not None and _digits_lost(args[first : first + 2], made, func, alone=not first)
         if lost or (self.lost and _is_tiny(made) and self._made_of_lost(args)):
             self.lost.append(made)
-        return made
+        return result
 
     def _made_of_lost(self, args: Sequence[Any]) -> bool:
         lost = {_storage(t) for t in self.lost}
