@@ -173,7 +173,7 @@ def test_a_command_that_went_names_what_takes_its_place(
     assert command not in COMMANDS
     for arguments in ([command], [command, "--help"], [command, "model", "--out", "out"]):
         assert main(arguments) == 2
-        assert capsys.readouterr() == ("", f"error: {GONE[command]}\n")
+        assert capsys.readouterr() == ("", f"error: howsmooth has no command {command}. {GONE[command]}\n")
 
 
 def test_texts_and_images_together_are_answered_with_the_parts(
