@@ -19,7 +19,7 @@ def lightning_callback(monitor: LipschitzMonitor, penalty: SpectralPenalty | Non
     """Return a Lightning ``Callback`` that measures the attention layers of a model during training.
 
     They are measured before the first training step and then at regular steps, and the numbers go to every
-    logger of the trainer, under the names of :meth:`MonitorRecord.tagged`. Steps are
+    logger of the trainer, under the names of :meth:`~howsmooth.nn.MonitorRecord.tagged`. Steps are
     ``trainer.global_step``, the steps of all optimizers together, whatever the accumulation of gradients. If
     several processes train the model, only the first one measures.
 

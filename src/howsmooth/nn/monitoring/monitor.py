@@ -60,8 +60,8 @@ class LipschitzMonitor:
     every
         Number of training steps from one measurement to the next.
     callback
-        Function that is called with each record, whose numbers :meth:`MonitorRecord.tagged` returns for a
-        logger. Its exceptions are not caught.
+        Function that is called with each record. :meth:`~howsmooth.nn.MonitorRecord.tagged` returns its
+        numbers for a logger. Exceptions of the function are not caught.
     file
         Path of a file that ends in ``.jsonl`` or ``.csv``, to which rows are appended.
     layers

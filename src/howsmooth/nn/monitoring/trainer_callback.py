@@ -31,7 +31,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         A monitor of the model that the ``Trainer`` trains.
     log
         ``trainer.log``, which sends the numbers of each measurement to all that the ``Trainer`` reports to,
-        under the names of :meth:`MonitorRecord.tagged`. None to log nothing.
+        under the names of :meth:`~howsmooth.nn.MonitorRecord.tagged`. None to log nothing.
     penalty
         A penalty in the training loss whose singular vectors are saved in every checkpoint, in a file
         ``penalty.pt`` (``penalty_1.pt`` and so on of further processes). A training that is resumed reads
