@@ -1,9 +1,9 @@
-"""Stand-ins for the models and texts of ``bound`` and ``attack``: small attentions, real in all else."""
+"""Stand-ins for the models and texts of ``bound``: small attentions, real in all else."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -103,52 +103,6 @@ def small_sources(model: FakeModel | None = None, count: int = 100) -> Iterator[
         patch("howsmooth.texts.load_text", tools.load_text),
     ):
         yield
-
-
-class AttackWork:
-    """Stand-ins for what an attack calls, all quick, and what they were asked to do."""
-
-    def __init__(self, before: Callable[[int], None] = lambda calls: None) -> None:
-        self.before = before
-        self.ascents: list[tuple[int, float, int]] = []
-        """One entry an ascent: length, radius, seed."""
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Put the stand-ins in the places of the library's own functions."""
-        with (
-            patch("howsmooth.adversarial.constructions", self.constructions),
-            patch("howsmooth.adversarial.ascend", self.ascend),
-            patch("howsmooth.bounds.best", self.best),
-        ):
-            yield
-
-    def constructions(self, f: hs.SelfAttention, length: int, radius: float) -> list[Any]:
-        """Put all tokens but the first at one point of an axis."""
-        axis = torch.eye(f.d, dtype=f.dtype)
-        found = []
-        for h in range(f.heads):
-            for name, light in (("two_cluster", 0.5), ("two_cluster", -1.0), ("two_heavy_tokens", 0.1)):
-                x = radius * light * axis[h % f.d].repeat(length, 1)
-                x[0] = radius * axis[h % f.d]
-                found.append(SimpleNamespace(name=name, head=h, x=x))
-        return found
-
-    def ascend(
-        self, f: hs.SelfAttention, *, length: int, radius: float, seed: int, **options: Any
-    ) -> SimpleNamespace:
-        """Take the best of some random tokens."""
-        self.before(len(self.ascents))
-        self.ascents.append((length, radius, seed))
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(3, length, f.d, generator=generator, dtype=f.dtype)
-        x = 0.999 * radius * x / x.norm(dim=-1, keepdim=True)
-        best = x[int(hs.local_lipschitz(f, x).value.argmax())]
-        return SimpleNamespace(x=best, estimate=hs.local_lipschitz(f, best), history=range(3))
-
-    def best(self, f: hs.SelfAttention, *, length: int, radius: float) -> SimpleNamespace:
-        """Claim a bound of a million."""
-        return SimpleNamespace(name="theorem", value=1e6, log_value=math.log(1e6))
 
 
 def plain_table(

@@ -79,8 +79,8 @@ def measure(
             "--plan",
             metavar="FILE",
             help="A plan file in TOML, whose keys are options of what and how to measure; those that are "
-            "typed beside it replace them. A failed measurement is recorded, the others continue, and the exit "
-            "code is 3. Without --out, the folder is beside the file.",
+            "typed beside it replace them. A failed measurement is recorded, the others continue, and the "
+            "exit code is 3. Without --out, the folder is beside the file.",
             show_default=False,
             rich_help_panel=WHAT,
         ),
