@@ -375,7 +375,8 @@ def test_names_of_models_and_texts_in_studies(root: Path, model: str, text: str)
         return
     plan = make_plan(models=(ModelSpec(model),), texts=(text,), lengths=(2, 4), samples=2)
     run(plan, Path("out"), made)
-    write_outputs(Path("out"))
+    write_outputs(Path("out"), figures="all")
+    assert any(path.parts[1] == "figures" for path in files_below(root))
     check_names(root, "out")
     nothing_above(root)
 
