@@ -79,5 +79,11 @@ _OTHERS = (
 nitpick_ignore_regex = [
     (r"py:.*", rf"({'|'.join(_OTHERS.split())})\b.*"),
     (r"py:class", r"(howsmooth\..*\.)?(_T|_Plan|K|T|R)"),  # type variables
+    # Types in signatures that users meet, and never name.
+    (
+        r"py:class",
+        r"howsmooth\..*\.(AbstractMeasure|CoreShape|Domain|EarlierAtoms|Layer|ProductError|SoftmaxCore"
+        r"|Visibility|Weighting)",
+    ),
     (r"py:attr", r"[A-Z]\w+\.\w+"),  # attributes stand in lists, which have no anchors
 ]

@@ -155,7 +155,7 @@ def ball_upper_bound(attention: object, length: object, radius: object) -> Bound
     and allows a query bias.
 
     The bound is ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})). a = ‖A‖R², a₃ = (‖A‖R + |b|)R, h* is
-    :func:`row_norm_maximum`, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single attention weight. Theorem A
+    ``row_norm_maximum``, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single attention weight. Theorem A
     is below Theorems 3.3, 3.5 and E.3 for all parameters. For n = 1 it is ‖V‖, which is the Lipschitz
     constant.
 
@@ -261,7 +261,7 @@ def row_norm_maximum(a: float) -> float:
 
 
 def h_star_maximiser(a: float) -> float:
-    """Return the number w = 2p − 1 for the p at which the polynomial in :func:`row_norm_maximum` is largest.
+    """Return the number w = 2p − 1 for the p at which the polynomial in ``row_norm_maximum`` is largest.
 
     The result is 0 for a > 1e8 or NaN.
     """
@@ -277,7 +277,7 @@ def h_star_maximiser(a: float) -> float:
 
 
 def log_h_star(a: float) -> float:
-    """Return the logarithm of the number h*(a) that :func:`row_norm_maximum` computes.
+    """Return the logarithm of the number h*(a) that ``row_norm_maximum`` computes.
 
     It is finite also where h*(a) overflows.
     """
@@ -289,7 +289,7 @@ def log_row(n: int, a3: float) -> float:
     a query that is held fixed.
 
     The row is that of a query that sees n tokens. The bound is min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, with h* of
-    :func:`row_norm_maximum` and P̄ of :func:`log_largest_weight`.
+    ``row_norm_maximum`` and P̄ of :func:`log_largest_weight`.
     """
     if n <= 1:
         return 0.0  # a row that sees one token is the identity

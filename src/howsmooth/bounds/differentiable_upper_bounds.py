@@ -269,7 +269,7 @@ def _h_star(a: Tensor) -> Tensor:
     """Return h*(a) for each head as a differentiable number. It is an upper bound on the squared norm of a
     block row of the Jacobian.
 
-    It is the number of :func:`row_norm_maximum`. The gradient holds the maximiser fixed.
+    It is the number of ``row_norm_maximum``. The gradient holds the maximiser fixed.
     """
     w = torch.tensor(
         [h_star_maximiser(min(float(x), 1e9)) for x in a.detach().nan_to_num(nan=math.inf)],

@@ -145,7 +145,7 @@ def causal_ball_upper_bound(attention: object, length: object, radius: object) -
     """Bound Lip(f^m on B_R^n) of one head with a causal mask from above by Theorem A of the documentation.
 
     The bound is ‖V‖ (a + √(1 + Σ_{i=2}^n ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)} with a = ‖A‖R²,
-    a₃ = (‖A‖R + |b|)R, the function h* of :func:`row_norm_maximum`, and P̄(i, a) = 1/(1 + (i−1)e^{−2a}). For
+    a₃ = (‖A‖R + |b|)R, the function h* of ``row_norm_maximum``, and P̄(i, a) = 1/(1 + (i−1)e^{−2a}). For
     n = 1 the bound is ‖V‖.
 
     Parameters

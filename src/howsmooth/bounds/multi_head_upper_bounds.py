@@ -97,7 +97,7 @@ def lemma_3_8(
     radius
         Largest norm R > 0 of a token.
     head_bound
-        Function that bounds one head with its value matrix V_h; default: :func:`head_upper_bound`.
+        Function that bounds one head with its value matrix V_h; default: ``head_upper_bound``.
 
     Returns
     -------

@@ -20,7 +20,7 @@ __all__ = ["pre_norm_upper_bound"]
 def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor | None = None) -> Bound:
     """Bound the Lipschitz constant of a norm layer followed by attention, everywhere or at tokens X.
 
-    With the normalised tokens u = h/s, attention(N(X)) is the absorbed attention (:func:`absorb_norm`) of u,
+    With the normalised tokens u = h/s, attention(N(X)) is the absorbed attention (``absorb_norm``) of u,
     and the derivative (H − u uᵀ)/s of u has norm at most 1/s. So the constant is at most the tightest bound
     for the absorbed attention on the unit ball times the largest 1/s_i, which is at most 1/√(dε).
 

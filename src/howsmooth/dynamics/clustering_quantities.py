@@ -201,7 +201,7 @@ def cluster_metrics(
     matrix, beta
         The matrix A and the inverse temperature β of the energy.
     rank_tolerance
-        As for :func:`numerical_rank`.
+        As for ``numerical_rank``.
     limit
         Tokens or measure to which the distance is measured; by default the last state of the trajectory.
     transport

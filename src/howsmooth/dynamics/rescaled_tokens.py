@@ -134,7 +134,7 @@ def rescaled(trajectory: Trajectory, value: Tensor | SelfAttention) -> Trajector
     trajectory
         A trajectory of tokens or of a discrete measure.
     value
-        The matrix V, (d, d), or an attention whose :func:`value_matrix` is taken as V.
+        The matrix V, (d, d), or an attention whose ``value_matrix`` is taken as V.
 
     Raises
     ------

@@ -95,7 +95,7 @@ def closed_form_jacobian(
     Parameters
     ----------
     f
-        A map for which :func:`has_closed_form` is true.
+        A map for which ``has_closed_form`` is true.
     x
         Tokens (batch, n, d), in the dtype of the map.
     weighting
