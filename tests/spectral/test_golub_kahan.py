@@ -15,7 +15,7 @@ from torch import Tensor
 from howsmooth.errors import NonFiniteError
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 from howsmooth.spectral.golub_kahan import _limits
-from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, a_priori_upper, start_quantile
+from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, start_quantile
 
 
 class Dense(LinearOperator):
@@ -119,12 +119,6 @@ def test_a_posteriori_limit_of_one_step_by_hand() -> None:
     # t − θ = β / √x
     assert a_posteriori_upper(np.array([2.0]), math.log(0.1), 0.25) == pytest.approx(2.2)
     assert a_posteriori_upper(np.array([2.0, 1.0]), -math.inf, 0.25) == 2.0
-
-
-def test_a_priori_limit_by_hand() -> None:
-    # One step: T_1(cosh a) = cosh a, so the factor is 1/√x itself.
-    assert a_priori_upper(3.0, 1, 0.25) == pytest.approx(6.0)
-    assert a_priori_upper(1.0, 1000, 1e-12) == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("trials", [600, pytest.param(4000, marks=pytest.mark.slow)])
