@@ -137,10 +137,6 @@ def test_coverage_is_at_least_the_confidence(confidence: float, trials: int) -> 
         assert (found.lower <= values[0]).all()
         share = float((found.upper >= values[0]).double().mean())
         assert share >= confidence - 4 * math.sqrt(confidence * (1 - confidence) / trials)
-        prior = [
-            a_priori_upper(float(s), steps, start_quantile(n, confidence)) >= values[0] for s in found.sigma
-        ]
-        assert np.mean(prior) >= confidence - 4 * math.sqrt(confidence * (1 - confidence) / trials)
 
 
 def test_coverage_is_attained_so_that_the_limit_is_not_vacuous() -> None:
