@@ -86,3 +86,16 @@ def test_an_ascent_starts_from_them() -> None:
     assert "zero" in found.start
     assert found.value == pytest.approx(dense_norm(f, found.x), rel=1e-3)
     assert zero_query_or_key_inputs(f._rebuilt(query_norm=None, key_norm=None), N, RADIUS) == []
+
+
+@pytest.mark.parametrize("eps", [0.1, 1e-6])
+def test_queries_and_keys_of_one_dimension(eps: float) -> None:
+    """They have no second direction, into which a key would be turned."""
+    norm = RMSNorm(torch.ones(1, dtype=torch.float64), eps=eps)
+    f = hs.SelfAttention(*(draw(seed, 1, 1, 3) for seed in (1, 2, 3)), query_norm=norm, key_norm=norm)
+    found = zero_query_or_key_inputs(f, N, RADIUS)
+    assert {name.split(",")[0] for name, _ in found} >= {"zero query", "zero key 0"}
+    bound = any_scores_ball_upper_bound(f, N, RADIUS).value
+    for _, x in found:
+        assert bool((x.norm(dim=-1) <= RADIUS * (1 + 1e-12)).all())
+        assert dense_norm(f, x) <= bound

@@ -712,6 +712,10 @@ def test_refusals() -> None:
         certificate(f, x.clone().fill_(torch.nan))
     with pytest.raises(NonFiniteError, match="2\\^200"):
         certificate(f, x * 1e200)
+    for eps in (0.0, 5e-324):  # a query of zero, where the derivative of its norm is infinite or 1e162
+        normed = random_attention(51, biases=False, query_norm=hs.RMSNorm(torch.ones(4, dtype=F64), eps))
+        with pytest.raises(NonFiniteError, match=f"derivatives of their norms.*eps = {eps:g}"):
+            certificate(normed, torch.zeros_like(x))
     with pytest.raises(ArgumentError, match="length of the mask"):
         certificate_parts(random_attention(51, heads=1, mask=window(5)), x)
 

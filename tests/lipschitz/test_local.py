@@ -348,6 +348,35 @@ def test_one_seed_gives_every_member_its_own_start() -> None:
     assert len(set(estimate.upper.tolist())) == 3
 
 
+@pytest.mark.parametrize(("seed", "shape"), [(0, (1, 4)), (0, (5, 8)), (2**32 - 1, (3, 7))])
+@pytest.mark.parametrize("move", ["as drawn", "normed", "centred"])
+def test_tokens_drawn_with_the_same_seed_do_not_repeat_the_start(
+    seed: int, shape: tuple[int, int], move: str
+) -> None:
+    """The Jacobian of a norm layer is zero along its tokens, and a start along them showed nothing of it:
+    without independent_seeds the upper limit was up to an eighth below the norm, or the map was refused.
+    """
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    if move == "normed":
+        x = torch.nn.functional.normalize(x, dim=-1)
+    elif move == "centred":
+        x = 3.0 * (x - x.mean(dim=-1, keepdim=True))
+    f = hs.RMSNorm(torch.ones(shape[1], dtype=torch.float64), eps=1e-9)
+    mixed = torch.eye(shape[0], dtype=torch.float64) + 0.1
+    for g in (f, hs.LayerNorm(f.weight, eps=1e-9), lambda x: torch.tanh(mixed @ f(x))):
+        blocks = torch.func.jacrev(g)(x)
+        norm = torch.linalg.matrix_norm(blocks.reshape(x.numel(), -1), 2)
+        est = hs.local_lipschitz(
+            g, x, batch_dims=None if isinstance(g, hs.LayerNorm | hs.RMSNorm) else 0, seed=seed
+        )
+        assert est.lower <= norm * (1 + 1e-9)
+        assert norm <= est.upper * (1 + 1e-9)
+        first = torch.linalg.matrix_norm(blocks[0, :, 0], 2)
+        found = hs.influence(g, x, outputs=0, seed=seed)
+        assert found.lower[0, 0] <= first * (1 + 1e-9)
+        assert first <= found.upper[0, 0] * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (1, 1)])
 def test_factors_that_cancel_do_not_spoil_float32(heads: tuple[int, int]) -> None:
     """Here W_O W_V is small against its factors, and float32 products alone are off by more than 2e-5."""

@@ -93,10 +93,10 @@ class _Side:
 
     def directions(self) -> Float64[Tensor, "dim two"]:
         """Return two orthogonal unit vectors in the space of queries or keys. The first is the direction in
-        which a query or key changes most when its token changes.
+        which a query or key changes most when its token changes. In one dimension the second is zero.
         """
         u: Tensor = torch.linalg.svd(self.gain[:, None] * self.W).U
-        return u[:, :2]
+        return torch.nn.functional.pad(u, (0, 1))[:, :2]
 
     def before(self, wanted: Float64[Tensor, "n dim"]) -> Float64[Tensor, "n dim"]:
         """Return, for each row of ``wanted``, the product W x of the projection matrix W and a token x. The

@@ -185,7 +185,7 @@ class AutodiffJacobian(LinearOperator):
         most = memory_budget(None, self._x.device) // _GRAPHS if self._x.shape[self._lead] < _LONG else 0
         try:
             with as_derivative_errors("reverse"):
-                self._kept = _Linearisation(self._f, self._x, most)
+                self._kept = _Linearisation(self._f, self._x, most, watched=True)
         except Exception:
             self._refuse_failing()
             raise
@@ -430,22 +430,26 @@ class _Linearisation:
     """The Jacobian J of a map at one point, whose products are computed along the autograd graph of the map.
 
     The graph of u ↦ Jᵀu is kept too, and gives J e, if the graph of the map takes at most ``most`` bytes and
-    can be differentiated twice; otherwise J e takes forward mode.
+    can be differentiated twice; otherwise J e takes forward mode. With ``watched`` the attribute ``infinite``
+    says whether the derivative is made of infinite numbers.
     """
 
-    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, most: float) -> None:
+    def __init__(
+        self, f: Callable[[Tensor], Tensor], x: Tensor, most: float, *, watched: bool = False
+    ) -> None:
         self._f = f
         self._x = x.detach().requires_grad_()
         self._most = most
-        # Whether the derivative is made of infinite numbers
         self.infinite = False
         kept: dict[int, int] = {}
 
         def counted(t: Tensor) -> Tensor:
             storage = t.untyped_storage()
             kept[storage._cdata] = storage.nbytes()  # Tensors that wrap others have no data pointer.
-            if t.grad_fn is not None and t.is_floating_point() and bool(t.isposinf().any()):
-                self.infinite = True
+            if watched and not self.infinite and t.grad_fn is not None and t.is_floating_point():
+                # Weights are not made by f, and are large: a transposed one has a graph, but of its own.
+                given = t._base is not None and t._base.is_leaf
+                self.infinite = not given and bool(t.isposinf().any())
             return t
 
         try:

@@ -16,7 +16,7 @@ from howsmooth.jacobian.heads import HeadsJacobian, heads_jacobians
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.local import local_lipschitz
 from howsmooth.lipschitz.mixed_precision import check_in_float64
-from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
+from howsmooth.lipschitz.singular_value_solver import Solver, independent_seeds, member_seeds
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LinearOperator
@@ -81,9 +81,8 @@ def head_lipschitz(
     if not 0 <= seed < 2**64:
         raise ArgumentError("seed", expected="an integer from 0 to 2**64 - 1", got=repr(seed))
     x, n = x.detach(), x.shape[0]
-    solver = Solver(
-        rtol, confidence, max_iterations, member_seeds(seed, attention.heads), [n] * attention.heads
-    )
+    seeds = independent_seeds(member_seeds(seed, attention.heads), [x] * attention.heads)
+    solver = Solver(rtol, confidence, max_iterations, seeds, [n] * attention.heads)
     budget = memory_budget(memory, x.device)
     first = attention.head(0)
     one = footprint(first, (n, attention.d), dtype=x.dtype, device=x.device, memory=budget)

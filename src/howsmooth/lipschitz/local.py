@@ -21,7 +21,7 @@ from howsmooth.jacobian.autodiff import allowance_for_rounding, moved_by_roundin
 from howsmooth.jacobian.closed_form import has_closed_form, in_double
 from howsmooth.lipschitz.arguments import check_arguments, check_batch_dims, checked_sequences
 from howsmooth.lipschitz.mixed_precision import Part, solve_autodiff, solve_closed_forms
-from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds, starts
+from howsmooth.lipschitz.singular_value_solver import Solver, independent_seeds, member_seeds, starts
 from howsmooth.lipschitz_estimate import LipschitzEstimate, LipschitzEstimates, Method
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
@@ -165,10 +165,10 @@ class _Settings:
     method: str
     memory: int | None
 
-    def solver(self, lengths: Sequence[int]) -> Solver:
-        """Return the singular value solver for a list of sequences of the given lengths."""
-        seeds = member_seeds(self.seed, len(lengths))
-        return Solver(self.rtol, self.confidence, self.max_iterations, seeds, lengths)
+    def solver(self, xs: Sequence[Tensor] | Tensor) -> Solver:
+        """Return the singular value solver for sequences ``xs``."""
+        seeds = independent_seeds(member_seeds(self.seed, len(xs)), xs)
+        return Solver(self.rtol, self.confidence, self.max_iterations, seeds, [x.shape[0] for x in xs])
 
     def estimate(
         self, kind: type[_Estimate], found: Mapping[str, Any], method: Method, scope: str
@@ -210,7 +210,7 @@ def _at_batch(
     leading = x.ndim - 2 if batch_dims is None else batch_dims
     lead, x = x.shape[:leading], x.detach()
     flat = x.reshape(-1, *x.shape[leading:])
-    solver = settings.solver([flat.shape[1]] * len(flat))
+    solver = settings.solver(flat)
     if method == "autodiff":
         start = solver.starts_at(flat, range(len(flat)))
         operator = AutodiffJacobian(f, x, leading, start=start, float64_bytes=_float64_bytes(f, x, settings))
@@ -268,7 +268,7 @@ def _at_sequences(
     members = checked_sequences(f, xs, settings.rtol, settings.confidence, settings.max_iterations)
     method = _chosen_method(f, settings.method)
     lengths = [x.shape[0] for x in members]
-    solver = settings.solver(lengths)
+    solver = settings.solver(members)
     if method == "autodiff":
         # PyTorch differentiates one shape at a time, so no products are shared.
         each = []
@@ -322,7 +322,7 @@ def _at_measure(
         operator = closed_form_jacobian(f, x[None], weighting=weighting)
     else:
         operator = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
-    start = starts(operator, member_seeds(settings.seed, 1), [x.shape[0]])
+    start = starts(operator, independent_seeds(member_seeds(settings.seed, 1), [x]), [x.shape[0]])
     image = operator.product(start)
     if method == "closed form":
         # No bound on the rounding errors is proved at measures. If terms cancel, the products change when the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan, lanczos
 from howsmooth.spectral.lanczos import lanczos_together
 
-__all__ = ["Solver", "member_seeds", "starts"]
+__all__ = ["Solver", "independent_seeds", "member_seeds", "starts"]
 
 # Starts of at least this many entries are drawn by several threads.
 _WORTH_A_THREAD = 1 << 14
@@ -126,6 +126,36 @@ def member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
     if len(seed) != members:
         raise ArgumentError("seed", expected=f"an integer, or {members} of them", got=f"{len(seed)} integers")
     return [int(s) % 2**64 for s in seed]
+
+
+def independent_seeds(seeds: Sequence[int], xs: Iterable[Tensor]) -> list[int]:
+    """Replace each seed whose start vector repeats the tokens of its sequence, as it does where they were
+    drawn from PyTorch's generator with this seed.
+
+    The limits hold for starts that do not depend on the Jacobian. That of a norm layer is zero along its own
+    tokens, so that a start along them shows nothing of it, and neither do shifted and rescaled ones.
+    """
+    changed = 0x9E3779B9 << 32  # makes it a seed that is hashed
+    return [(s + changed) % 2**64 if _repeats(s, x) else s for s, x in zip(seeds, xs, strict=True)]
+
+
+def _repeats(seed: int, x: Tensor) -> bool:
+    """Return True if each token of ``x`` is a multiple of that of the start with this seed, or becomes one
+    when its mean is subtracted. From the 32nd number on PyTorch draws the first 16 whatever follows.
+    """
+    if seed >= 2**32 or not x.numel():
+        return False
+    count = x.numel() if x.numel() < 32 else 16
+    drawn = torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    width = min(x.shape[-1], count) if x.shape[-1] > 1 else count
+    count -= count % width
+    pair = torch.stack((x.detach().flatten()[:count].cpu().double(), drawn[:count])).unflatten(1, (-1, width))
+    # Fewer than four numbers are near to multiples by chance once they are centred.
+    for rows in (pair, pair - pair.mean(dim=-1, keepdim=True)) if width > 3 else (pair,):
+        a, b = torch.nn.functional.normalize(rows, dim=-1)
+        if bool(((a * b).sum(dim=-1).abs() > 1 - 1e-6).all()):
+            return True
+    return False
 
 
 def starts(operator: LinearOperator, seeds: Sequence[int], lengths: Sequence[int]) -> Tensor:

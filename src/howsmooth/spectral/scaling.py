@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -52,14 +53,22 @@ class PowersOfTwo:
         """Return True if some product is changed."""
         return bool(self.total.any() or self.before.any())
 
+    @cached_property
+    def _any(self) -> bool:
+        return bool(self) or bool(self.adjoint_before.any())
+
     def product(self, product: _Product, e: Tensor) -> Tensor:
         """Return the product of the scaled maps with the vectors ``e``, given the ``product`` with the maps
         themselves.
         """
+        if not self._any:
+            return product(e)
         return shifted(product(shifted(e, self.before)), self.total - self.before)
 
     def adjoint_product(self, product: _Product, u: Tensor) -> Tensor:
         """Return the product of the transposed scaled maps with the vectors ``u``."""
+        if not self._any:
+            return product(u)
         return shifted(product(shifted(u, self.adjoint_before)), self.total - self.adjoint_before)
 
     def select(self, members: Tensor) -> PowersOfTwo:
@@ -140,6 +149,8 @@ def unscaled(
 
 def shifted(t: Tensor, exponents: _Exponents) -> Tensor:
     """Multiply each member of a batch by the power of two with its exponent."""
+    if not exponents.any():
+        return t
     # In two factors, because a single one could leave the range of the dtype
     for part in (exponents // 2, exponents - exponents // 2):
         if part.any():

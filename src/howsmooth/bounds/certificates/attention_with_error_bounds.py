@@ -133,7 +133,7 @@ def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
     Raises
     ------
     NonFiniteError
-        If queries, keys, values or scores overflow or exceed 2^200.
+        If queries, keys, values, scores or derivatives of norms overflow or exceed 2^200.
 
     """
     n = x.shape[0]
@@ -198,6 +198,14 @@ def _head_at(
     values = _Projected.of(
         centred if f.sinks is None else x, V, None if f.sinks is None else value_bias, None, None
     )
+    for layer, part in ((f.query_norm, q), (f.key_norm, keys)):
+        if layer is not None and part.turns is not None and not bool((part.turns.abs() <= LARGEST).all()):
+            raise NonFiniteError(
+                "X",
+                expected="queries and keys at which the derivatives of their norms are below 2^200",
+                got=f"one at or near zero, or too large to be squared, with eps = {layer.eps:g}",
+                remedy="Use norms with a larger eps, or other tokens.",
+            )
     v, d_v, d_k = values.t, values.error, keys.error
     for numbers in (q.size, keys.size, values.size, Q, K, q.size @ keys.size.mT):
         if not bool((numbers.abs() <= LARGEST).all()):
