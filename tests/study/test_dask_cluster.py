@@ -73,16 +73,7 @@ def test_without_a_scheduler_a_cluster_of_so_many_workers_is_started_here(tmp_pa
         'models = ["builtin-decoder"]\nlengths = [4]\nsamples = 2\nlayers = [0]\nbounds = "none"\n'
         'executor = "dask"\nworkers = 2\n'
     )
-    program = [
-        sys.executable,
-        "-m",
-        "howsmooth.cli",
-        "measure",
-        "--plan",
-        str(plan),
-        "--quiet",
-        "--no-figures",
-    ]
+    program = [sys.executable, "-m", "howsmooth.cli", "measure", "--plan", str(plan), "--quiet"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -182,26 +182,6 @@ def test_a_model_that_no_worker_can_load_is_one_failure(tmp_path: Path) -> None:
     assert "went away" in outcome.first_failure
 
 
-def test_interrupted_it_keeps_what_came_and_goes_on(
-    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "_BETWEEN_TELLING", 0.0)
-    plan = make_plan(lengths=LENGTHS, scopes=("attention", "head"))
-
-    def interrupt(words: str) -> None:
-        if int(words.split(" of ")[0]) >= 60:
-            raise KeyboardInterrupt
-
-    with ThreadPoolExecutor(2) as executor:
-        with pytest.raises(KeyboardInterrupt):
-            run(plan, tmp_path, make_tools()[0], executor=executor, listener=Heard(interrupt))
-        kept = rows_of(tmp_path)
-        assert 60 <= len(kept) < len(whole[0])
-        outcome = run(plan, tmp_path, make_tools()[0], executor=executor)
-    assert outcome.measured == len(whole[0]) - len(kept)
-    assert everything(tmp_path) == whole
-
-
 class Gone(Executor):
     """Carries out one task, and then its workers are lost."""
 

@@ -20,7 +20,6 @@ from howsmooth.study.execution_options import Execution
 from howsmooth.study.plan_file import KEYS, read_plan
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.store import Store
 from tests._documented import check_documented
 from tests._study import FakeModel, digest, installed, make_tools, rows_of
 
@@ -316,15 +315,6 @@ def test_out_on_the_command_line_comes_first(howsmooth: Howsmooth, tmp_path: Pat
     assert not (tmp_path / "plan-out").exists()
 
 
-def test_threads_of_the_plan_are_set(howsmooth: Howsmooth, tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    try:
-        howsmooth(str(written(tmp_path, f"{SMALL}threads = 1")))
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_a_failure_stops_nothing_else_and_the_exit_code_says_so(howsmooth: Howsmooth, tmp_path: Path) -> None:
     plan = str(written(tmp_path, SMALL.replace('"small"', '"missing", "small"')))
     code, out, err = howsmooth(plan)
@@ -341,37 +331,6 @@ def test_a_failure_stops_nothing_else_and_the_exit_code_says_so(howsmooth: Howsm
     models = {"small": FakeModel(), "missing": FakeModel(fingerprint=digest("found"))}
     code, _, err = howsmooth(plan, "--quiet", tools=make_tools(models=models)[0])
     assert (code, err) == (0, "")
-
-
-def test_interrupted_early_it_says_how_to_go_on_and_may_begin_again(
-    howsmooth: Howsmooth, tmp_path: Path
-) -> None:
-    def interrupt(calls: int) -> None:
-        raise KeyboardInterrupt
-
-    plan = str(written(tmp_path, SMALL))
-    code, _, err = howsmooth(plan, tools=make_tools(before_measure=interrupt)[0])
-    assert code == 130
-    assert "interrupted: nothing was measured yet. Continue with:" in err
-    assert Store.exists(tmp_path / "plan-out")
-    assert shlex.split(err.splitlines()[-1]) == ["howsmooth", "measure", "--plan", plan]
-    assert howsmooth(plan, "-q")[0] == 0
-    assert len(rows_of(tmp_path / "plan-out")) == 45
-
-
-def test_interrupted_it_says_how_to_go_on(howsmooth: Howsmooth, tmp_path: Path) -> None:
-    def interrupt(calls: int) -> None:
-        if calls == 4:
-            raise KeyboardInterrupt
-
-    plan = str(written(tmp_path, SMALL))
-    code, _, err = howsmooth(plan, tools=make_tools(before_measure=interrupt)[0])
-    assert code == 130
-    assert "interrupted: 20 measurements are saved" in err
-    command = shlex.split(err.splitlines()[-1])
-    assert command == ["howsmooth", "measure", "--plan", plan]
-    assert howsmooth(*command[3:])[0] == 0
-    assert len(rows_of(tmp_path / "plan-out")) == 45
 
 
 def test_a_model_may_have_layers_heads_and_lengths_of_its_own(howsmooth: Howsmooth, tmp_path: Path) -> None:

@@ -19,12 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.paper.published_code import ITEMS
 from howsmooth.study.exponents import compare, exponents
-from howsmooth.study.figures import draw_all
+from howsmooth.study.figures.measurements import draw_all
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.records import Bounding, Contents, PublishedValue, Sensitivity
-from howsmooth.study.report import chart_data, render
+from howsmooth.study.report import chart_data
 from howsmooth.study.report.chart_data import (
     MOST_ENERGIES,
     MOST_POINTS,
@@ -34,7 +33,8 @@ from howsmooth.study.report.chart_data import (
     sensitivity_data,
     visible_token,
 )
-from howsmooth.study.report.tables import ITEM_MEANINGS, sharpest
+from howsmooth.study.report.page import render
+from howsmooth.study.report.tables import sharpest
 from howsmooth.study.text_formatting import decimal
 from tests._browser import Complaints, chromium, opened
 
@@ -265,10 +265,6 @@ def test_embedded_data_are_json_and_nothing_else(value: Any) -> None:
 def test_numbers_that_json_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match="Out of range"):
         script_json([math.nan])
-
-
-def test_every_item_of_the_published_code_has_a_meaning() -> None:
-    assert set(ITEM_MEANINGS) == set(ITEMS)
 
 
 def test_the_lines_of_the_plot_are_those_of_the_table(contents: Contents) -> None:

@@ -34,7 +34,6 @@ _EXAMPLES = (
     "[cyan]howsmooth bound ./my-llama --tokens ids.npy --layers -1[/]  token ids instead of a text",
     "[cyan]howsmooth bound gpt2 --random-init --layers 6 --json[/]  JSON for another program",
     "[cyan]howsmooth bound builtin-encoder --layers 0 --lengths 12 --search[/]  also the worst tokens found",
-    "In place of the model, a .toml file may hold the options as keys: source, layers, lengths and so on.",
     "Parameters of your own are bounded in Python, by howsmooth.bounds.table.",
 )
 

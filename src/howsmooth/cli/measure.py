@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from howsmooth.cli.plan_execution import FAILED, means_of, resumable
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, paragraph, say, show_table
-from howsmooth.cli.typer_command import ShownOrQuiet, as_typed, command
+from howsmooth.cli.typer_command import FAILED, ShownOrQuiet, as_typed, command, means_of, resumable
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import WHAT, choice, flag, option
 from howsmooth.study.plans import FIGURES, Plan, shared
@@ -136,10 +135,9 @@ def _beside(plan: Plan) -> list[Callable[[PreparedStudy], Work]]:
     """
     if not plan.as_published:
         return []
-    from howsmooth.paper.published_code import parse_items
     from howsmooth.paper.published_code.constants_task import published_left
 
-    return [published_left(parse_items(plan.as_published))]
+    return [published_left(None if plan.as_published == "all" else plan.as_published.split(","))]
 
 
 # ---- What would be measured

@@ -85,8 +85,15 @@ SPAN = (
 PROFILE_RTOL, INFLUENCE_RTOL = 1e-3, 1e-2
 """The relative widths of intervals in a profile and an influence, which are coarser than in a study."""
 
-PUBLISHED_ITEMS = ("output", "block", "unmasked", "dropout", "stopping")
-"""Items of the code published with the paper; `howsmooth.paper.published_code.differences` explains each."""
+PUBLISHED_ITEMS = {
+    "output": "the result is the square root of ‖Jᵀ f(X)‖, with the output f(X) in place of a tangent",
+    "block": "the residual connection and the norm layer of a post-norm model count as attention",
+    "unmasked": "an encoder run as a decoder is measured without its mask",
+    "dropout": "dropout stays on in an untrained model, drawn anew in each product",
+    "stopping": "the iteration stops when the square of the constant moves by less than 0.0001, or after 100 "
+    "steps",
+}
+"""The items in which the code published with the paper differs from ‖D_X f‖, each with what it changes."""
 
 _PUBLISHED_ELSEWHERE = {
     "slices": "It changes adversarial tokens; use howsmooth reproduce adversarial --as-published.",

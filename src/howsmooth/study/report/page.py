@@ -18,7 +18,7 @@ from markupsafe import Markup
 from howsmooth.roundoff import limit_in_digits
 from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.exponents import STRATA
-from howsmooth.study.figures import Picture
+from howsmooth.study.figures.measurements import Picture
 from howsmooth.study.html_assets import data_url, digest, style_sheet, templates_of
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import tables
