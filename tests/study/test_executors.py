@@ -151,21 +151,6 @@ def test_without_keep_going_a_failure_on_a_worker_ends_the_run(tmp_path: Path) -
     assert rows_of(tmp_path / "a") == rows_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_bound_that_fails_ends_nothing_anywhere(tmp_path: Path, spread: bool) -> None:
-    tools = make_tools()[0]
-
-    def bound(site: Any) -> Any:
-        if site.head == 0:
-            raise MemoryError("No room.")
-        return tools.bound(site)
-
-    executor = ThreadPoolExecutor(2) if spread else None
-    plan = make_plan(scopes=("head",), lengths=(2,))
-    outcome = run(plan, tmp_path, replace(tools, bound=bound), executor=executor)
-    assert (outcome.made["bounds"], outcome.failed) == (3, 3)
-
-
 def test_a_model_that_no_worker_can_load_is_one_failure(tmp_path: Path) -> None:
     tools = make_tools()[0]
 

@@ -234,13 +234,6 @@ def test_one_radius_for_all_gives_no_thirds_and_no_correlation() -> None:
     assert row["slope"] == pytest.approx(0.3)
 
 
-def test_the_same_points_give_the_same_interval() -> None:
-    generator = np.random.default_rng(1)
-    values = np.exp(0.25 * np.log(PROTOCOL) + 0.1 * generator.standard_normal(len(PROTOCOL)))
-    usable = np.ones(len(PROTOCOL), dtype=bool)
-    assert fit_exponent(PROTOCOL, values, usable) == fit_exponent(PROTOCOL, values, usable)
-
-
 def test_lists_and_tensors_are_fitted_as_arrays_are() -> None:
     n, values = [4, 8, 8, 16, 32], [1.0, 1.3, 1.2, 1.5, 1.9]
     fit = fit_exponent(np.array(n), np.array(values), np.ones(5, dtype=bool))

@@ -74,10 +74,7 @@ def bound(
 def _as_json(
     source: AttentionSource, bounded: Sequence[Bounded], written: Path | None, tokens: Path | None
 ) -> str:
-    """Return the bounds on each attention and the logarithms of the bounds as one JSON object.
-
-    A number that is infinite or overflows becomes null.
-    """
+    """Return the bounds on each attention and their logarithms as one JSON object."""
     from howsmooth.study.records import plain_rows
 
     attentions = [
@@ -108,9 +105,7 @@ def _as_json(
 
 
 def _show(source: AttentionSource, bounded: Sequence[Bounded]) -> None:
-    """Print the measured constant of each attention layer or head, with tables of the bounds on this
-    constant.
-    """
+    """Print tables of the bounds on each attention, with its measured constant."""
     import pandas as pd
 
     from howsmooth.study.bound_run import LOCAL
@@ -171,9 +166,8 @@ def _limit(row: dict[str, Any], log: float) -> str:
 def _show_bounds(
     rows: pd.DataFrame, logs: pd.Series, constant: float | None, sources: list[str], than: str = "measured"
 ) -> None:
-    """Print a table of bounds with numbered sources, and append new sources to the list of sources.
-
-    The bounds are divided by a constant, and ``than`` says which one it is.
+    """Print a table of bounds, divided by a constant (``than`` says which), and append its sources to the
+    list.
     """
     from howsmooth.study.records import plain_rows
 

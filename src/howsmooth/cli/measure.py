@@ -117,7 +117,6 @@ def measure(
 
 
 def _rows_kept(folder: Path) -> str:
-    """Return a phrase that says how many results are stored in a folder."""
     from howsmooth.study.records import Measurement, PublishedValue
     from howsmooth.study.store import Store
 
@@ -130,9 +129,7 @@ def _rows_kept(folder: Path) -> str:
 
 
 def _beside(plan: Plan) -> list[Callable[[PreparedStudy], Work]]:
-    """Return a list with a function that plans the missing values of the published code. The list is empty if
-    the plan does not ask for these values.
-    """
+    """Return the function that plans the values of the published code, if they are asked for."""
     if not plan.as_published:
         return []
     from howsmooth.paper.published_code.constants_task import published_left
@@ -144,8 +141,8 @@ def _beside(plan: Plan) -> list[Callable[[PreparedStudy], Work]]:
 
 
 def _tell_dry_run(plan: Plan, execution: Execution, shown: MeasurementShown, *, keep_going: bool) -> int:
-    """Count and print what a plan would measure, and return the exit code: :data:`FAILED` if a model cannot
-    be measured on an input, as in the run itself, and 0 otherwise.
+    """Print what a plan would measure; the code is :data:`FAILED` if something cannot be, as in the run
+    itself.
     """
     from howsmooth.study.dry_run import dry_run
 
@@ -202,7 +199,6 @@ def _show(found: DryRun, execution: Execution, *, published: bool) -> None:
 
 
 def _size(size: float | None) -> str:
-    """Return a number of bytes as text in GB or MB, or a question mark if the number is unknown."""
     if size is None:
         return "?"
     return f"{size / 1e9:.1f} GB" if size >= 9.95e8 else f"{max(size / 1e6, 1):.0f} MB"

@@ -230,9 +230,7 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Remove the options of a dataclass from the dictionary ``values``, and return the options that the user
-    gave.
-    """
+    """Take the options of a dataclass out of ``values``, and return those that are not omitted."""
     # The value of an omitted option is None or an empty list.
     taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
     return {name: value for name, value in taken.items() if value is not None and value != []}

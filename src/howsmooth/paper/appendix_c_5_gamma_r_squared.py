@@ -64,9 +64,7 @@ def plan(context: FigureContext) -> FigurePlan:
 
 
 def _rows(label: str, site: Any) -> list[Values]:
-    """Return one row for each head of a layer, with the eigenvalues of the head's score matrix and the norms
-    of the tokens that the layer receives.
-    """
+    """Return a row for each head, with the ends of its real eigenvalues and its tokens' norms."""
     radius = site.radius_mean.numpy()
     of_layer = {
         "layer": site.layer,

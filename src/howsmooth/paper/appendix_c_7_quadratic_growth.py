@@ -148,9 +148,7 @@ def plan(context: FigureContext) -> FigurePlan:
 
 
 def _lengths(options: FigureOptions) -> list[int]:
-    """Return at most four of the requested lengths that are 3 or more, spread evenly over the sorted list of
-    lengths.
-    """
+    """Return at most four of the requested lengths from 3 on, evenly over their sorted list."""
     asked = sorted(options.lengths or _LENGTHS)
     there = [n for n in asked if n >= 3]
     if not there:
@@ -179,9 +177,7 @@ def _task(f: SelfAttention, key: Key, real: float | None) -> UnitTask:
 
 
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
-    """Yield the constant of a head at the tokens of Appendix C.7 and bounds on it, as one row for each radius
-    R.
-    """
+    """Yield the constant of a head at the tokens of Appendix C.7, and bounds on it, for each radius R."""
     n = int(key["n"] or 0)
     head = parameters_of(f).one_head("quadratic growth")
     norm, tokens = head.A_norm, balanced(head)
@@ -201,9 +197,7 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
 
 
 def _bounds(f: SelfAttention, n: int, radius: float) -> Values:
-    """Return the logarithms of three upper bounds on the constant in a ball: the sharpest bound, the paper's
-    bound, and a bound that holds for every number n of tokens.
-    """
+    """Return the logarithms of the sharpest bound on the ball, the paper's, and the one for every n."""
     parameters = parameters_of(f)
     sharp, paper, free = ball_upper_bound, theorem_3_3, mean_field_upper_bound
     if parameters.masking == "causal":
@@ -282,9 +276,7 @@ def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
 
 
 def _span(fits: pd.DataFrame, form: str = "{}") -> str:
-    """Return the range of the fitted exponents as text, such as "1.97 to 2.01". The text is a single number
-    if all exponents are equal, and empty if there are none.
-    """
+    """Return the range of the fitted exponents as text, empty without any."""
     ends = [] if fits.empty else [decimal(fits["exponent"].min(), 2), decimal(fits["exponent"].max(), 2)]
     return " to ".join(form.format(end) for end in dict.fromkeys(ends))
 

@@ -160,9 +160,7 @@ def _fit(rows: pd.DataFrame, usable: pd.Series) -> Exponent:
 
 
 def _norm_words(radius: pd.Series, found: Correlation) -> str:
-    """Return a phrase that states the range of some token norms and their correlation with the sequence
-    length.
-    """
+    """Say the range of some token norms and their correlation with the length."""
     low, high = float(radius.min()), float(radius.max())
     if high <= _STEADY * low:
         return f"is {radius.mean():.4g} for all, to within 0.1 %, so that it cannot make the constant grow"
@@ -191,9 +189,7 @@ def growths(model: PreparedModel) -> list[list[Growth]]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the values that the published code computes for a layer, each with its ratio to the correct
-    constant.
-    """
+    """Return the published values of a layer, each with its ratio to the correct constant."""
     right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()

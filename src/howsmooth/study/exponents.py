@@ -199,10 +199,8 @@ def _checked(
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
-    """Fit a line by least squares.
-
-    Return its slope, its intercept, the standard deviation of the residuals, and the slope's standard error,
-    which is HC3 (MacKinnon and White, 1985).
+    """Fit a line; return slope, intercept, deviation of the residuals, and the slope's HC3 standard error
+    (MacKinnon and White, 1985).
     """
     centred = x - x.mean()
     square = float(centred @ centred)
@@ -291,10 +289,7 @@ class Correlation:
 
 
 def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
-    """Correlate the token norm (radius) with the length, and fit an exponent to each third of the sequences.
-
-    The thirds, from :func:`terciles`, have small, middle and large radius.
-    """
+    """Correlate the radius with the length, and fit an exponent to each third of the sequences by radius."""
     n, lipschitz, radius = (rows[name].to_numpy() for name in ("n", "lipschitz", "radius_mean"))
     found = radius_correlation(n, radius, LEVEL)
     columns: dict[str, float] = {

@@ -115,10 +115,7 @@ _MOST_SEARCH_STEPS = 1_000_000
 
 
 def _parquet(name: str, value: Any) -> bool:
-    """Check the value of an option that asks for parquet files, and return it.
-
-    Raise ArgumentError if it is true and pandas has no engine for parquet.
-    """
+    """Read a flag; if it is true, refuse it where pandas has no engine for parquet."""
     if flag().read(name, value):
         from howsmooth.study.file_writing import check_parquet  # imports pandas, which takes a while
 

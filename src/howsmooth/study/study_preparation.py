@@ -276,10 +276,8 @@ def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
 
 
 def _others(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return the indices of the layers that the user can choose after ``error`` has refused a layer.
-
-    They are the self-attention layers if a cross-attention layer was refused, the cross-attention layers if a
-    self-attention layer was refused, and none after another error.
+    """Return the layers to choose after ``error``: cross-attention if self-attention was refused, and vice
+    versa.
     """
     from howsmooth.models import capture
     from howsmooth.models.identification.cross_attention_layer import OneSequence

@@ -18,9 +18,7 @@ __all__ = ["ITEMS", "PublishedLayer", "capture_layers", "items_that_apply"]
 
 
 def _in_order(items: Iterable[str]) -> tuple[str, ...]:
-    """Sort keys of ``ITEMS``, the differences between the published measurement and ‖D_X f‖, in the order of
-    ``ITEMS``. Refuse unknown and repeated keys.
-    """
+    """Sort items in the order of ``ITEMS``, and refuse unknown and repeated ones."""
     given = list(items)
     expected = f"all, or some of {', '.join(ITEMS)}"
     for item in given:

@@ -119,12 +119,10 @@ class _Part:
 
     @property
     def name(self) -> str:
-        """A phrase that names the layer and the head of these rows, such as "layer 3, head 1"."""
         return place_in_words(self.layer, self.head)
 
     @property
     def stem(self) -> list[str]:
-        """The layer and head as parts of a file name."""
         return [f"layer-{self.layer:02d}", *([] if self.head is None else [f"head-{self.head:02d}"])]
 
 
@@ -262,9 +260,7 @@ def _draw_overview(parts: Sequence[_Part], rows: pd.DataFrame, family: _Family, 
 
 
 def _draw_guides(axis: Axes, fit: Exponent) -> None:
-    """Draw a fitted power law, and lines with the reference slopes, which meet it in the middle of the fitted
-    range.
-    """
+    """Draw a fitted power law, and lines with the reference slopes, which meet it in the middle of its range."""
     if fit.note:
         return
     ends = np.array([fit.n_min, fit.n_max], dtype=float)
@@ -350,7 +346,6 @@ def _description(part: _Part) -> str:
 
 
 def _range_of_exponents(parts: Sequence[_Part]) -> str:
-    """Return a sentence with the smallest and the largest exponent."""
     found = [part.fit.slope for part in parts if not part.fit.note]
     if not found:
         return "No exponent could be fitted."
