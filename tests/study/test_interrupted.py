@@ -1,4 +1,4 @@
-"""What can happen to a study of a week, done for real: kills, full disks, damage, two at once, clocks.
+"""What can happen to a study of a week, done for real: kills, full disks, damage, two at once.
 
 What ends a process happens to one of its own: a fork of this one, which has imported all it needs. Afterwards
 no row is lost, none is there twice, and whoever refuses says why in one sentence.

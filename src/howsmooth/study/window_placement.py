@@ -159,7 +159,7 @@ def _choose(
 def _lay_out(
     start: int, room: int, windows: Sequence[tuple[int, int]], longest: int, generator: random.Random
 ) -> dict[tuple[int, int], int]:
-    """Place windows in one gap, side by side in a few groups, with the spare tokens at random between them."""
+    """Place windows in one gap, in a few groups, with the spare tokens at random between them."""
     spare = room - sum(n for n, _ in windows)
     runs = min(len(windows), spare // (_ROOM * longest))
     # Split `spare` into runs + 1 parts, uniformly among all ways; the last part lies after the last run.

@@ -260,7 +260,7 @@ def _draw_overview(parts: Sequence[_Part], rows: pd.DataFrame, family: _Family, 
 
 
 def _draw_guides(axis: Axes, fit: Exponent) -> None:
-    """Draw a fitted power law, and lines with the reference slopes, which meet it in the middle of its range."""
+    """Draw a fitted power law, and lines of the reference slopes, which meet it in the middle."""
     if fit.note:
         return
     ends = np.array([fit.n_min, fit.n_max], dtype=float)

@@ -248,7 +248,7 @@ def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]],
 
 
 def _rounded(values: Iterable[Any], digits: int = 7, *, upper: bool | None = None) -> list[float | None]:
-    """Round numbers to a few digits, upper limits up and lower ones down; NaN and infinite ones become None."""
+    """Round numbers, upper limits up and lower ones down; NaN and infinite ones become None."""
 
     def rounded(value: float) -> float:
         return float(f"{value:.{digits}g}" if upper is None else limit_in_digits(value, digits, upper=upper))
