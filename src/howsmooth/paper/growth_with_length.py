@@ -67,7 +67,7 @@ class Growth:
     @cached_property
     def attended_correlation(self) -> Correlation:
         """The correlation of log n and log R, where R is the norm of the tokens that attention receives."""
-        return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy(), LEVEL)
+        return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy())
 
     @cached_property
     def constant_correlation(self) -> Correlation:
@@ -75,7 +75,7 @@ class Growth:
         L is the constant there.
         """
         rows = self.drawn
-        return radius_correlation(rows["lipschitz"].to_numpy(), rows["radius_mean"].to_numpy(), LEVEL)
+        return radius_correlation(rows["lipschitz"].to_numpy(), rows["radius_mean"].to_numpy())
 
     @cached_property
     def entering_correlation(self) -> Correlation:
@@ -83,7 +83,7 @@ class Growth:
         these norms were not measured.
         """
         rows = pd.DataFrame({"n": [], "radius": []}) if self.entering is None else self.entering
-        return radius_correlation(rows["n"].to_numpy(), rows["radius"].to_numpy(), LEVEL)
+        return radius_correlation(rows["n"].to_numpy(), rows["radius"].to_numpy())
 
     def columns(self) -> dict[str, Any]:
         """Return a row of the figure's table for this layer and text, as a dictionary from column names to

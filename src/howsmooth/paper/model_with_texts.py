@@ -139,7 +139,7 @@ class PreparedModel:
             **{name: getattr(asked, name) for name in ("texts", "seed", "device", "dtype")},
         )
         context.store.check(MEASURE, self.plan.settings())
-        self.subjects = checked_subjects(self.plan, context.models, store=context.store)
+        self.subjects = checked_subjects(self.plan, context.models, context.store)
         self.layers, self.texts = self.subjects[0].layers, [one.text.name for one in self.subjects]
         self.study = PreparedStudy(self.plan, context.store, context.models, self.subjects, [], False)
         context.studies.append(self.study)

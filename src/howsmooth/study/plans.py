@@ -539,7 +539,7 @@ class Plan(Options):
         later.
         """
         names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
-        given = {name: getattr(self, name) for name in names} | {"method": "auto", "special_tokens": "none"}
+        given = {name: getattr(self, name) for name in names}
         usual = {"output": ("hidden",), "side": (None, "joint")}
         return given | {name: value for name in usual if (value := getattr(self, name)) not in usual[name]}
 

@@ -94,7 +94,6 @@ class ConstantsTask(SequenceTask):
             confidence=plan.confidence,
             max_iterations=plan.max_iterations,
             seed=seeds,
-            method=plan.settings()["method"],
             memory=plan.memory,
         )
 
