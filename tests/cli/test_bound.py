@@ -261,18 +261,14 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "radius of words": ([*SMALL, "--radius", "data"], "radius: expected a finite number > 0, or auto"),
     "length zero": (["bound", "small", "--lengths", "0"], "lengths: expected numbers of at least 1"),
     "no such layer": ([*SMALL, "--layers", "2"], "layers of small, which has 2"),
-    "no such head": ([*SMALL, "--scope", "head", "--heads", "3"], "heads of small, which has 3"),
     "heads without their scope": ([*SMALL, "--heads", "1"], "Add the scope head"),
     "no such scope": ([*SMALL, "--scope", "block"], "scope: expected one of head, heads"),
     "too long": (["bound", "small", "--text", "prose", "--lengths", "65"], "at most 64 tokens"),
-    "empty text": (["bound", "small", "--text", "empty"], "text 'empty' is empty"),
-    "no such model": (["bound", "nothing", "--text", "prose"], "'nothing' is not known"),
     "no source": (["bound"], "Missing argument 'MODEL'"),
     "two inputs": (
         [*SMALL, "--tokens", "ids.npy"],
         "expected one text, file of tokens or images, got ",
     ),
-    "seed": ([*SMALL, "--seed", "-1"], "seed: expected a number from 0"),
     "steps alone": ([*SMALL, "--steps", "9"], "steps: expected no steps without --search, got 9"),
     "steps": ([*SMALL, "--search", "--steps", "0"], "steps: expected a number from 1"),
 }

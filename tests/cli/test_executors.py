@@ -39,21 +39,6 @@ def test_processes_give_the_numbers_of_real_models_to_the_last_bit(tmp_path: Pat
     assert bounds.sort_values(order, ignore_index=True).equals(others.sort_values(order, ignore_index=True))
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--workers", "2"], "workers: expected it together with the executor processes, got no executor"),
-        (["--executor", "mpi"], "executor: expected one of processes, dask, got 'mpi'"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused_at_once(
-    words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["measure", *QUICK, "--out", str(tmp_path / "out"), *words]) == 2
-    assert sentence in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_dry_run_with_workers_tells_the_memory_of_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

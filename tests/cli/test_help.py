@@ -145,12 +145,6 @@ def test_no_time_is_negative() -> None:
     ("arguments", "words"),
     [
         (["mesure"], "Did you mean 'measure'"),
-        (["attack", "builtin-encoder"], "howsmooth bound MODEL --search"),
-        (["flow", "identity"], "howsmooth has no command flow. Tokens flow in Python: hs.dynamics.flow"),
-        (["study", "sweep.toml", "--status"], "howsmooth has no command study. A plan file is carried out"),
-        (["merge", "a", "b"], "howsmooth measure --plan FILE --executor dask"),
-        (["status"], "howsmooth measure --plan FILE --dry-run"),
-        (["influence", "gpt2"], "howsmooth profile MODEL --influence"),
         (["measure", "--lenghts", "3"], "--lengths"),
         (["measure", "--scope", "atention"], "Is attention meant?"),
         (["measure", "builtin-encodr"], "Is builtin-encoder meant?"),

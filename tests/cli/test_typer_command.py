@@ -88,22 +88,6 @@ def test_what_is_left_out_has_its_default_and_a_command_may_have_another() -> No
     assert typed("there", out="far", most_steps=0)[0] == Work("there", most_steps=0, out=Path("far"))
 
 
-def test_a_plan_file_as_the_source_gives_options_which_typed_ones_replace(tmp_path: Path) -> None:
-    file = tmp_path / "work.toml"
-    file.write_text('source = "there"\nmost_steps = 0\nshare = 2.0\nnames = ["x"]\n')
-    (plan, _) = typed(str(file), "--share", "0.5", "--fast")
-    assert plan == Work("there", names=["x"], most_steps=0, share=0.5, fast=True)
-    for content in ("most_steps = 0", "source = 'a'\nsteps = 1"):
-        file.write_text(content)
-        with pytest.raises(
-            ArgumentError, match=r"^work.toml: (source: expected a value|steps: expected one)"
-        ):
-            typed(str(file))
-    file.write_text("source = 'a'\nshare = 1.0")
-    with pytest.raises(ArgumentError, match="share: expected one of the keys source"):
-        typed(str(file), without=("share",))
-
-
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -135,41 +134,6 @@ def test_the_same_again_measures_nothing(bounded: Bounded, monkeypatch: pytest.M
     pd.testing.assert_frame_equal(rows, again)
     without = measured(ALL_BOUNDS, folder, asked(BERT, lengths=(6,)))
     pd.testing.assert_frame_equal(without, rows[rows["name"] != AS_CODED])
-
-
-def quick_table(*arguments: Any, **named: Any) -> pd.DataFrame:
-    """Stand in for the bounds, which are not what is tested."""
-    found = pd.DataFrame(
-        {
-            "name": ["measured"] * 2 + ["a"],
-            "side": ["lower", "upper", "upper"],
-            "value": 1.0,
-            "holds": True,
-            "source": "",
-        },
-        index=pd.Index(["‖D_X f‖"] * 3, name="quantity"),
-    )
-    found.attrs = {"log_values": [0.0, 0.0, 0.0]}
-    return found
-
-
-def test_an_interrupted_table_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def stopping(*arguments: Any, **named: Any) -> pd.DataFrame:
-        calls.append(1)
-        if len(calls) == 6:
-            raise KeyboardInterrupt
-        return quick_table()
-
-    monkeypatch.setattr(all_bounds, "table", stopping)
-    options = asked(BERT)
-    with pytest.raises(KeyboardInterrupt):
-        measured(ALL_BOUNDS, tmp_path, options)
-    rows = measured(ALL_BOUNDS, tmp_path, replace(options, as_published=True))
-    # Four heads and all of them together were finished at the first length, nothing at the second.
-    assert len(calls) == 6 + 5
-    assert len(rows[["scope", "n", "head"]].drop_duplicates()) == 10
 
 
 def test_of_wide_models_all_heads_together_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

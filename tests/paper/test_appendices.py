@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.attention import Rotary, SelfAttention
+from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models import capture
@@ -30,7 +30,6 @@ from howsmooth.paper.appendix_c_7_quadratic_growth import (
     QUADRATIC_GROWTH,
     balanced,
     exponents_in_radius,
-    mean_rotary_head,
 )
 from howsmooth.paper.appendix_e_2_untrained_gpt2 import GPT2_GROWTH
 from howsmooth.paper.figure_definition import Figure
@@ -45,14 +44,11 @@ from tests._figures import (
     BERT,
     DECODER,
     GPT2,
-    LLAMA,
     OTHER,
     TEXT,
-    Told,
     Words,
     asked,
     bert_head,
-    counting,
     dense_norm,
     measured,
     never,
@@ -105,7 +101,6 @@ def _windows(model: str, n: int, samples: int) -> Tensor:
 
 def test_radii_of_texts_are_weighed_by_their_tokens() -> None:
     common = {"model": "m", "layer": 0, "head": 0, "gamma_min": -2.0, "gamma_max": 8.0, "gamma": 2.0}
-    common["matrices"] = 1
     rows = pd.DataFrame(
         [
             {**common, "n": 10, "samples": 3, "radius": 1.0, "radius_from": 0.5, "radius_to": 1.5},
@@ -124,7 +119,6 @@ def test_a_head_without_real_eigenvalue_is_counted_apart() -> None:
         "layer": 0,
         "n": 1,
         "samples": 1,
-        "matrices": 1,
         "radius": 1.0,
         "radius_from": 1.0,
         "radius_to": 1.0,
@@ -144,36 +138,6 @@ def test_a_head_without_real_eigenvalue_is_counted_apart() -> None:
     assert words.endswith("Without any real eigenvalue: 1 more.")
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_gamma_of_a_rotary_head_is_the_largest_over_all_offsets(causal: bool) -> None:
-    f = _rotary_head(causal=causal)
-    expected = []
-    for i, j in itertools.product(range(7), range(7)):
-        if j > i and causal:
-            continue
-        values = np.linalg.eigvals(_scores(f, i, j).numpy())
-        expected.append(sorted(values[np.abs(values.imag) < 1e-9].real))
-    gamma = max(max(-real[0], real[-1] / 8) for real in expected)
-    spectra = gamma_radius.rotary_real_eigenvalues(f, 7)
-    assert len(spectra) == (7 if causal else 14)
-    assert gamma_radius._largest_gamma(spectra)["gamma"] == pytest.approx(gamma, rel=1e-9)
-    for real in spectra:
-        assert any(np.allclose(real, other, atol=1e-9) for other in expected if len(other) == len(real))
-
-
-def test_gamma_takes_a_model_with_rotary_positions(tmp_path: Path) -> None:
-    rows = measured(GAMMA_RADIUS, tmp_path, asked(LLAMA, lengths=(5, 6), samples=2))
-    shortest, longest = (rows[rows["n"] == n].reset_index() for n in (5, 6))
-    assert len(longest) == len(shortest) > 0
-    assert (longest["gamma"] >= shortest["gamma"] - 1e-12).all()
-    table = over_texts(rows)
-    assert table["gamma"].tolist() == longest.groupby(["layer", "head"])["gamma"].max().tolist()
-    assert (longest["matrices"] == 6).all()
-    assert "as far from it as the positions whose scores are strongest." in gamma_radius.result_sentences(
-        table
-    )
-
-
 def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:
     finding = shown(GAMMA_RADIUS, gammas, tmp_path)
     table = finding.tables[0][1]
@@ -184,9 +148,10 @@ def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:
     assert "gpt2" in finding.seen[1]
 
 
-def test_models_with_windows_are_refused_in_a_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("figure", [GAMMA_RADIUS, QUADRATIC_GROWTH], ids=lambda one: one.name)
+def test_models_with_other_scores_are_refused_in_a_sentence(figure: Figure, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"mistral, with rotary positions and a window"):
-        measured(GAMMA_RADIUS, tmp_path, asked(ModelSpec("mistral"), lengths=(6,)))
+        measured(figure, tmp_path, asked(ModelSpec("mistral"), lengths=(6,)))
 
 
 def test_models_without_a_tokenizer_are_refused_with_what_to_do(
@@ -235,44 +200,6 @@ def _head(f: SelfAttention) -> Head:
     return parameters_of(f).folded(0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_zero_token_sees_all_alike_with_rotary_positions_too(causal: bool) -> None:
-    f = _rotary_head(causal=causal)
-    for n in (3, 6, 7):
-        tokens = balanced(mean_rotary_head(f, n))
-        x = tokens.tokens(n, 1.7)
-        block = torch.func.jacrev(lambda last, x=x: f(torch.cat([x[:-1], last[None]]))[-1])(x[-1])
-        assert tokens.formula(n, 1.7) == pytest.approx(float(torch.linalg.matrix_norm(block, 2)), rel=1e-10)
-    for row in quadratic_growth._rows(f, {"model": "m", "layer": 0, "head": 0, "n": 7, "seed": 0}, None):
-        assert row["formula"] <= row["value"] * (1 + 1e-9)
-        assert row["value"] == pytest.approx(dense_norm(f, tokens.tokens(7, row["radius"])), rel=1e-5)
-        assert math.log(row["value"]) <= row["log_sharp"]
-        assert row["log_paper"] is None
-    largest = max(
-        float(torch.linalg.matrix_norm(_scores(f, i, j), 2))
-        for i in range(7)
-        for j in range(i + 1 if causal else 7)
-    )
-    assert largest <= row["strength"] / row["radius"] ** 2 <= 1.02 * largest
-
-
-def _rotary_head(*, causal: bool) -> SelfAttention:
-    """Return one head of key dimension 4 for at most 9 tokens of dimension 5 with rotary positions."""
-    angles = torch.arange(9, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1])
-    cos, sin = (torch.cat([table, table], dim=1) for table in (angles.cos(), angles.sin()))
-    weights = torch.randn(3, 1, 4, 5, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    return SelfAttention(*weights, rotary=Rotary(cos, sin), causal=causal)
-
-
-def _scores(f: SelfAttention, i: int, j: int) -> torch.Tensor:
-    """Return the matrix A of the scores ⟨A x_i, x_j⟩ of a head with rotary positions."""
-    turned = [
-        f.rotary.rotate(weight[0].mT[:, None].expand(-1, 9, -1))[:, place]
-        for weight, place in ((f.key, j), (f.query, i))
-    ]
-    return f.scale * turned[0] @ turned[1].mT
-
-
 def test_the_identity_grows_as_the_paper_says() -> None:
     head = Head(2.5 * torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64))
     for n in (3, 9):
@@ -283,11 +210,6 @@ def test_heads_without_scores_are_refused() -> None:
     nothing = torch.zeros(3, 3, dtype=torch.float64)
     with pytest.raises(ArgumentError, match="not zero"):
         balanced(Head(nothing, torch.eye(3, dtype=torch.float64)))
-
-
-@pytest.fixture
-def few_radii(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quadratic_growth, "_STRENGTHS", (0.3, 400.0, 3000.0, 20000.0))
 
 
 @pytest.fixture(scope="module")
@@ -320,19 +242,6 @@ def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame
             x = tokens.tokens(5, row["radius"])
             assert row["value"] == pytest.approx(dense_norm(head, x), rel=1e-5)
             assert math.log(row["value"]) <= row["log_sharp"]
-
-
-def test_heads_with_rotary_positions_grow_like_the_square_of_the_radius(
-    few_radii: None, tmp_path: Path
-) -> None:
-    options = asked(LLAMA, lengths=(3, 400), layers=Ranges.parse("1", "layers"), texts=("prose",))
-    rows = measured(QUADRATIC_GROWTH, tmp_path, options)
-    rows = rows[rows["model"] == "llama"]
-    assert rows["converged"].all()
-    assert len(rows["n"].unique()) == 1  # positions are known for the captured text alone
-    assert rows["n"].iloc[0] < 400
-    assert (np.log(rows["value"]) <= rows["log_sharp"]).all()
-    assert exponents_in_radius(rows)["exponent"].between(1.9, 2.1).all()
 
 
 def test_exponents_in_the_radius_are_those_planted() -> None:
@@ -372,29 +281,6 @@ def test_of_many_lengths_a_few_are_taken_with_both_ends() -> None:
     assert len(taken) == 4
     assert (taken[0], taken[-1]) == (4, 100)
     assert taken == sorted(set(taken))
-
-
-# ---- all
-
-
-@pytest.mark.usefixtures("few_radii")
-@pytest.mark.parametrize("figure", [GAMMA_RADIUS, QUADRATIC_GROWTH], ids=lambda one: one.name)
-def test_an_interrupted_figure_goes_on_and_a_finished_one_measures_nothing(
-    figure: Figure, tmp_path: Path
-) -> None:
-    options = asked(BERT, lengths=(5,), layers=Ranges.parse("1", "layers"))
-    told = Told()
-    whole = measured(figure, tmp_path / "whole", options, counting(calls := []), told)
-    assert told.shares[-1] == 1
-    planned = len(calls)
-    broken = tmp_path / "broken"
-    if planned:
-        with pytest.raises(KeyboardInterrupt):
-            measured(figure, broken, options, counting([], stop=12))
-    again = measured(figure, broken, options, counting(calls := []))
-    assert len(calls) <= max(planned - 8, 0)  # at least two units of the first run were kept
-    pd.testing.assert_frame_equal(whole, again)
-    measured(figure, broken, options, never)
 
 
 # ---- GPT-2

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from howsmooth.errors import HowsmoothError, StoreError
+from howsmooth.errors import HowsmoothError
 from howsmooth.paper.figure_1 import FIGURE_1, plan, result_sentences
 from howsmooth.paper.figure_definition import FigureContext, models_for
 from howsmooth.paper.growth_with_length import Growth
@@ -148,21 +148,6 @@ def test_the_same_again_measures_nothing_and_more_lengths_only_these(tmp_path: P
     assert {n for _, _, _, n, _ in work.measured[done:]} == {32}
 
 
-def test_an_interrupted_figure_goes_on_where_it_was(tmp_path: Path) -> None:
-    def stop(calls: int) -> None:
-        if calls == 5:
-            raise KeyboardInterrupt
-
-    tools, work = tools_of_figure_1(before_measure=stop)
-    with pytest.raises(KeyboardInterrupt):
-        measured(tmp_path, tools)
-    done = len(work.measured)
-    assert 0 < done < 72
-    tools, work = tools_of_figure_1()
-    measured(tmp_path, tools)
-    assert len(work.measured) == 72 - done
-
-
 def test_models_are_not_loaded_again_and_again(tmp_path: Path) -> None:
     tools, work = tools_of_figure_1()
     measured(tmp_path, tools, texts=("prose",))
@@ -263,13 +248,6 @@ def test_the_second_row_is_against_the_mean_radius(tmp_path: Path, monkeypatch: 
     together = np.corrcoef(np.log(rows["radius_mean"]), np.log(rows["lipschitz"]))[0, 1]
     assert table["correlation of constant and radius"][0] == pytest.approx(together, abs=1e-12)
     assert (table["radius from"][0], table["radius to"][0]) == (1, 9)
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    tools, _ = tools_of_figure_1()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError):
-        measured(tmp_path / "file", tools)
 
 
 # ---------------------------------------------------------------- as published

@@ -1,20 +1,17 @@
-"""The tasks of figures: resumed, damaged, failed, sent to workers and timed."""
+"""The tasks of figures: resumed, failed and sent to workers."""
 
 from __future__ import annotations
 
 import pickle
-import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from howsmooth.errors import HowsmoothError, ModelError, StoreError
+from howsmooth.errors import ModelError, StoreError
 from howsmooth.paper import end_of_sqrt_n_growth as crossover
 from howsmooth.paper import reproduction
 from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding, models_for
@@ -23,10 +20,10 @@ from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Failure, FigureRow
 from howsmooth.study.runner import Means
-from howsmooth.study.store import STORE_NAME, Store
+from howsmooth.study.store import Store
 from tests._figures import BERT, asked, measured, tiny_library
 
-COSTS = {4: 0.5, 8: 1.0, 16: 4.0}
+LENGTHS = (4, 8, 16)
 
 
 def one(n: int) -> Iterator[Values]:
@@ -39,7 +36,7 @@ def figure(measure: Callable[[int], Any] = one, name: str = "made-up") -> Figure
 
     def plan(context: FigureContext) -> FigurePlan:
         context.made["Made"] = "up"
-        tasks = [UnitTask({"n": n}, partial(measure, n), f"n = {n}", n=n) for n in COSTS]
+        tasks = [UnitTask({"n": n}, partial(measure, n), f"n = {n}", n=n) for n in LENGTHS]
         return context.units(tasks, "units")
 
     return Figure(name, name, name, "About.", plan, lambda found, folder: Finding([], []))
@@ -88,15 +85,6 @@ def test_a_failed_unit_is_recorded_and_tried_again(tmp_path: Path) -> None:
         assert not store.rows(Failure)
 
 
-@pytest.mark.parametrize("column", ["numbers", "unit"])
-def test_damage_is_refused(tmp_path: Path, column: str) -> None:
-    measured(figure(), tmp_path, FigureOptions())
-    with closing(sqlite3.connect(tmp_path / STORE_NAME)) as connection, connection:
-        connection.execute(f"UPDATE figure_rows SET {column} = replace({column}, '4', '5') WHERE rowid = 1")
-    with pytest.raises(StoreError, match="row 1 of figure_rows was changed"):
-        measured(figure(), tmp_path, FigureOptions())
-
-
 def test_another_seed_is_refused_with_what_to_do(tmp_path: Path) -> None:
     measured(figure(), tmp_path, FigureOptions())
     with pytest.raises(StoreError, match=r"--seed 0, not 1\. Choose another --out, or repeat --seed 0"):
@@ -113,49 +101,3 @@ def test_tasks_travel_to_workers_with_all_they_need(tmp_path: Path, monkeypatch:
                 for task in work.tasks:
                     sent = pickle.loads(pickle.dumps(task.packed()))
                     assert (sent.words, sent.alike) == (task.words, task.alike)
-
-
-def test_times_are_predicted_from_a_few_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, calls = [0.0], list[int]()
-
-    def slow(n: int) -> list[Values]:
-        clock[0] += COSTS[n]
-        calls.append(n)
-        return [{"value": 1.0}]
-
-    def refused(context: FigureContext) -> FigurePlan:
-        raise ModelError("no such model")
-
-    monkeypatch.setattr(reproduction, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    figures = [figure(slow), Figure("bad", "bad", "bad", "About.", refused, lambda found, folder: None)]
-    made, bad = reproduction.expected_times(figures, FigureOptions(), tmp_path)
-    assert calls == [4, 4, 8, 16]  # the shortest twice, since its first run also starts things up
-    assert made.seconds == pytest.approx(5.5)
-    assert (made.tasks, bad.seconds, bad.refused) == (3, None, "no such model")
-    assert not list(tmp_path.iterdir())
-    # What the store has is not counted.
-    measured(figure(), tmp_path / "made-up", FigureOptions())
-    (made,) = reproduction.expected_times(figures[:1], FigureOptions(), tmp_path)
-    assert (made.seconds, made.tasks) == (0.0, 0)
-
-
-def test_a_task_that_takes_long_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, calls = [0.0], list[int]()
-
-    def slow(n: int) -> list[Values]:
-        clock[0] += 3.0
-        calls.append(n)
-        return [{"value": 1.0}]
-
-    monkeypatch.setattr(reproduction, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    (made,) = reproduction.expected_times([figure(slow)], FigureOptions(), tmp_path)
-    assert calls == [4]
-    assert made.seconds == pytest.approx(9.0)
-
-
-def test_a_task_that_fails_when_tried_is_said(tmp_path: Path) -> None:
-    def failing(n: int) -> list[Values]:
-        raise HowsmoothError("no tokens")
-
-    (made,) = reproduction.expected_times([figure(failing)], FigureOptions(), tmp_path)
-    assert (made.seconds, made.refused) == (None, "no tokens")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pandas as pd
@@ -16,7 +14,6 @@ from howsmooth.bounds.mean_field_lower_bounds import two_dirac as two_dirac_boun
 from howsmooth.paper import end_of_sqrt_n_growth as crossover
 from howsmooth.paper import proposition_3_6_two_diracs as two_dirac
 from howsmooth.paper.end_of_sqrt_n_growth import CROSSOVER, growth_ends
-from howsmooth.paper.figure_definition import Figure
 from howsmooth.paper.proposition_3_6_two_diracs import BETTER, HALF, OPPOSITE, PAPER_WEIGHT, TWO_DIRAC
 from tests._figures import asked, dense_norm, measured, shown
 
@@ -134,37 +131,3 @@ def test_the_turning_point_is_the_largest_value() -> None:
     assert row["largest"] == pytest.approx(2)
     assert row["last"] == pytest.approx(0)
     assert row["free"] == pytest.approx(math.sqrt(10))
-
-
-@pytest.mark.parametrize(
-    ("figure", "module", "few"),
-    [(TWO_DIRAC, two_dirac, {"_RADII": (1.0, 2.0)}), (CROSSOVER, crossover, {"_LENGTHS": (20, 10**44)})],
-    ids=["two-dirac", "crossover"],
-)
-def test_interrupted_it_goes_on_and_finished_it_measures_nothing(
-    figure: Figure,
-    module: ModuleType,
-    few: dict[str, object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in few.items():
-        monkeypatch.setattr(module, name, value)
-    true: Callable[..., object] = module.wasserstein_lipschitz
-    calls = 0
-
-    def counted(*arguments: object, **named: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
-        return true(*arguments, **named)
-
-    monkeypatch.setattr(module, "wasserstein_lipschitz", counted)
-    with pytest.raises(KeyboardInterrupt):
-        measured(figure, tmp_path, asked())
-    rows = measured(figure, tmp_path, asked())
-    assert calls == 4 + len(rows) - 3  # three rows were kept
-    again = measured(figure, tmp_path, asked())
-    pd.testing.assert_frame_equal(rows, again)
-    assert calls == 4 + len(rows) - 3

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,40 +70,11 @@ def test_without_a_scheduler_a_cluster_of_so_many_workers_is_started_here(tmp_pa
         'models = ["builtin-decoder"]\nlengths = [4]\nsamples = 2\nlayers = [0]\nbounds = "none"\n'
         'executor = "dask"\nworkers = 2\n'
     )
-    program = [
-        sys.executable,
-        "-m",
-        "howsmooth.cli",
-        "measure",
-        "--plan",
-        str(plan),
-        "--quiet",
-        "--no-figures",
-    ]
+    program = [sys.executable, "-m", "howsmooth.cli", "measure", "--plan", str(plan), "--quiet"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(rows_of(tmp_path / "plan-out")) == 2
-
-
-@pytest.mark.slow
-def test_a_cluster_is_waited_for_until_it_has_so_many_workers(
-    scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers = [start_worker(scheduler, tmp_path) for _ in range(2)]
-    try:
-        with opened_executor(Execution(executor="dask", scheduler=scheduler, workers=2)) as executor:
-            assert workers_of(executor) == 2
-        monkeypatch.setattr("howsmooth.study.dask_cluster._PATIENCE", 0.5)
-        with (
-            pytest.raises(WorkerError, match=r"2 of 3 workers\. Start some with"),
-            opened_executor(Execution(executor="dask", scheduler=scheduler, workers=3)),
-        ):
-            pass
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "nonsense://x", "tcp://host:"])
@@ -204,39 +172,6 @@ def test_without_a_worker_left_the_run_says_so_and_goes_on_with_a_new_one(
             worker.wait()
     assert len(workers) == 2
     assert rows_of(tmp_path / "out") == whole
-
-
-@pytest.mark.slow
-def test_a_scheduler_that_is_killed_is_named_in_a_sentence_without_a_traceback_of_dask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: list[logging.LogRecord] = []
-    monkeypatch.setattr(logging.getLogger("distributed.client"), "handle", logged.append)
-    address = tmp_path / "scheduler.json"
-    words = ["-m", "dask", "scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard"]
-    scheduler = subprocess.Popen(
-        [sys.executable, *words, "--scheduler-file", str(address)], stderr=subprocess.DEVNULL
-    )
-    limit = time.monotonic() + 60
-    while not address.exists():
-        assert time.monotonic() < limit
-        time.sleep(0.1)
-    at = json.loads(address.read_text("utf-8"))["address"]
-    worker = start_worker(at, tmp_path)
-    try:
-        heard = Heard(lambda words: scheduler.kill())
-        with (
-            pytest.raises(WorkerError, match=rf"scheduler at {at} went away\. Finished measurements are"),
-            opened_executor(Execution(executor="dask", scheduler=at)) as executor,
-            stand_ins_sent(),
-        ):
-            run(PLAN, tmp_path / "out", make_tools()[0], executor=executor, listener=heard)
-    finally:
-        for process in (scheduler, worker):
-            process.kill()
-            process.wait()
-    assert rows_of(tmp_path / "out")
-    assert not logged
 
 
 def test_a_scheduler_that_goes_away_while_its_workers_are_awaited(

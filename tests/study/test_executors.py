@@ -151,21 +151,6 @@ def test_without_keep_going_a_failure_on_a_worker_ends_the_run(tmp_path: Path) -
     assert rows_of(tmp_path / "a") == rows_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_bound_that_fails_ends_nothing_anywhere(tmp_path: Path, spread: bool) -> None:
-    tools = make_tools()[0]
-
-    def bound(site: Any) -> Any:
-        if site.head == 0:
-            raise MemoryError("No room.")
-        return tools.bound(site)
-
-    executor = ThreadPoolExecutor(2) if spread else None
-    plan = make_plan(scopes=("head",), lengths=(2,))
-    outcome = run(plan, tmp_path, replace(tools, bound=bound), executor=executor)
-    assert (outcome.made["bounds"], outcome.failed) == (3, 3)
-
-
 def test_a_model_that_no_worker_can_load_is_one_failure(tmp_path: Path) -> None:
     tools = make_tools()[0]
 
@@ -180,26 +165,6 @@ def test_a_model_that_no_worker_can_load_is_one_failure(tmp_path: Path) -> None:
         outcome = run(make_plan(), tmp_path, changed, executor=executor, keep_going=True)
     assert (outcome.measured, outcome.failed) == (0, 1)
     assert "went away" in outcome.first_failure
-
-
-def test_interrupted_it_keeps_what_came_and_goes_on(
-    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "_BETWEEN_TELLING", 0.0)
-    plan = make_plan(lengths=LENGTHS, scopes=("attention", "head"))
-
-    def interrupt(words: str) -> None:
-        if int(words.split(" of ")[0]) >= 60:
-            raise KeyboardInterrupt
-
-    with ThreadPoolExecutor(2) as executor:
-        with pytest.raises(KeyboardInterrupt):
-            run(plan, tmp_path, make_tools()[0], executor=executor, listener=Heard(interrupt))
-        kept = rows_of(tmp_path)
-        assert 60 <= len(kept) < len(whole[0])
-        outcome = run(plan, tmp_path, make_tools()[0], executor=executor)
-    assert outcome.measured == len(whole[0]) - len(kept)
-    assert everything(tmp_path) == whole
 
 
 class Gone(Executor):

@@ -234,13 +234,6 @@ def test_one_radius_for_all_gives_no_thirds_and_no_correlation() -> None:
     assert row["slope"] == pytest.approx(0.3)
 
 
-def test_the_same_points_give_the_same_interval() -> None:
-    generator = np.random.default_rng(1)
-    values = np.exp(0.25 * np.log(PROTOCOL) + 0.1 * generator.standard_normal(len(PROTOCOL)))
-    usable = np.ones(len(PROTOCOL), dtype=bool)
-    assert fit_exponent(PROTOCOL, values, usable) == fit_exponent(PROTOCOL, values, usable)
-
-
 def test_lists_and_tensors_are_fitted_as_arrays_are() -> None:
     n, values = [4, 8, 8, 16, 32], [1.0, 1.3, 1.2, 1.5, 1.9]
     fit = fit_exponent(np.array(n), np.array(values), np.ones(5, dtype=bool))
@@ -290,7 +283,7 @@ def test_the_interval_is_the_jackknife_of_fishers_z() -> None:
     draw = np.random.default_rng(3)
     n = draw.integers(2, 100, 30)
     radius = n**0.2 * np.exp(0.4 * draw.standard_normal(30))
-    found = radius_correlation(n, radius, 0.95)
+    found = radius_correlation(n, radius)
     x, y = np.log(n), np.log(radius)
     without = np.array([np.arctanh(np.corrcoef(np.delete(x, i), np.delete(y, i))[0, 1]) for i in range(30)])
     half = stats.t.ppf(0.975, 28) * np.sqrt(29 / 30 * ((without - without.mean()) ** 2).sum())
@@ -308,20 +301,20 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says(decay: float, c
     slope = correlation / math.sqrt(1 - correlation**2) * math.sqrt((spread**2).mean()) / x.std()
     covered = 0
     for _ in range(1000):
-        found = radius_correlation(PROTOCOL, np.exp(slope * x + spread * draw.standard_normal(len(x))), 0.95)
+        found = radius_correlation(PROTOCOL, np.exp(slope * x + spread * draw.standard_normal(len(x))))
         covered += found.low <= correlation <= found.high
     assert 0.92 <= covered / 1000 <= 0.98
 
 
 def test_a_power_of_the_length_correlates_fully() -> None:
     n = np.array([2, 4, 8, 16])
-    up, down = radius_correlation(n, 3 * n**0.1, 0.95), radius_correlation(n, 3 * n**-0.1, 0.95)
+    up, down = radius_correlation(n, 3 * n**0.1), radius_correlation(n, 3 * n**-0.1)
     assert (up.value, up.low, up.high) == pytest.approx((1, 1, 1))
     assert (down.value, down.low, down.high) == pytest.approx((-1, -1, -1))
 
 
 def test_where_one_point_decides_the_interval_says_nothing() -> None:
-    found = radius_correlation(np.array([2, 4, 8, 16, 32]), np.array([1.0, 1.0, 1.0, 1.0, 3.0]), 0.95)
+    found = radius_correlation(np.array([2, 4, 8, 16, 32]), np.array([1.0, 1.0, 1.0, 1.0, 3.0]))
     assert found.value == pytest.approx(1 / math.sqrt(2), abs=1e-6)
     assert (found.low, found.high) == (-1, 1)
 
@@ -338,5 +331,5 @@ def test_where_one_point_decides_the_interval_says_nothing() -> None:
     ids=["nothing", "three points", "two lengths", "one radius", "zeros"],
 )
 def test_no_number_where_a_correlation_has_no_meaning(n: list[int], radius: list[float]) -> None:
-    found = radius_correlation(np.array(n, dtype=np.int64), np.array(radius), 0.95)
+    found = radius_correlation(np.array(n, dtype=np.int64), np.array(radius))
     assert all(math.isnan(value) for value in (found.value, found.low, found.high))

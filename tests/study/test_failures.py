@@ -127,13 +127,6 @@ def test_a_model_that_cannot_be_loaded_stops_no_other(tmp_path: Path) -> None:
     assert failures_of(tmp_path).empty
 
 
-def test_a_text_too_short_for_one_model_stops_no_other(tmp_path: Path) -> None:
-    tools = make_tools(texts={"prose": words(400), "scrap": words(20)})[0]
-    outcome = run(make_plan(texts=("scrap", "prose")), tmp_path, tools, keep_going=True)
-    assert (outcome.measured, outcome.failed) == (45, 1)
-    assert failures_of(tmp_path)[["text", "kind"]].iloc[0].tolist() == ["scrap", "TextError"]
-
-
 def test_a_model_that_changed_is_tried_once_only(tmp_path: Path) -> None:
     models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
 
@@ -160,13 +153,6 @@ def test_a_text_that_is_far_too_short_is_refused_before_a_model_is_loaded(tmp_pa
     with pytest.raises(TextError, match=r"'note' is too short: .* it has 10 characters"):
         run(make_plan(texts=("note",)), tmp_path, tools)
     assert work.loads == []
-    outcome = run(make_plan(texts=("note", "prose")), tmp_path, tools, keep_going=True)
-    assert (outcome.measured, outcome.failed) == (45, 1)
-    assert list(failures_of(tmp_path)["text"]) == ["note"]
-
-
-def test_a_text_that_is_too_short_is_left_out_if_the_study_keeps_going(tmp_path: Path) -> None:
-    tools, _ = make_tools(texts={"prose": words(400), "note": "Two words."})
     outcome = run(make_plan(texts=("note", "prose")), tmp_path, tools, keep_going=True)
     assert (outcome.measured, outcome.failed) == (45, 1)
     assert list(failures_of(tmp_path)["text"]) == ["note"]

@@ -1,4 +1,4 @@
-"""What can happen to a study of a week, done for real: kills, full disks, damage, two at once, clocks.
+"""What can happen to a study of a week, done for real: kills, full disks, damage, two at once.
 
 What ends a process happens to one of its own: a fork of this one, which has imported all it needs. Afterwards
 no row is lost, none is there twice, and whoever refuses says why in one sentence.
@@ -12,11 +12,8 @@ import io
 import os
 import random
 import resource
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +23,6 @@ import pytest
 
 from howsmooth.cli import main
 from howsmooth.errors import StoreError
-from howsmooth.study.records import Measurement, Run
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.store_file import locked
 from tests._forked import begun, ended
@@ -160,16 +156,6 @@ def test_killed_at_random_moments_no_row_is_lost_and_none_is_twice(
     assert kill_and_go_on(study, whole, [generator.uniform(0.0, 0.3) for _ in range(3)]) >= 1
 
 
-@pytest.mark.slow
-def test_killed_at_fifty_random_moments(study: Path, whole: set[tuple[Any, ...]]) -> None:
-    generator = random.Random()
-    hits = 0
-    for _ in range(10):
-        shutil.rmtree(study / "out", ignore_errors=True)
-        hits += kill_and_go_on(study, whole, [generator.uniform(0.0, 0.5) for _ in range(5)])
-    assert hits >= 25
-
-
 def test_a_reader_takes_back_what_a_killed_writer_left_half_written(study: Path) -> None:
     def die() -> NoReturn:
         store = Store.open(study / "out")
@@ -236,26 +222,6 @@ def test_a_file_that_may_not_grow(study: Path, whole: set[tuple[Any, ...]]) -> N
     fill(study, lambda: told(limited, study), whole)
     assert type_study(study)[0] == 0
     assert kept(study) == whole
-
-
-@pytest.fixture
-def small_disk() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="howsmooth-disk-"))
-    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        folder.rmdir()
-        pytest.skip("no small disk can be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-    folder.rmdir()
-
-
-def test_a_full_disk(small_disk: Path, study: Path, whole: set[tuple[Any, ...]]) -> None:
-    (study / "plan.toml").write_text(PLAN.replace('out = "out"', f'out = "{small_disk / "out"}"'))
-    fill(small_disk, lambda: type_study(study), whole)
-    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-    assert type_study(study)[0] == 0
-    assert kept(small_disk) == whole
 
 
 # ---- no right
@@ -370,65 +336,3 @@ def tortured(folder: Path, count: int, seed: int) -> None:
 
 def test_a_damaged_store_is_refused_or_whole(tmp_path: Path) -> None:
     tortured(tmp_path, 12, seed=1)
-
-
-@pytest.mark.slow
-def test_a_store_damaged_in_thousands_of_ways(tmp_path: Path) -> None:
-    tortured(tmp_path, 3000, seed=random.Random().randrange(2**32))
-
-
-# ---- a clock that jumps
-
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <time.h>
-#include <sys/time.h>
-static long jump(void) {
-    static long calls = 0;
-    static const long jumps[] = {0, -400000000L, 90000L, -3600L, 500000000L, -86400L};
-    return jumps[(calls++ / 3) % 6];
-}
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    static int (*real)(clockid_t, struct timespec *) = 0;
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int code = real(clock, now);
-    if (!code && clock == CLOCK_REALTIME) now->tv_sec += jump();
-    return code;
-}
-"""
-CHILD = """
-import sys
-from pathlib import Path
-from tests.study.test_interrupted import type_study
-code, out, err = type_study(Path(sys.argv[1]), *sys.argv[2:], pause=0.01)
-print(out, err)
-sys.exit(code)
-"""
-
-
-@pytest.mark.slow
-def test_a_clock_that_jumps_moves_nothing(study: Path, tmp_path: Path, whole: set[tuple[Any, ...]]) -> None:
-    """Every call of the system's clock is off by days or years, forth and back; that of durations is not."""
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler to make a clock with")
-    library = tmp_path / "clock.so"
-    (tmp_path / "clock.c").write_text(CLOCK)
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "clock.c"), "-ldl"], check=True
-    )
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    jumping = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": paths}
-    probe = "import time; times = [time.time() for _ in range(40)]; print(max(times) - min(times) > 1e8)"
-    assert subprocess.check_output([sys.executable, "-c", probe], env=jumping, text=True) == "True\n"
-    command = [sys.executable, "-c", CHILD, str(study)]
-    process = subprocess.Popen(command, env=jumping, cwd=ROOT)
-    until(lambda: len(kept(study)) >= 15)
-    process.kill()
-    process.wait()
-    assert kept(study) <= whole
-    subprocess.run(command, env=jumping, cwd=ROOT, check=True)
-    assert kept(study) == whole
-    with Store.open(study / "out", write=False) as store:
-        assert all(row.seconds >= 0 for row, _ in store.rows(Measurement))
-        assert all(0 <= row.worked < 120 for row, _ in store.rows(Run))

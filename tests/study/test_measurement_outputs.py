@@ -6,10 +6,8 @@ import base64
 import dataclasses
 import math
 import re
-import sqlite3
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,12 +25,10 @@ from howsmooth.study.html_assets import png
 from howsmooth.study.measurement_outputs import Outputs, write_outputs
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.store import STORE_NAME
 from howsmooth.study.text_formatting import decimal, file_stem, readable
-from tests._study import FakeModel, make_plan, make_tools, run, words
+from tests._study import FakeModel, make_plan, make_tools, run
 
 FIRST = Ranges.parse("0", "layers")
-HOSTILE = "<script>alert(1)</script></title><img src=x onerror=alert(2)>\u202e$\\frac{"
 
 
 class Page(HTMLParser):
@@ -152,40 +148,6 @@ def test_characters_that_the_font_lacks_give_no_warning(tmp_path: Path) -> None:
     drawing.save(figure, tmp_path, "figure", "title")
 
 
-def test_only_figures_that_change_are_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[str] = []
-
-    def saved(figure: Any, folder: Path, stem: str, *more: str) -> Any:
-        drawn.append(stem.removeprefix("small--prose--attention--"))
-        empty = Figure((1, 1))  # which is drawn at once
-        return drawing.save(empty, folder, stem, *more)
-
-    monkeypatch.setattr(measurements, "save", saved)
-    run(make_plan(), tmp_path, make_tools()[0])
-    first = write_outputs(tmp_path, figures="all")
-    assert drawn == ["overview", "layer-00", "layer-01", "layer-02"]
-    drawn.clear()
-    again = write_outputs(tmp_path, figures="all")
-    assert drawn == []
-    assert again.pictures == first.pictures
-    first.pictures[1].pdf.unlink()
-    first.pictures[2].png.write_bytes(b"no image")
-    write_outputs(tmp_path, figures="all")
-    assert drawn == ["layer-00", "layer-01"]
-    drawn.clear()
-    with sqlite3.connect(tmp_path / STORE_NAME) as store:
-        store.execute("DELETE FROM measurements WHERE layer = 2 AND sample = 0 AND n = 2")
-    assert (
-        write_outputs(tmp_path, figures="all").contents.measurements.shape[0]
-        == len(first.contents.measurements) - 1
-    )
-    assert drawn == ["overview", "layer-02"]
-    drawn.clear()
-    monkeypatch.setattr(measurements, "_drawing_code", lambda: "another version")
-    write_outputs(tmp_path, figures="all")
-    assert len(drawn) == 4
-
-
 def test_by_default_no_figure_is_a_file_and_the_page_draws_them_itself(tmp_path: Path) -> None:
     run(make_plan(), tmp_path, make_tools()[0])
     written = write_outputs(tmp_path)
@@ -239,27 +201,6 @@ def test_the_page_says_what_a_newcomer_needs(page: Page) -> None:
 def test_the_page_gives_the_exponents_of_the_table(published: Outputs, page: Page) -> None:
     for slope in published.exponents["slope"]:
         assert decimal(slope, 3) in page.text
-
-
-def test_hostile_names_are_shown_and_never_run(tmp_path: Path) -> None:
-    model = FakeModel(source=HOSTILE, tokenizer_source=HOSTILE)
-    tools, _ = make_tools(models={HOSTILE: model}, texts={HOSTILE: words(400)})
-    plan = make_plan(models=(ModelSpec(HOSTILE),), texts=(HOSTILE,), layers=FIRST)
-    run(plan, tmp_path, tools, command=f"howsmooth measure {HOSTILE}")
-    published = write_outputs(tmp_path, figures="all")
-    page = Page(published.report.read_text(encoding="utf-8"))
-    assert page.open == []
-    assert not [tag for tag, _ in page.elements if tag == "iframe"]
-    assert page.scripts[-1] is None
-    assert set(page.scripts[:-1]) == {"application/json"}
-    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
-    assert all((attributes.get("src") or "data:").startswith("data:") for _, attributes in page.elements)
-    assert "<script>alert(1)</script>" in page.text
-    assert "\u202e" not in page.text
-    assert "\x00" not in page.text
-    names = [path.name for path in (tmp_path / "figures").iterdir()]
-    assert len(names) == 2
-    assert all(re.fullmatch(r"[a-z0-9.-]+", name) for name in names)
 
 
 def test_unconverged_measurements_are_counted_drawn_and_not_fitted(tmp_path: Path) -> None:

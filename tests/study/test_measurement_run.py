@@ -374,4 +374,3 @@ def test_where_the_numbers_came_from_is_recorded(tmp_path: Path) -> None:
     assert contents.runs["finished"].notna().all()
     assert '"torch":' in contents.runs["environment"][0]
     assert contents.inputs["tokens"].tolist() == [4000]
-    assert contents.study["special_tokens"] == "none"

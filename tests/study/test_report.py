@@ -19,12 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.paper.published_code import ITEMS
 from howsmooth.study.exponents import compare, exponents
-from howsmooth.study.figures import draw_all
+from howsmooth.study.figures.measurements import draw_all
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.records import Bounding, Contents, PublishedValue, Sensitivity
-from howsmooth.study.report import chart_data, render
+from howsmooth.study.report import chart_data
 from howsmooth.study.report.chart_data import (
     MOST_ENERGIES,
     MOST_POINTS,
@@ -34,7 +33,8 @@ from howsmooth.study.report.chart_data import (
     sensitivity_data,
     visible_token,
 )
-from howsmooth.study.report.tables import ITEM_MEANINGS, sharpest
+from howsmooth.study.report.page import render
+from howsmooth.study.report.tables import sharpest
 from howsmooth.study.text_formatting import decimal
 from tests._browser import Complaints, chromium, opened
 
@@ -152,19 +152,6 @@ def with_all(
     )
 
 
-def many(contents: Contents, count: int) -> Contents:
-    """Repeat the measurements as further samples until there are so many."""
-    rows = contents.measurements
-    copies = math.ceil(count / len(rows))
-    random = np.random.default_rng(0)
-    parts = []
-    for copy in range(copies):
-        noise = np.exp(0.1 * random.standard_normal(len(rows)))
-        changed = {name: rows[name] * noise for name in ("lipschitz", "lower", "upper")}
-        parts.append(rows.assign(sample=rows["sample"] + 5 * copy, **changed))
-    return dataclasses.replace(contents, measurements=pd.concat(parts, ignore_index=True).iloc[:count])
-
-
 def write(contents: Contents, folder: Path) -> Path:
     """Render a page, with figures of one layer only: they take time."""
     rows = contents.measurements
@@ -265,10 +252,6 @@ def test_embedded_data_are_json_and_nothing_else(value: Any) -> None:
 def test_numbers_that_json_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match="Out of range"):
         script_json([math.nan])
-
-
-def test_every_item_of_the_published_code_has_a_meaning() -> None:
-    assert set(ITEM_MEANINGS) == set(ITEMS)
 
 
 def test_the_lines_of_the_plot_are_those_of_the_table(contents: Contents) -> None:
@@ -748,32 +731,6 @@ def test_what_was_published_is_beside_what_is_right(page: Any, contents: Content
         assert float(wrong[5]) == pytest.approx(2 * np.median([2, 4, 8, 16]) ** 0.25, rel=0.1)
     assert page.locator("dt", has_text="output").count() == 1
     assert page.locator("dt", has_text="dropout").count() == 0
-
-
-def test_twenty_thousand_points_stay_responsive(browser: Any, contents: Contents, tmp_path: Path) -> None:
-    with opened(browser, plain_page(many(contents, 20_000), tmp_path)) as (page, heard):
-        for key in ("model", "text", "scope", "quantity"):
-            choose(page, "scatter-fields", key, f"every {key}")
-        assert "20480 measurements" in page.locator("#scatter-summary").inner_text()
-        # Processor time of the page's thread, which does not depend on what else the machine does.
-        metrics = page.context.new_cdp_session(page)
-        metrics.send("Performance.enable", {"timeDomain": "threadTicks"})
-
-        def seconds() -> float:
-            found = metrics.send("Performance.getMetrics")["metrics"]
-            return next(metric["value"] for metric in found if metric["name"] == "TaskDuration")
-
-        begun = seconds()
-        for layer in ("layer 1", "every layer") * 4:
-            choose(page, "scatter-fields", "layer", layer)
-            painted(page)
-        chosen = seconds()
-        assert 0 < chosen - begun < 8 * 0.1
-        box = page.locator("#scatter").bounding_box()
-        for step in range(20):
-            page.mouse.move(box["x"] + 400 + step, box["y"] + 200)
-        assert 0 < seconds() - chosen < 20 * 0.01
-        assert_silent(page, heard)
 
 
 @pytest.mark.parametrize("width", [320, 390])

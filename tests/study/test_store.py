@@ -199,18 +199,6 @@ def test_every_column_of_every_table_is_sealed(store: Store) -> None:
 # ---- writing
 
 
-def test_an_interrupted_batch_leaves_nothing(store: Store) -> None:
-    class Interrupting(list[Measurement]):
-        def __iter__(self) -> Any:
-            yield row()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        store.add(Interrupting(), 1)
-    store.add([row()], 1)
-    assert store.count(Measurement) == 1
-
-
 def test_a_transaction_holds_all_or_nothing(store: Store) -> None:
     store.add([row(n=9)], 1)
 

@@ -17,12 +17,11 @@ import typer
 from howsmooth.cli.bound import bound
 from howsmooth.cli.inspect import inspect
 from howsmooth.cli.measure import measure
-from howsmooth.cli.plan_execution import INTERRUPTED
 from howsmooth.cli.precision import precision
 from howsmooth.cli.profile import profile
 from howsmooth.cli.radius import radius
 from howsmooth.cli.reproduce import reproduce
-from howsmooth.cli.typer_command import TYPED
+from howsmooth.cli.typer_command import INTERRUPTED, TYPED
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.text_formatting import encodable, readable
 

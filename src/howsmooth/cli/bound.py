@@ -34,7 +34,6 @@ _EXAMPLES = (
     "[cyan]howsmooth bound ./my-llama --tokens ids.npy --layers -1[/]  token ids instead of a text",
     "[cyan]howsmooth bound gpt2 --random-init --layers 6 --json[/]  JSON for another program",
     "[cyan]howsmooth bound builtin-encoder --layers 0 --lengths 12 --search[/]  also the worst tokens found",
-    "In place of the model, a .toml file may hold the options as keys: source, layers, lengths and so on.",
     "Parameters of your own are bounded in Python, by howsmooth.bounds.table.",
 )
 
@@ -75,10 +74,7 @@ def bound(
 def _as_json(
     source: AttentionSource, bounded: Sequence[Bounded], written: Path | None, tokens: Path | None
 ) -> str:
-    """Return the bounds on each attention and the logarithms of the bounds as one JSON object.
-
-    A number that is infinite or overflows becomes null.
-    """
+    """Return the bounds on each attention and their logarithms as one JSON object."""
     from howsmooth.study.records import plain_rows
 
     attentions = [
@@ -109,9 +105,7 @@ def _as_json(
 
 
 def _show(source: AttentionSource, bounded: Sequence[Bounded]) -> None:
-    """Print the measured constant of each attention layer or head, with tables of the bounds on this
-    constant.
-    """
+    """Print tables of the bounds on each attention, with its measured constant."""
     import pandas as pd
 
     from howsmooth.study.bound_run import LOCAL
@@ -172,9 +166,8 @@ def _limit(row: dict[str, Any], log: float) -> str:
 def _show_bounds(
     rows: pd.DataFrame, logs: pd.Series, constant: float | None, sources: list[str], than: str = "measured"
 ) -> None:
-    """Print a table of bounds with numbered sources, and append new sources to the list of sources.
-
-    The bounds are divided by a constant, and ``than`` says which one it is.
+    """Print a table of bounds, divided by a constant (``than`` says which), and append its sources to the
+    list.
     """
     from howsmooth.study.records import plain_rows
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from howsmooth.cli.plan_execution import FAILED, means_of, resumable
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, paragraph, say, show_table
-from howsmooth.cli.typer_command import ShownOrQuiet, as_typed, command
+from howsmooth.cli.typer_command import FAILED, ShownOrQuiet, as_typed, command, means_of, resumable
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import WHAT, choice, flag, option
 from howsmooth.study.plans import FIGURES, Plan, shared
@@ -118,7 +117,6 @@ def measure(
 
 
 def _rows_kept(folder: Path) -> str:
-    """Return a phrase that says how many results are stored in a folder."""
     from howsmooth.study.records import Measurement, PublishedValue
     from howsmooth.study.store import Store
 
@@ -131,23 +129,20 @@ def _rows_kept(folder: Path) -> str:
 
 
 def _beside(plan: Plan) -> list[Callable[[PreparedStudy], Work]]:
-    """Return a list with a function that plans the missing values of the published code. The list is empty if
-    the plan does not ask for these values.
-    """
+    """Return the function that plans the values of the published code, if they are asked for."""
     if not plan.as_published:
         return []
-    from howsmooth.paper.published_code import parse_items
     from howsmooth.paper.published_code.constants_task import published_left
 
-    return [published_left(parse_items(plan.as_published))]
+    return [published_left(None if plan.as_published == "all" else plan.as_published.split(","))]
 
 
 # ---- What would be measured
 
 
 def _tell_dry_run(plan: Plan, execution: Execution, shown: MeasurementShown, *, keep_going: bool) -> int:
-    """Count and print what a plan would measure, and return the exit code: :data:`FAILED` if a model cannot
-    be measured on an input, as in the run itself, and 0 otherwise.
+    """Print what a plan would measure; the code is :data:`FAILED` if something cannot be, as in the run
+    itself.
     """
     from howsmooth.study.dry_run import dry_run
 
@@ -204,7 +199,6 @@ def _show(found: DryRun, execution: Execution, *, published: bool) -> None:
 
 
 def _size(size: float | None) -> str:
-    """Return a number of bytes as text in GB or MB, or a question mark if the number is unknown."""
     if size is None:
         return "?"
     return f"{size / 1e9:.1f} GB" if size >= 9.95e8 else f"{max(size / 1e6, 1):.0f} MB"

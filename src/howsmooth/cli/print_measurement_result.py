@@ -96,9 +96,7 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
 
 
 def _count_sentences(outcome: Outcome) -> Iterator[str]:
-    """Yield sentences on the numbers of new, stored and unconverged measurements, and of attentions whose
-    bounds were left out.
-    """
+    """Yield sentences on new, stored and unconverged measurements, and on bounds that were left out."""
     kept, unsettled = outcome.kept[Measurement.table], sum(outcome.unsettled.values())
     made = counted(outcome.made[Measurement.table], "measurement")
     words = f"\n{made} made in {outcome.seconds:.1f} s"
@@ -118,9 +116,7 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
 
 
 def _exponent(row: dict[str, Any]) -> tuple[str, str]:
-    """Return a fitted exponent and its interval as two strings. If there is no fit, the first string is the
-    reason and the second is empty.
-    """
+    """Return an exponent and its interval as text, or the reason why there is none."""
     if row["note"]:
         return row["note"], ""
     return decimal(row["slope"], 3), f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"

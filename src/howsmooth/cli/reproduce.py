@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from howsmooth.cli.plan_execution import FAILED, means_of, resumable
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
-from howsmooth.cli.typer_command import Shown, ShownOrQuiet, command
+from howsmooth.cli.typer_command import FAILED, Shown, ShownOrQuiet, command, means_of, resumable
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import OUTPUT

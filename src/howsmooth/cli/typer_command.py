@@ -6,19 +6,25 @@ import dataclasses
 import inspect
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import OUTPUT, Option, Options, flag, option, options_of, renamed
-from howsmooth.study.plan_file import KEYS, read_options, read_plan
-from howsmooth.study.text_formatting import encodable
+from howsmooth.study.plan_file import KEYS, read_plan
+from howsmooth.study.progress_listener import Listener
+from howsmooth.study.text_formatting import counted, encodable
+
+if TYPE_CHECKING:
+    from howsmooth.study.runner import Means
 
 __all__ = [
+    "FAILED",
+    "INTERRUPTED",
     "ONE_PROCESS",
     "OTHER_INPUTS",
     "OUTPUT",
@@ -28,8 +34,15 @@ __all__ = [
     "as_typed",
     "command",
     "folder_option",
-    "use_threads",
+    "means_of",
+    "resumable",
 ]
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
+FAILED = 3
+"""The exit code if some measurements failed and the others were made."""
 
 TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
 """The command-line arguments after ``howsmooth``, as the user typed them."""
@@ -107,29 +120,31 @@ def command(
         )
 
         @wraps(function)
-        def typed(context: typer.Context, **values: Any) -> int:
+        def run(context: typer.Context, **values: Any) -> int:
             with renamed(lambda name: flags.get(name, name)):
                 read: dict[str, Any] = {}
                 if values.get("plan_file") is not None:
-                    given = {key: values[key] for key in KEYS if values.get(key) not in (None, [])}
-                    read = read_plan(values["plan_file"], **_typed(given, context))._asdict()
+                    sources = {key: context.get_parameter_source(key) for key in KEYS if key in values}
+                    typed = [key for key, one in sources.items() if one and one.name == "COMMANDLINE"]
+                    read = read_plan(values["plan_file"], **{key: values[key] for key in typed})._asdict()
                 for name, plan in plans.items():
                     given = _given(plan, values, without)
-                    if str(given.get("source", "")).endswith(".toml"):
-                        given = _of_file(plan, given, context, without)
                     values[name] = read.get(name) or plan(**given)
-                if isinstance(how := values.get("execution"), Execution):
-                    use_threads(how.threads)
+                how = values.get("execution")
+                if isinstance(how, Execution) and how.threads is not None:
+                    import torch
+
+                    torch.set_num_threads(how.threads)
                 try:
                     return function(**values)
                 except KeyboardInterrupt:  # which typer would turn into a silent exit
                     raise typer.Abort from None
 
         # typer reads the parameters of a command from its signature and annotations.
-        typed.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
-        typed.__annotations__ = {name: one.annotation for name, one in parameters.items()} | {"return": int}
-        typed.__dict__["examples"] = "\n\n".join(map(_above, examples))
-        return typed
+        run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+        run.__annotations__ = {name: one.annotation for name, one in parameters.items()} | {"return": int}
+        run.__dict__["examples"] = "\n\n".join(map(_above, examples))
+        return run
 
     return decorate
 
@@ -145,12 +160,35 @@ def as_typed() -> str:
     return encodable(shlex.join(["howsmooth", *TYPED.get()]))
 
 
-def use_threads(count: int | None) -> None:
-    """Set the number of CPU threads of PyTorch; ``None`` leaves the number unchanged."""
-    if count is not None:
-        import torch
+@contextmanager
+def means_of(execution: Execution, display: Listener, *, keep_going: bool = False) -> Iterator[Means]:
+    """Start the workers that the options ask for, yield the means of carrying out tasks, and stop the workers
+    at the end.
+    """
+    from howsmooth.study.executors import opened_executor, threads_each
+    from howsmooth.study.runner import Means
 
-        torch.set_num_threads(count)
+    if execution.scheduler is not None:
+        workers = counted(execution.workers or 1, "Dask worker")
+        display.phase(f"Waiting for {workers} at {execution.scheduler}")
+    with opened_executor(execution) as pool:
+        yield Means(display, as_typed(), keep_going, pool, threads_each(pool, execution.threads))
+
+
+@contextmanager
+def resumable(kept: Callable[[], str]) -> Iterator[None]:
+    """On Ctrl-C, print what is saved and the command that continues the work, and exit with code 130.
+
+    The function ``kept`` returns a phrase that says what is saved. If the phrase is empty, the
+    KeyboardInterrupt is raised again.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not (said := kept()):
+            raise
+        typer.echo(f"interrupted: {said}. Continue with:\n  {as_typed()}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _flag(field: str, option: Option) -> str:
@@ -192,27 +230,7 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Remove the options of a dataclass from the dictionary ``values``, and return the options that the user
-    gave.
-    """
+    """Take the options of a dataclass out of ``values``, and return those that are not omitted."""
     # The value of an omitted option is None or an empty list.
     taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
     return {name: value for name, value in taken.items() if value is not None and value != []}
-
-
-def _typed(given: Mapping[str, Any], context: typer.Context) -> dict[str, Any]:
-    """Return those of the given options that the user typed; the others are defaults."""
-    sources = {name: context.get_parameter_source(name) for name in given}
-    return {name: given[name] for name, one in sources.items() if one and one.name == "COMMANDLINE"}
-
-
-def _of_file(
-    plan: type[Options], given: dict[str, Any], context: typer.Context, without: Sequence[str]
-) -> dict[str, Any]:
-    """Return the options of a plan file, which is given as the option ``source``. Options that the user typed
-    replace those in the file.
-    """
-    path, typed = Path(given.pop("source")), _typed(given, context)
-    with renamed(lambda name: f"{path.name}: {name}"):
-        known = [name for name in options_of(plan) if name not in without]
-        return read_options(path, plan, "source", known) | typed

@@ -135,9 +135,7 @@ def _over_measured(rows: pd.DataFrame, as_published: bool) -> pd.DataFrame:
 
 
 def _rows(scope: str, seed: int, site: Any) -> list[Values]:
-    """Compute all bounds on one captured head or attention layer at the tokens of one sequence, and measure
-    the local Lipschitz constant at these tokens.
-    """
+    """Compute all bounds on one head or layer at the tokens of a sequence, and measure the constant there."""
     x = site.x[0].detach().cpu()
     longest = float(torch.linalg.vector_norm(x.double(), dim=-1).max())
     norm = getattr(site, "norm", None)
@@ -165,9 +163,7 @@ def _rows(scope: str, seed: int, site: Any) -> list[Values]:
 
 
 def _logs(values: pd.Series) -> pd.Series:
-    """Return the natural logarithms of a column of numbers; the logarithm of zero is −inf, without
-    a warning.
-    """
+    """Return the logarithms of a column of numbers, −inf for zero, without a warning."""
     numbers = values.to_numpy(dtype=float)
     return pd.Series(np.log(numbers, where=numbers > 0, out=np.full(len(numbers), -math.inf)), values.index)
 
@@ -202,9 +198,7 @@ def display_name(name: str) -> str:
 
 
 def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
-    """Draw one row of dots for each bound: the ratios of the bound to the measured constants. The rows are
-    sorted by the kind of the bound and by the median ratio.
-    """
+    """Draw a row of dots for each bound, its ratios to the measured constants, by kind and median ratio."""
     drawn = rows[(rows["holds"] | (rows["name"] == AS_CODED)) & np.isfinite(rows["log_ratio"])]
     drawn = drawn.assign(decades=drawn["log_ratio"] / math.log(10))
     middle = drawn.groupby(["kind", "name"])["decades"].median().sort_values(kind="stable")
@@ -245,9 +239,7 @@ def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
 
 
 def _name_lines(axis: Axes, names: list[str]) -> None:
-    """Label each row of dots with the name of its bound, print the kinds of bounds in bold, and draw a
-    vertical line at the ratio one.
-    """
+    """Label each row with its bound, the kinds in bold, and draw a line at the ratio one."""
     axis.axvline(0.0, color="black", linewidth=0.8, zorder=1)
     axis.set_yticks(range(len(names)), names)
     for label, words in zip(axis.get_yticklabels(), names, strict=True):

@@ -3,8 +3,7 @@ can grow like √n.
 
 This number is about e^(2γR²), so γR² is computed. R is the norm of the tokens that the head receives. The
 scores of the head are ⟨A x_i + b, x_j⟩, and γ is max(−γ_min, γ_max/8), where γ_min and γ_max are the smallest
-and the largest real eigenvalue of A. With rotary positions A depends on the offset i − j of two tokens. Then
-γ is the largest one over all offsets, so that no pair of positions has stronger scores.
+and the largest real eigenvalue of A.
 """
 
 from __future__ import annotations
@@ -17,22 +16,20 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from matplotlib.ticker import MaxNLocator
 
-from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between
 from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, Values
-from howsmooth.paper.model_with_texts import ROTARY, attention_of, bilinear, other_scores, prepared_models
+from howsmooth.paper.model_with_texts import bilinear, prepared_models
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.study.figures.drawing import literal
 from howsmooth.study.text_formatting import decimal, readable
 
-__all__ = ["GAMMA_RADIUS", "over_texts", "plan", "result_sentences", "rotary_real_eigenvalues", "show"]
+__all__ = ["GAMMA_RADIUS", "over_texts", "plan", "result_sentences", "show"]
 
 _SAMPLES = 8
 # The length n for which γR² is compared, and the γR² at which the heavy token among n tokens has half of the
@@ -67,9 +64,7 @@ def plan(context: FigureContext) -> FigurePlan:
 
 
 def _rows(label: str, site: Any) -> list[Values]:
-    """Return one row for each head of a layer, with the eigenvalues of the head's score matrix and the norms
-    of the tokens that the layer receives.
-    """
+    """Return a row for each head, with the ends of its real eigenvalues and its tokens' norms."""
     radius = site.radius_mean.numpy()
     of_layer = {
         "layer": site.layer,
@@ -77,50 +72,16 @@ def _rows(label: str, site: Any) -> list[Values]:
         "radius_from": float(radius.min()),
         "radius_to": float(radius.max()),
     }
-    f = attention_of(site, label)
-    if other_scores(f) == ROTARY:
-        found = [rotary_real_eigenvalues(f.head(h), site.x.shape[1]) for h in range(f.heads)]
-    else:
-        heads = parameters_of(bilinear(site, label)).heads
-        found = [[[value for value, _ in real_eigenpairs(head)]] for head in heads]
-    return [
-        {**of_layer, "head": h, "matrices": len(spectra), **_largest_gamma(spectra)}
-        for h, spectra in enumerate(found)
-    ]
+    heads = parameters_of(bilinear(site, label)).heads
+    spectra = [[value for value, _ in real_eigenpairs(head)] for head in heads]
+    return [{**of_layer, "head": h, **_gamma(real)} for h, real in enumerate(spectra)]
 
 
-def rotary_real_eigenvalues(f: SelfAttention, n: int) -> list[list[float]]:
-    """Return the real eigenvalues of each score matrix A of a head with rotary positions, as one list in
-    ascending order. There is one matrix for each offset i − j between the positions i and j of n tokens.
-
-    With the factor τ of the scores and the rotations T_i and T_j, A is τ Kᵀ T_jᵀ T_i Q. Its eigenvalues are
-    those of the k × k matrix τ T_jᵀ T_i Q Kᵀ, and zero if k < d. Offsets from 0 to n − 1 come from the last
-    query and all keys. Without a causal mask there are offsets from 1 − n to −1 too, which come from the
-    first query.
-    """
-    assert f.rotary is not None
-    small = f.scale * f.query[0] @ f.key[0].mT
-    found = []
-    for i in (n - 1,) if f.causal else (n - 1, 0):
-        query = Rotary(f.rotary.cos[i : i + 1], f.rotary.sin[i : i + 1]).rotate(small.mT[:, None])
-        turned = f.rotary.rotate_adjoint(query.expand(-1, n, -1))  # column c of position j stands in [c, j]
-        for values in torch.linalg.eigvals(turned.permute(1, 2, 0)):
-            real = values.real[values.imag == 0].tolist()
-            found.append(sorted([*real, *([0.0] if f.key_dim < f.d else [])]))
-    return found
-
-
-def _largest_gamma(spectra: Sequence[Sequence[float]]) -> Values:
-    """Return the largest γ = max(−λ_min, λ_max / 8) of some score matrices, with λ_min and λ_max of the
-    matrix that attains it. Here λ_min and λ_max are the smallest and the largest real eigenvalue of a matrix.
-
-    ``spectra`` contains the real eigenvalues of each matrix, in ascending order. If no matrix has a real
-    eigenvalue, all three values are None.
-    """
-    found = [(max(-real[0], real[-1] / 8), real[0], real[-1]) for real in spectra if real]
-    if not found:
+def _gamma(real: Sequence[float]) -> Values:
+    """Return γ = max(−λ_min, λ_max / 8) with the ends of the real eigenvalues; three None without any."""
+    if not real:
         return dict.fromkeys(("gamma_min", "gamma_max", "gamma"))
-    return dict(zip(("gamma", "gamma_min", "gamma_max"), max(found), strict=True))
+    return {"gamma_min": real[0], "gamma_max": real[-1], "gamma": max(-real[0], real[-1] / 8)}
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
@@ -130,9 +91,8 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
     Parameters
     ----------
     rows
-        One row for each model, text, length, layer and head, with the eigenvalues; ``matrices``, the number
-        of score matrices A, more than one with rotary positions; ``radius``, the root mean square norm of the
-        tokens; ``radius_from`` and ``radius_to``, its smallest and largest value for
+        One row for each model, text, length, layer and head, with the eigenvalues; ``radius``, the root mean
+        square norm of the tokens; ``radius_from`` and ``radius_to``, its smallest and largest value for
         single sequences; ``n`` and ``samples``.
 
     Returns
@@ -140,7 +100,7 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
     pandas.DataFrame
         One row for each model, layer and head, with the eigenvalues and radii over all texts and lengths.
         ``strength``, ``strength_from`` and ``strength_to`` are γR² for these radii, NaN if A has no real
-        eigenvalue. If γ depends on the length, as with rotary positions, it is the largest one.
+        eigenvalue.
 
     """
     tokens = rows["n"] * rows["samples"]
@@ -149,13 +109,14 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
     head = ["model", "layer", "head"]
     of_head = weighed.groupby(head, sort=False)
     sums = of_head[["squares", "tokens"]].sum()
-    largest_first = weighed.sort_values("gamma", ascending=False, kind="stable").groupby(head, sort=False)
-    eigenvalues = largest_first[["gamma_min", "gamma_max", "gamma"]].first()
-    table = eigenvalues.reindex(sums.index).assign(
-        radius=np.sqrt(sums["squares"] / sums["tokens"]),
-        matrices=of_head["matrices"].max(),
-        radius_from=of_head["radius_from"].min(),
-        radius_to=of_head["radius_to"].max(),
+    table = (
+        of_head[["gamma_min", "gamma_max", "gamma"]]
+        .first()
+        .assign(
+            radius=np.sqrt(sums["squares"] / sums["tokens"]),
+            radius_from=of_head["radius_from"].min(),
+            radius_to=of_head["radius_to"].max(),
+        )
     )
     strengths = {
         f"strength{end}": table["gamma"] * table[f"radius{end}"] ** 2 for end in ("", "_from", "_to")
@@ -231,11 +192,8 @@ def result_sentences(rows: pd.DataFrame) -> str:
         f"{largest['head']}; R is {between(there['radius'], '{:.4g}')}, by layer. γ is −γ_min in {negative} "
         f"heads and γ_max/8 in {count - negative}. In {enough} of {count} heads γR² is at least "
         f"{decimal(_HALF, 2)}: there the paper's two clusters, at the norm of real tokens, still give the "
-        f"heavy token half of the weight at n = {_LONG}"
+        f"heavy token half of the weight at n = {_LONG}."
     )
-    if int(rows["matrices"].max()) > 1:
-        words += ", if all tokens were as far from it as the positions whose scores are strongest"
-    words += "."
     without = len(rows) - count
     return words + (f" Without any real eigenvalue: {without} more." if without else "")
 
@@ -250,8 +208,7 @@ GAMMA_RADIUS = Figure(
         "layer; bars go from the smallest to the largest of a sequence. The lower bound of Proposition 3.4, "
         "√(n−1)/(1 + (n−1)e^(−2γR²)), grows like √n only while n is well below e^(2γR²): above the dashed "
         f"line, log({_LONG - 1})/2, the heavy one of the paper's two clusters has at least half of the "
-        f"weight at n = {_LONG}. With rotary positions A depends on the offset of two tokens, and γ is the "
-        "largest one over all offsets."
+        f"weight at n = {_LONG}."
     ),
     plan=plan,
     show=show,

@@ -17,10 +17,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth import lipschitz
-from howsmooth.attention import Rotary, SelfAttention
-from howsmooth.attention.masks import Visibility
+from howsmooth.attention import SelfAttention
 from howsmooth.bounds import (
-    any_scores_ball_upper_bound,
     ball_upper_bound,
     causal_ball_upper_bound,
     causal_mean_field_upper_bound,
@@ -29,20 +27,12 @@ from howsmooth.bounds import (
     theorem_4_3,
 )
 from howsmooth.bounds.attention_parameters import Head, parameters_of
-from howsmooth.bounds.bilinear_score_norms import BilinearScoreNorms
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp
 from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, UnitTask, Values
-from howsmooth.paper.model_with_texts import (
-    ROTARY,
-    PreparedModel,
-    attention_of,
-    bilinear,
-    other_scores,
-    prepared_models,
-)
+from howsmooth.paper.model_with_texts import PreparedModel, bilinear, prepared_models
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.proposition_3_6_two_diracs import identity_head
 from howsmooth.paper.reproduce_options import FigureOptions
@@ -58,7 +48,6 @@ __all__ = [
     "Balanced",
     "balanced",
     "exponents_in_radius",
-    "mean_rotary_head",
     "plan",
     "show",
 ]
@@ -147,8 +136,7 @@ def plan(context: FigureContext) -> FigurePlan:
     head, length and radius.
 
     The head with A = V = I is measured at every length, and the heads of the models' layers at the longest
-    length. Heads with rotary positions are measured at most at the length of the captured text, because their
-    positions are known for this length only.
+    length.
     """
     lengths, seed = _lengths(context.options), context.options.seed
     keys: list[Key] = [{"model": IDENTITY, "layer": 0, "head": 0, "n": n, "seed": seed} for n in lengths]
@@ -160,9 +148,7 @@ def plan(context: FigureContext) -> FigurePlan:
 
 
 def _lengths(options: FigureOptions) -> list[int]:
-    """Return at most four of the requested lengths that are 3 or more, spread evenly over the sorted list of
-    lengths.
-    """
+    """Return at most four of the requested lengths from 3 on, evenly over their sorted list."""
     asked = sorted(options.lengths or _LENGTHS)
     there = [n for n in asked if n >= 3]
     if not there:
@@ -176,11 +162,7 @@ def _lengths(options: FigureOptions) -> list[int]:
 def _of_layer(model: PreparedModel, layer: int, n: int) -> Iterator[UnitTask]:
     """Yield the tasks that measure every head of one layer at n tokens of Appendix C.7 with several radii."""
     sites = [site for place in model.places() for site in model.sites(*place) if site.layer == layer]
-    f = attention_of(sites[0], model.label)
-    if other_scores(f) != ROTARY or f.query_bias is not None or f.key_bias is not None:
-        f = bilinear(sites[0], model.label)
-    if f.rotary is not None:
-        n = min(n, f.rotary.n_max)
+    f = bilinear(sites[0], model.label)
     squares = [float((site.radius_mean**2).mean()) for site in sites]
     radius = math.sqrt(sum(squares) / len(squares))  # the norm of real tokens
     digests = "; ".join(one.text.digest for one in model.subjects)
@@ -195,16 +177,10 @@ def _task(f: SelfAttention, key: Key, real: float | None) -> UnitTask:
 
 
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
-    """Yield the constant of a head at the tokens of Appendix C.7 and bounds on it, as one row for each radius
-    R.
-    """
+    """Yield the constant of a head at the tokens of Appendix C.7, and bounds on it, for each radius R."""
     n = int(key["n"] or 0)
-    if f.rotary is None:
-        head = parameters_of(f).one_head("quadratic growth")
-        norm = head.A_norm
-    else:
-        head, norm = mean_rotary_head(f, n), _rotary_norm(f, n)
-    tokens = balanced(head)
+    head = parameters_of(f).one_head("quadratic growth")
+    norm, tokens = head.A_norm, balanced(head)
     radii = [math.sqrt(strength / norm) for strength in _STRENGTHS]
     for radius in radii if real is None else [*radii, real]:
         start = derive_seed(purpose="quadratic growth", radius=repr(radius), **key)
@@ -221,14 +197,7 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
 
 
 def _bounds(f: SelfAttention, n: int, radius: float) -> Values:
-    """Return the logarithms of three upper bounds on the constant in a ball: the sharpest bound, the paper's
-    bound, and a bound that holds for every number n of tokens.
-
-    With rotary positions only the sharpest bound is computed, and the other two are None.
-    """
-    if f.rotary is not None:
-        sharpest = any_scores_ball_upper_bound(f, n, radius).log_value
-        return {"log_sharp": sharpest, "log_paper": None, "log_free": None}
+    """Return the logarithms of the sharpest bound on the ball, the paper's, and the one for every n."""
     parameters = parameters_of(f)
     sharp, paper, free = ball_upper_bound, theorem_3_3, mean_field_upper_bound
     if parameters.masking == "causal":
@@ -238,32 +207,6 @@ def _bounds(f: SelfAttention, n: int, radius: float) -> Values:
         "log_paper": paper(parameters, n, radius).log_value,
         "log_free": free(parameters, radius).log_value,
     }
-
-
-def mean_rotary_head(f: SelfAttention, n: int) -> Head:
-    """Return a head without positions, whose score matrix is a mean of the position-dependent score matrices
-    of a head with rotary positions.
-
-    The mean is taken over the score matrices between the last of n tokens and the tokens ±Ru of
-    :class:`Balanced`. The given head has no biases. A zero query has equal attention weights at any
-    positions, so :meth:`Balanced.formula` holds with the returned head.
-    """
-    assert f.rotary is not None
-    pairs, last = 2 * ((n - 1) // 2), slice(n - 1, n)
-    query = Rotary(f.rotary.cos[last], f.rotary.sin[last]).rotate(f.query[0].mT[:, None])
-    turned = f.rotary.rotate_adjoint(query.expand(-1, pairs, -1)).mean(dim=1)
-    return Head((f.key[0].mT, f.scale * turned.mT), f.value[0])
-
-
-def _rotary_norm(f: SelfAttention, n: int) -> float:
-    """Return the largest norm of the score matrices of a head with rotary positions, over all distances
-    between two of n tokens.
-    """
-    assert f.rotary is not None
-    seen = Visibility(n, f.causal, None, None)
-    norms = BilinearScoreNorms.with_rotary_positions(f.rotary, f.query[0], f.key[0], None, None, seen)
-    assert norms is not None
-    return abs(f.scale) * norms.tokens
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
@@ -333,9 +276,7 @@ def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
 
 
 def _span(fits: pd.DataFrame, form: str = "{}") -> str:
-    """Return the range of the fitted exponents as text, such as "1.97 to 2.01". The text is a single number
-    if all exponents are equal, and empty if there are none.
-    """
+    """Return the range of the fitted exponents as text, empty without any."""
     ends = [] if fits.empty else [decimal(fits["exponent"].min(), 2), decimal(fits["exponent"].max(), 2)]
     return " to ".join(form.format(end) for end in dict.fromkeys(ends))
 

@@ -59,9 +59,7 @@ def _layers(context: FigureContext, spec: ModelSpec) -> str:
 
 
 class _NormTask(SiteTask):
-    """A task that computes the norms of the tokens that enter layers. If a layer's input cannot be captured,
-    the figure is drawn without these norms.
-    """
+    """Computes the norms of the tokens that enter layers; the figure is drawn without them if it fails."""
 
     essential = False
 
@@ -74,9 +72,7 @@ def _norm_tasks(model: PreparedModel) -> Iterator[SiteTask]:
 
 
 def _entering(site: Any) -> list[Values]:
-    """Return one row for each sequence, with the norm of the tokens that enter a layer, before any norm layer
-    is applied to them.
-    """
+    """Return the norm of the tokens that enter a layer, before its norm layer, for each sequence."""
     return [
         {"layer": site.layer, "sample": sample, "radius": radius}
         for sample, radius in enumerate(site.radius_mean.tolist())

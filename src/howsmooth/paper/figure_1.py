@@ -113,9 +113,7 @@ def _panel(panel: Growth) -> Panel:
 
 
 def _radius_panel(panel: Growth) -> Panel:
-    """Return the panel of one layer on one text against the mean radius, without the dots, as in
-    :func:`_panel`.
-    """
+    """Return the panel against the mean radius, without the dots, as in :func:`_panel`."""
     rows, found = panel.drawn, panel.constant_correlation
     value, low, high = (decimal(one, 2) for one in (found.value, found.low, found.high))
     title = "no correlation" if math.isnan(found.value) else f"$r = {value}$ [{low}, {high}]"
@@ -133,9 +131,7 @@ def _constant_on(panel: Growth) -> str:
 
 
 def _colours(values: pd.Series) -> Normalize:
-    """Return the normalisation of a colour scale for radii or lengths. The scale is at least 2 % wide, so
-    that rounding errors of equal radii are not visible.
-    """
+    """Return a colour scale at least 2 % wide, so that rounding of equal radii is not visible."""
     if values.empty:
         return Normalize(0.0, 1.0)
     low, high = float(values.min()), float(values.max())

@@ -23,9 +23,7 @@ Values = dict[str, Any]
 
 
 class _OfUnit(Task):
-    """The base class of tasks that compute one unit of a figure, a set of rows that are computed and stored
-    together. The store counts these rows as one result.
-    """
+    """Computes one unit of a figure, rows that are stored together and count as one result."""
 
     kind = FigureRow
     size = 1

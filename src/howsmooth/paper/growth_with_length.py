@@ -67,7 +67,7 @@ class Growth:
     @cached_property
     def attended_correlation(self) -> Correlation:
         """The correlation of log n and log R, where R is the norm of the tokens that attention receives."""
-        return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy(), LEVEL)
+        return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy())
 
     @cached_property
     def constant_correlation(self) -> Correlation:
@@ -75,7 +75,7 @@ class Growth:
         L is the constant there.
         """
         rows = self.drawn
-        return radius_correlation(rows["lipschitz"].to_numpy(), rows["radius_mean"].to_numpy(), LEVEL)
+        return radius_correlation(rows["lipschitz"].to_numpy(), rows["radius_mean"].to_numpy())
 
     @cached_property
     def entering_correlation(self) -> Correlation:
@@ -83,7 +83,7 @@ class Growth:
         these norms were not measured.
         """
         rows = pd.DataFrame({"n": [], "radius": []}) if self.entering is None else self.entering
-        return radius_correlation(rows["n"].to_numpy(), rows["radius"].to_numpy(), LEVEL)
+        return radius_correlation(rows["n"].to_numpy(), rows["radius"].to_numpy())
 
     def columns(self) -> dict[str, Any]:
         """Return a row of the figure's table for this layer and text, as a dictionary from column names to
@@ -160,9 +160,7 @@ def _fit(rows: pd.DataFrame, usable: pd.Series) -> Exponent:
 
 
 def _norm_words(radius: pd.Series, found: Correlation) -> str:
-    """Return a phrase that states the range of some token norms and their correlation with the sequence
-    length.
-    """
+    """Say the range of some token norms and their correlation with the length."""
     low, high = float(radius.min()), float(radius.max())
     if high <= _STEADY * low:
         return f"is {radius.mean():.4g} for all, to within 0.1 %, so that it cannot make the constant grow"
@@ -191,9 +189,7 @@ def growths(model: PreparedModel) -> list[list[Growth]]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the values that the published code computes for a layer, each with its ratio to the correct
-    constant.
-    """
+    """Return the published values of a layer, each with its ratio to the correct constant."""
     right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()

@@ -93,9 +93,7 @@ def _cells(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    """Format a value of a table as text. Numbers that are not whole have three significant digits, and a
-    missing value becomes empty text.
-    """
+    """Format a value; numbers that are not whole have three digits, and a missing one is empty."""
     if pd.isna(value):
         return ""
     if isinstance(value, bool):

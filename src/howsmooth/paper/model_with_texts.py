@@ -34,7 +34,6 @@ from howsmooth.study.text_formatting import readable, sentence
 
 __all__ = [
     "MODELS",
-    "ROTARY",
     "PreparedModel",
     "attention_of",
     "bilinear",
@@ -49,9 +48,6 @@ MODELS = (
     ModelSpec("gpt2", random_init=True),
 )
 """Models like the paper's that need no network: an encoder, the same as a decoder, and a random GPT-2."""
-
-ROTARY = "rotary positions"
-"""What :func:`other_scores` returns for an attention that differs by its rotary positions alone."""
 
 _MASKED_LAYER = 6
 _FEW = 4  # the number of words and tokens with which to see whether a layer is masked
@@ -143,7 +139,7 @@ class PreparedModel:
             **{name: getattr(asked, name) for name in ("texts", "seed", "device", "dtype")},
         )
         context.store.check(MEASURE, self.plan.settings())
-        self.subjects = checked_subjects(self.plan, context.models, store=context.store)
+        self.subjects = checked_subjects(self.plan, context.models, context.store)
         self.layers, self.texts = self.subjects[0].layers, [one.text.name for one in self.subjects]
         self.study = PreparedStudy(self.plan, context.store, context.models, self.subjects, [], False)
         context.studies.append(self.study)
@@ -283,7 +279,7 @@ def other_scores(f: SelfAttention) -> str:
     """Name the features of an attention that the paper does not treat: scores other than ⟨A x_i + b, x_j⟩,
     and masks that are not causal. Return empty text if there are none.
     """
-    named = {ROTARY: f.rotary, "a window": f.window, "another mask": f.mask}
+    named = {"rotary positions": f.rotary, "a window": f.window, "another mask": f.mask}
     return " and ".join([*(name for name, one in named.items() if one is not None), *f.feature_names()])
 
 

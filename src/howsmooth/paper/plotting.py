@@ -156,14 +156,12 @@ def fit_factor(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float
     return math.exp(float(residual.mean())), float(residual.std(ddof=1)) if len(x) > 1 else math.nan
 
 
-def lines(
-    x: pd.Series, rows: pd.DataFrame, *columns: tuple[str, str, Dashes, str], spans: bool = False
-) -> list[Curve]:
+def lines(x: pd.Series, rows: pd.DataFrame, *columns: tuple[str, str, Dashes, str]) -> list[Curve]:
     """Return one line for each of the given columns of a table, drawn against ``x``. Each column is given as
     a tuple (name, colour, dashes, label).
     """
     return [
-        Curve(x, rows[name], label, colour, dashes=dashes, spans=spans)
+        Curve(x, rows[name], label, colour, dashes=dashes, spans=False)
         for name, colour, dashes, label in columns
     ]
 

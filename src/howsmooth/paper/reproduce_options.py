@@ -27,9 +27,7 @@ def _model(name: str, value: Any) -> ModelSpec:
 
 
 def _of_plan(name: str, **changed: Any) -> Any:
-    """Define an option like the option ``name`` of a measurement plan, but with the arguments in ``changed``
-    replaced.
-    """
+    """Define an option like one of a measurement plan, with some arguments changed."""
     return option(**({"default": None} | vars(options_of(Plan)[name]) | changed))
 
 

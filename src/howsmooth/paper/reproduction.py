@@ -138,9 +138,7 @@ def produce(
 
 
 def _make(figure: Figure, options: FigureOptions, folder: Path, means: Means) -> Finding:
-    """Make one figure, and write its tables and its section of the HTML page into the folder of
-    the figure.
-    """
+    """Make one figure, and write its tables and its section of the page into its folder."""
     own = folder / figure.name
     finding = figure.make(options, own, means)
     for number, (_, table) in enumerate(finding.tables, 1):
@@ -152,9 +150,7 @@ def _make(figure: Figure, options: FigureOptions, folder: Path, means: Means) ->
 
 
 def _write_page(made: Reproduction, options: FigureOptions, folder: Path, command: str) -> None:
-    """Write the HTML page with the figures of this call and the figures that earlier calls made in this
-    folder.
-    """
+    """Write the page with the figures of this call and of earlier calls in this folder."""
     sections = []
     for figure in FIGURES:
         path = folder / figure.name / _SECTION

@@ -93,9 +93,7 @@ class _Layer:
 
     @property
     def radius(self) -> float:
-        """The largest norm of a token in the measurements on text. Before these are made, it is the largest
-        norm of a captured token.
-        """
+        """The largest norm of a token in the measurements on text, or before these, of a captured one."""
         radii = self.text["radius_max"]
         return float(radii.max()) if len(radii) else self.longest
 
@@ -228,9 +226,7 @@ def _published_rows(f: SelfAttention, fused: bool, radius: float, n: int, seed: 
 
 
 def _real(f: SelfAttention) -> list[int]:
-    """Return the indices of those heads whose matrix A has a real eigenvalue, because the paper's tokens
-    exist only for such heads.
-    """
+    """Return the heads whose A has a real eigenvalue: the paper's tokens exist only for these."""
     return [h for h, head in enumerate(parameters_of(f).heads) if real_eigenpairs(head)]
 
 

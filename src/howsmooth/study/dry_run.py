@@ -106,10 +106,8 @@ def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = Fa
 def _memory(
     study: PreparedStudy, tasks: Sequence[ConstantsTask], longest: int
 ) -> tuple[float | None, float | None]:
-    """Return the bytes of memory of the longest sequences that are measured together, and those that one
-    sequence needs if it does not fit.
-
-    One layer is captured at the shortest length, to see its map.
+    """Return the bytes of the longest sequences measured together, and those that one needs if it does not
+    fit.
     """
     plan, first = study.plan, min(tasks, key=lambda task: task.n)
     sample = next(iter(first.starts))

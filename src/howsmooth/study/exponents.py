@@ -199,10 +199,8 @@ def _checked(
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
-    """Fit a line by least squares.
-
-    Return its slope, its intercept, the standard deviation of the residuals, and the slope's standard error,
-    which is HC3 (MacKinnon and White, 1985).
+    """Fit a line; return slope, intercept, deviation of the residuals, and the slope's HC3 standard error
+    (MacKinnon and White, 1985).
     """
     centred = x - x.mean()
     square = float(centred @ centred)
@@ -291,12 +289,9 @@ class Correlation:
 
 
 def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
-    """Correlate the token norm (radius) with the length, and fit an exponent to each third of the sequences.
-
-    The thirds, from :func:`terciles`, have small, middle and large radius.
-    """
+    """Correlate the radius with the length, and fit an exponent to each third of the sequences by radius."""
     n, lipschitz, radius = (rows[name].to_numpy() for name in ("n", "lipschitz", "radius_mean"))
-    found = radius_correlation(n, radius, LEVEL)
+    found = radius_correlation(n, radius)
     columns: dict[str, float] = {
         "radius_correlation": found.value,
         "radius_correlation_low": found.low,
@@ -316,25 +311,21 @@ def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
     return columns
 
 
-def radius_correlation(n: np.ndarray, radius: np.ndarray, level: float) -> Correlation:
-    """Return the correlation between the token norms (radii) and the lengths of sequences.
-
-    The logarithms of both are correlated.
+def radius_correlation(n: np.ndarray, radius: np.ndarray) -> Correlation:
+    """Return the correlation between the logarithms of the token norms (radii) and lengths of sequences.
 
     Parameters
     ----------
     n, radius
         Lengths and radii, each of shape (points,). Radii of zero are left out, since they have no logarithm.
-    level
-        The confidence of the interval, in (0, 1).
 
     Returns
     -------
     Correlation
-        Pearson's correlation. The interval uses the jackknife of Fisher's arctanh transform, because Fisher's
-        own interval assumes normal radii with the same spread at all lengths, and is far off where they are
-        not (documentation page "Sequences, exponents, radius and length"). NaN if there are fewer than three
-        lengths or four points, or if all radii are equal up to rounding.
+        Pearson's correlation. The interval, of level :data:`LEVEL`, uses the jackknife of Fisher's arctanh
+        transform, because Fisher's own interval assumes normal radii with the same spread at all lengths, and
+        is far off where they are not (documentation page "Sequences, exponents, radius and length"). NaN if
+        there are fewer than three lengths or four points, or if all radii are equal up to rounding.
 
     """
     n, radius = n[radius > 0], radius[radius > 0]
@@ -360,7 +351,7 @@ def radius_correlation(n: np.ndarray, radius: np.ndarray, level: float) -> Corre
         return Correlation(value, -1.0, 1.0)
     without = np.arctanh(products / np.sqrt(squares))
     stderr = math.sqrt((count - 1) / count * float(((without - without.mean()) ** 2).sum()))
-    half = float(special.stdtrit(count - 2, (1 + level) / 2)) * stderr
+    half = float(special.stdtrit(count - 2, (1 + LEVEL) / 2)) * stderr
     centre = math.atanh(value)
     return Correlation(value, math.tanh(centre - half), math.tanh(centre + half))
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pandas as pd
 
 from howsmooth.study.exponents import compare, exponents
-from howsmooth.study.figures import Picture, draw_all
+from howsmooth.study.figures.measurements import Picture, draw_all
 from howsmooth.study.file_writing import csv_of, replace_file, write_parquet, written_beside
 from howsmooth.study.options import choice
 from howsmooth.study.plans import FIGURES
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.records import Contents, plain_rows
-from howsmooth.study.report import render
+from howsmooth.study.report.page import render
 from howsmooth.study.store import Store
 from howsmooth.study.stored_tables import citations, measurement_table
 

@@ -52,7 +52,7 @@ def run(
     means = means or Means()
     means.listener.phase("Reading texts and models" if plan.texts else "Reading inputs and models")
     plan = replace(plan, memory=memory_each(means.executor, plan.memory, plan.device))
-    with prepared_study(plan, folder, keep_going=means.keep_going, models=means.models) as study:
+    with prepared_study(plan, folder, keep_going=means.keep_going) as study:
         # List all work first: impossible work is then refused before the store is created.
         constants = constants_left(study)
         if means.executor is None:  # workers take one length each, so that all of them have work

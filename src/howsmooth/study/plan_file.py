@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import Options, check_keys, options_of, renamed
+from howsmooth.study.options import check_keys, options_of, renamed
 from howsmooth.study.plans import Plan
 
-__all__ = ["KEYS", "Study", "read_options", "read_plan"]
+__all__ = ["KEYS", "Study", "read_plan"]
 
 _OF_PLAN, _OF_EXECUTION = options_of(Plan), options_of(Execution)
 
@@ -55,37 +54,17 @@ def read_plan(path: str | os.PathLike[str], **typed: Any) -> Study:
     """
     path = Path(path)
     with renamed(lambda name: name if name in typed else f"{path.name}: {name.replace('-', '_')}"):
-        values = read_options(path, Plan, "models", KEYS) | typed
+        values = _parsed(path)
+        check_keys(values, KEYS)
+        if "models" not in values:
+            raise ArgumentError("models", expected="a value", got="no such key")
+        places = {key for key, option in _OF_PLAN.items() if option.kind.place}
+        values = {key: _beside(path, one) if key in places else one for key, one in values.items()} | typed
         plan = Plan(**{key: value for key, value in values.items() if key in _OF_PLAN})
         how = Execution(**{key: value for key, value in values.items() if key in _OF_EXECUTION})
         if "out" not in typed:
             how = replace(how, out=path.parent / (how.out if "out" in values else f"{path.stem}-out"))
         return Study(plan, how)
-
-
-def read_options(
-    path: str | os.PathLike[str], plan: type[Options], needed: str, known: Sequence[str]
-) -> dict[str, Any]:
-    """Read a TOML file whose keys are options of a dataclass, and return its values by key.
-
-    All keys must be among ``known``, and the file must have the key ``needed``. A value that names a file or
-    folder beside the TOML file is replaced by its path.
-
-    Raises
-    ------
-    ArgumentError
-        If the file cannot be read, a key is unknown or the needed one is missing.
-
-    """
-    path = Path(path)
-    values, options = _parsed(path), options_of(plan)
-    check_keys(values, known)
-    if needed not in values:
-        raise ArgumentError(needed, expected="a value", got="no such key")
-    return {
-        key: _beside(path, value) if key in options and options[key].kind.place else value
-        for key, value in values.items()
-    }
 
 
 def _beside(path: Path, value: Any) -> Any:

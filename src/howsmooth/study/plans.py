@@ -85,8 +85,15 @@ SPAN = (
 PROFILE_RTOL, INFLUENCE_RTOL = 1e-3, 1e-2
 """The relative widths of intervals in a profile and an influence, which are coarser than in a study."""
 
-PUBLISHED_ITEMS = ("output", "block", "unmasked", "dropout", "stopping")
-"""Items of the code published with the paper; `howsmooth.paper.published_code.differences` explains each."""
+PUBLISHED_ITEMS = {
+    "output": "the result is the square root of ‖Jᵀ f(X)‖, with the output f(X) in place of a tangent",
+    "block": "the residual connection and the norm layer of a post-norm model count as attention",
+    "unmasked": "an encoder run as a decoder is measured without its mask",
+    "dropout": "dropout stays on in an untrained model, drawn anew in each product",
+    "stopping": "the iteration stops when the square of the constant moves by less than 0.0001, or after 100 "
+    "steps",
+}
+"""The items in which the code published with the paper differs from ‖D_X f‖, each with what it changes."""
 
 _PUBLISHED_ELSEWHERE = {
     "slices": "It changes adversarial tokens; use howsmooth reproduce adversarial --as-published.",
@@ -108,10 +115,7 @@ _MOST_SEARCH_STEPS = 1_000_000
 
 
 def _parquet(name: str, value: Any) -> bool:
-    """Check the value of an option that asks for parquet files, and return it.
-
-    Raise ArgumentError if it is true and pandas has no engine for parquet.
-    """
+    """Read a flag; if it is true, refuse it where pandas has no engine for parquet."""
     if flag().read(name, value):
         from howsmooth.study.file_writing import check_parquet  # imports pandas, which takes a while
 
@@ -535,7 +539,7 @@ class Plan(Options):
         later.
         """
         names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
-        given = {name: getattr(self, name) for name in names} | {"method": "auto", "special_tokens": "none"}
+        given = {name: getattr(self, name) for name in names}
         usual = {"output": ("hidden",), "side": (None, "joint")}
         return given | {name: value for name in usual if (value := getattr(self, name)) not in usual[name]}
 

@@ -179,10 +179,7 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task], until: float) -> Task | None:
-        """Remove and return the first task of a queue, after dropping tasks whose model cannot be used.
-
-        Return None if the queue is empty, or if the task is not expected to end in time.
-        """
+        """Remove and return the first task whose model can be used, or None if it would not end in time."""
         while left and left[0].model in self._unusable:
             left.popleft()
         if not left:
@@ -303,10 +300,8 @@ class TaskTimes:
 
 
 class _WorkProgress:
-    """Reports to a listener how far the tasks of one kind are, and how long they will take in total.
-
-    The pace is measured from the first result on, because the first task may wait until a model is loaded.
-    It is told after two seconds, because the first results come together.
+    """Tells a listener how far the tasks of one kind are. The pace counts from the first result, before which
+    a model is loaded.
     """
 
     def __init__(self, listener: Listener, work: Work, times: TaskTimes) -> None:

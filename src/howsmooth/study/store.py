@@ -191,10 +191,7 @@ class Store:
         return Run(*self._query("SELECT * FROM runs WHERE id = ?", number).fetchone()[: len(Run.columns())])
 
     def _make_good(self, rows: Sequence[Row]) -> None:
-        """Delete the records of failures whose missing rows have now been written.
-
-        These can be failures of a whole text or model.
-        """
+        """Delete the failures whose missing rows are now written, also those of a whole text or model."""
         # Almost always there are no failures, and this is called for every step.
         if self._query("SELECT 1 FROM failures LIMIT 1").fetchone() is None:
             return

@@ -187,10 +187,7 @@ def _check(connection: sqlite3.Connection, path: Path, statements: Sequence[str]
 
 
 def _check_seals(connection: sqlite3.Connection, path: Path) -> None:
-    """Check that each row still has the digest that was stored with it.
-
-    SQLite checks only the structure of the file.
-    """
+    """Check the digest of each row; SQLite checks only the structure of the file."""
     for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})") if row[1] != "seal"]
         try:
@@ -206,10 +203,7 @@ def _check_seals(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _seal(*values: object) -> str:
-    """Return a digest of the values of a row. An integer and the equal float have the same digest.
-
-    SQLite turns an integer in a column of floats into a float.
-    """
+    """Return a digest of the values of a row, in which 1 and 1.0 are equal, as in a column of floats."""
     plain = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
     return blake2b(repr(plain).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
@@ -222,10 +216,7 @@ def _damaged(path: Path, verdict: str) -> StoreError:
 
 
 def _roll_back(folder: Path) -> None:
-    """Let SQLite roll back the unfinished transaction of a killed writer.
-
-    Raise StoreError if another writer is active.
-    """
+    """Let SQLite roll back what a killed writer left; raise StoreError if another writer is active."""
     lock = locked(folder)
     try:
         with closing(_opened(folder / STORE_NAME, "rw")) as connection:

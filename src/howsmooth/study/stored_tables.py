@@ -79,9 +79,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
 
 
 def _readable(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of the store whose columns of text have pandas' dtype of text, and without the column
-    ``run`` where no run is named in it.
-    """
+    """Give columns of text pandas' dtype of text, and leave the column ``run`` out where it names none."""
     text = pd.Series([""]).dtype
     mixed = [name for name in table if table[name].dtype == object]
     kinds = {name: {type(value) for value in table[name]} - {type(None)} for name in mixed}

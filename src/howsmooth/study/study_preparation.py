@@ -201,7 +201,7 @@ def _check_unchanged(store: Store, subject: Subject) -> None:
 
 
 def checked_subjects(
-    plan: Plan, models: Models, impossible: Impossible | None = None, store: Store | None = None
+    plan: Plan, models: Models, store: Store, impossible: Impossible | None = None
 ) -> list[Subject]:
     """Load all models of a plan, check layers, heads and lengths on all inputs, and place the sequences.
 
@@ -219,10 +219,8 @@ def checked_subjects(
                 model = models.load(spec, source.content)
                 reached = source.record.name
                 subject = subject_of(plan, spec, source, model)
-                held = {}
-                if store is not None:
-                    _check_unchanged(store, subject)
-                    held = store.sequences(subject.model.label, subject.text.name)
+                _check_unchanged(store, subject)
+                held = store.sequences(subject.model.label, subject.text.name)
                 subject = replace(subject, starts=place_sequences(plan, subject, held))
             except StoreError:
                 raise
@@ -276,10 +274,8 @@ def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
 
 
 def _others(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return the indices of the layers that the user can choose after ``error`` has refused a layer.
-
-    They are the self-attention layers if a cross-attention layer was refused, the cross-attention layers if a
-    self-attention layer was refused, and none after another error.
+    """Return the layers to choose after ``error``: cross-attention if self-attention was refused, and vice
+    versa.
     """
     from howsmooth.models import capture
     from howsmooth.models.identification.cross_attention_layer import OneSequence
@@ -451,13 +447,11 @@ def prepared_study(
     *,
     write: bool = True,
     keep_going: bool = False,
-    models: Models | None = None,
 ) -> Iterator[PreparedStudy]:
     """Check that a plan can be carried out, and yield the study, ready to run.
 
     The models, the inputs and the store, if it exists, are checked. With ``keep_going``, models and texts
-    that are impossible are left out. ``models`` is an existing loader with the same seed, device and
-    precision.
+    that are impossible are left out.
 
     Raises
     ------
@@ -468,6 +462,6 @@ def prepared_study(
     # Open an existing store before loading a model: an unusable store is then reported at once.
     with Store.open(folder, write=write, late=True) as store:
         store.check(MEASURE, plan.settings())
-        models, impossible = models or Models(plan), Impossible()
-        subjects = checked_subjects(plan, models, impossible if keep_going else None, store)
+        models, impossible = Models(plan), Impossible()
+        subjects = checked_subjects(plan, models, store, impossible if keep_going else None)
         yield PreparedStudy(plan, store, models, subjects, impossible, keep_going)

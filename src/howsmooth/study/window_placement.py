@@ -137,12 +137,8 @@ def _fill(
 def _choose(
     gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random | None
 ) -> list[list[tuple[int, int]]] | None:
-    """Choose a free gap of the text for each window; return the windows in each gap.
-
-    Return None if some window fits into no gap.
-
-    With a generator, the chance of a gap is proportional to the number of places for the window in it.
-    Without one, the tightest gap is chosen.
+    """Choose a gap for each window, or None if one fits nowhere; at random by its places, or the tightest
+    without a generator.
     """
     inside: list[list[tuple[int, int]]] = [[] for _ in gaps]
     room = np.array([size for _, size in gaps], dtype=np.int64)
@@ -163,10 +159,7 @@ def _choose(
 def _lay_out(
     start: int, room: int, windows: Sequence[tuple[int, int]], longest: int, generator: random.Random
 ) -> dict[tuple[int, int], int]:
-    """Place windows of tokens in one gap of a text, in the given order, with random space between.
-
-    Windows lie side by side in a few groups; the spare tokens lie at random before, between and after them.
-    """
+    """Place windows in one gap, in a few groups, with the spare tokens at random between them."""
     spare = room - sum(n for n, _ in windows)
     runs = min(len(windows), spare // (_ROOM * longest))
     # Split `spare` into runs + 1 parts, uniformly among all ways; the last part lies after the last run.

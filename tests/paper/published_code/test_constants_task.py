@@ -210,25 +210,6 @@ def test_published_values_are_of_the_sequences_of_the_constants(stand_ins: None,
     assert (both["start_x"] == both["start_y"]).all()
 
 
-def test_an_interrupted_run_keeps_its_rows_and_goes_on(stand_ins: None, tmp_path: Path) -> None:
-    calls = 0
-
-    def interrupt(one: Any, items: tuple[str, ...], found: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 10:  # within the third layer of the first of three lengths
-            raise KeyboardInterrupt
-        return found
-
-    with changed(interrupt), pytest.raises(KeyboardInterrupt):
-        go(tmp_path / "a")
-    assert len(published_of(tmp_path / "a")) == 2 * 5 * 4
-    assert go(tmp_path / "a")[:2] == (TOTAL - 40, 40)
-    go(tmp_path / "whole")
-    assert published_of(tmp_path / "a") == published_of(tmp_path / "whole")
-    assert go(tmp_path / "a")[:2] == (0, TOTAL)
-
-
 def test_items_added_later_measure_only_what_is_missing(stand_ins: None, tmp_path: Path) -> None:
     go(tmp_path, ["output"])
     seen: list[tuple[str, ...]] = []

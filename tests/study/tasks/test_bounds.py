@@ -118,21 +118,6 @@ def test_what_was_not_measured_is_not_bounded(tmp_path: Path) -> None:
     assert set(contents_of(tmp_path).failures["what"]) == {"measurements"}
 
 
-def test_a_run_that_is_stopped_goes_on_with_the_bounds(tmp_path: Path) -> None:
-    tools, work = make_tools()
-
-    def bound(site: Any) -> Any:
-        if len(work.bounded) == 4:
-            raise KeyboardInterrupt
-        return tools.bound(site)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(make_plan(), tmp_path, replace(tools, bound=bound))
-    assert len(contents_of(tmp_path).bounds) == 2 * 4
-    run(make_plan(), tmp_path, tools)
-    assert len(work.bounded) == len(set(work.bounded)) == 9
-
-
 # ---- for how long
 
 

@@ -19,7 +19,6 @@ from howsmooth.paper.published_code.differences import (
     PublishedLayer,
     capture_layers,
     items_that_apply,
-    parse_items,
 )
 from howsmooth.paper.published_code.measurement import AsPublished, measure_as_published, measure_layer
 from howsmooth.paper.published_code.power_iteration import PowerIteration, power_iteration
@@ -36,7 +35,6 @@ __all__ = [
     "items_that_apply",
     "measure_as_published",
     "measure_layer",
-    "parse_items",
     "power_iteration",
     "unmasked",
     "with_dropout",

@@ -93,9 +93,7 @@ class DropoutAttention(OuterMap):
         return out * self._dropout_factors(out, self.outputs)
 
     def _dropout_factors(self, like: Tensor, probability: float) -> Tensor:
-        """Return a random factor for each entry of a tensor: zero with the given probability, and 1/(1 −
-        probability) otherwise.
-        """
+        """Return a random factor for each entry: zero with this probability, and else 1/(1 − probability)."""
         # Draw on the CPU, so that the draws are the same for every device.
         kept = torch.rand(like.shape, generator=self._generator) >= probability
         return kept.to(device=self.device, dtype=self.dtype) / (1 - probability)
@@ -119,9 +117,7 @@ def unmasked(f: TokenMap) -> TokenMap:
 
 
 def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) -> TokenMap:
-    """Return a copy of a map in which the attention is replaced by ``change(attention)``, also inside
-    residual connections and compositions.
-    """
+    """Return a map in which the attention is replaced by ``change(attention)``, also inside compositions."""
     if isinstance(f, SelfAttention):
         return change(f)
     if isinstance(f, Residual):

@@ -147,9 +147,7 @@ def published_left(items: Sequence[str] | None) -> Callable[[PreparedStudy], Wor
 def _wanted(
     study: PreparedStudy, subject: Subject, items: Sequence[str] | None
 ) -> Sequence[tuple[int, str, str]]:
-    """List the values of the published code to measure on one text, as triples (layer, name of the quantity,
-    items).
-    """
+    """List the values to measure on one text, as (layer, quantity, items)."""
     feed = subject.feed
     if not isinstance(feed, TextFeed):
         raise ArgumentError(

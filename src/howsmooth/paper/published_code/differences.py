@@ -12,34 +12,13 @@ from torch import Tensor, nn
 from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel, Site, capture
 from howsmooth.models.tokens_under_dropout import DropoutRates, dropout_rates, training_tokens
+from howsmooth.study.plans import PUBLISHED_ITEMS as ITEMS
 
-__all__ = ["ITEMS", "PublishedLayer", "capture_layers", "items_that_apply", "parse_items"]
-
-ITEMS = {
-    "output": "the forward product gives the output f(X) in place of the tangent, so that the iteration "
-    "returns the square root of the norm of Jᵀ f(X)",
-    "block": "the map of a post-norm model is its attention with residual connection and norm",
-    "unmasked": "the layer of an encoder run as a decoder is called alone, without the mask that the model "
-    "makes for it",
-    "dropout": "an untrained model stays in training mode: dropout acts on tokens and map, anew in each "
-    "product",
-    "stopping": "the power iteration stops when the square of the constant moves by less than 0.0001, or "
-    "after 100 steps",
-}
-"""The items of the published measurement, each with what it changes."""
-
-
-def parse_items(text: str) -> tuple[str, ...] | None:
-    """Split a comma-separated list of keys of ``ITEMS``, the differences between the published measurement
-    and ‖D_X f‖. The text ``all`` gives None, which stands for all items that apply.
-    """
-    return None if text == "all" else tuple(text.split(","))
+__all__ = ["ITEMS", "PublishedLayer", "capture_layers", "items_that_apply"]
 
 
 def _in_order(items: Iterable[str]) -> tuple[str, ...]:
-    """Sort keys of ``ITEMS``, the differences between the published measurement and ‖D_X f‖, in the order of
-    ``ITEMS``. Refuse unknown and repeated keys.
-    """
+    """Sort items in the order of ``ITEMS``, and refuse unknown and repeated ones."""
     given = list(items)
     expected = f"all, or some of {', '.join(ITEMS)}"
     for item in given:

@@ -124,21 +124,14 @@ def literal(words: str) -> str:
     return words.replace("\\", "\\\\").replace("$", r"\$")
 
 
-def save(figure: Figure, folder: Path, stem: str, title: str, source: str = "") -> tuple[Path, Path]:
-    """Write a figure as PNG and PDF, and return their paths. The same numbers give the same files.
-
-    ``source`` identifies what the figure was drawn from, for a later check whether it is current.
-    """
+def save(figure: Figure, folder: Path, stem: str, title: str) -> tuple[Path, Path]:
+    """Write a figure as PNG and PDF, and return their paths. The same numbers give the same files."""
     image, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
-    # The PNG gets its name last, so that one with this source is whole and has its PDF beside it.
-    partial = folder / f".{stem}.partial"
     title = title.encode("latin-1", "replace").decode("latin-1")
-    described = {"Title": title, "Software": "howsmooth"} | ({"Source": source} if source else {})
-    figure.savefig(partial, format="png", metadata=described)
+    figure.savefig(image, metadata={"Title": title, "Software": "howsmooth"})
     figure.set_layout_engine("none")  # keep the layout: computing it again takes as long as drawing
     # Without a date, the same store gives the same file.
     figure.savefig(pdf, metadata={"Title": title, "Creator": "howsmooth", "CreationDate": None})
-    partial.replace(image)
     return image, pdf
 
 

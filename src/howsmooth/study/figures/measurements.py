@@ -7,14 +7,11 @@ viridis colours do not depend on colour vision. Unconverged measurements are hol
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import Normal, Stroke
-from PIL import Image
 
 from howsmooth.study.exponents import Exponent, fitted_groups
 from howsmooth.study.figures.drawing import (
@@ -41,7 +37,6 @@ from howsmooth.study.figures.drawing import (
     set_axis,
     set_bar_ticks,
 )
-from howsmooth.study.file_writing import csv_of
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import (
     decimal,
@@ -92,7 +87,7 @@ def draw_all(
     """Draw a figure of the constants for each layer or head, and overviews of several layers or heads.
 
     There is an overview for each model, text and scope with several layers or heads; it comes before the
-    figures of its layers. Figures whose files show the same measurements already are not drawn again.
+    figures of its layers.
     ``kinds`` maps the name of each input that is not a text to its kind, one of
     :data:`howsmooth.study.plans.KINDS`.
     """
@@ -124,12 +119,10 @@ class _Part:
 
     @property
     def name(self) -> str:
-        """A phrase that names the layer and the head of these rows, such as "layer 3, head 1"."""
         return place_in_words(self.layer, self.head)
 
     @property
     def stem(self) -> list[str]:
-        """The layer and head as parts of a file name."""
         return [f"layer-{self.layer:02d}", *([] if self.head is None else [f"head-{self.head:02d}"])]
 
 
@@ -152,25 +145,13 @@ class _Family:
     kind: str
     scope_words: str
 
-    def saved(
-        self, draw: Callable[[], Figure], rows: pd.DataFrame, title: str, alt: str, part: _Part | None = None
-    ) -> Picture:
-        """Draw a figure of some rows and write it as PNG and PDF, unless the files show these rows already.
-
-        The figure shows the layer or head ``part``, or is an overview if ``part`` is None.
-        """
+    def saved(self, figure: Figure, title: str, alt: str, part: _Part | None = None) -> Picture:
+        """Write a figure of a layer or head, or of all of them (``part`` is None), as PNG and PDF."""
         words = ["overview"] if part is None else part.stem
-        stem = file_stem(self.model, self.text, self.scope, *words)
-        shown = "\n".join([_drawing_code(), title, alt, csv_of(rows.drop(columns="run", errors="ignore"))])
-        source = hashlib.sha256(shown.encode("utf-8", "backslashreplace")).hexdigest()
-        if not _is_current(self.folder, stem, source):
-            save(draw(), self.folder, stem, title, source)
-        png, pdf = self.folder / f"{stem}.png", self.folder / f"{stem}.pdf"
-        with Image.open(png) as image:
-            inches = image.width / STYLE["savefig.dpi"]
+        png, pdf = save(figure, self.folder, file_stem(self.model, self.text, self.scope, *words), title)
         layer, head = (None, None) if part is None else (part.layer, part.head)
         where = (self.model, self.text, self.scope, layer, head)
-        return Picture(png, pdf, alt, *where, overview=part is None, inches=inches)
+        return Picture(png, pdf, alt, *where, overview=part is None, inches=figure.get_figwidth())
 
 
 # ---- One layer
@@ -182,7 +163,7 @@ def _single(part: _Part, family: _Family) -> Picture:
         f"{readable(family.text)}"
     )
     alt = f"Two scatter plots on log axes for {title}: {_description(part)}"
-    return family.saved(lambda: _draw_single(part, family, title), part.rows, title, alt, part)
+    return family.saved(_draw_single(part, family, title), title, alt, part)
 
 
 def _draw_single(part: _Part, family: _Family, title: str) -> Figure:
@@ -231,7 +212,7 @@ def _overview(parts: Sequence[_Part], family: _Family) -> Picture:
         "Small scatter plots of the constant against the length on log axes, one a layer, for "
         f"{title}. {_range_of_exponents(parts)}"
     )
-    return family.saved(lambda: _draw_overview(parts, rows, family, title), rows, title, alt)
+    return family.saved(_draw_overview(parts, rows, family, title), title, alt)
 
 
 def _draw_overview(parts: Sequence[_Part], rows: pd.DataFrame, family: _Family, title: str) -> Figure:
@@ -275,13 +256,11 @@ def _draw_overview(parts: Sequence[_Part], rows: pd.DataFrame, family: _Family, 
     return figure
 
 
-# ---- Lines, and what the files show already
+# ---- Lines
 
 
 def _draw_guides(axis: Axes, fit: Exponent) -> None:
-    """Draw a fitted power law, and lines with the reference slopes, which meet it in the middle of the fitted
-    range.
-    """
+    """Draw a fitted power law, and lines of the reference slopes, which meet it in the middle."""
     if fit.note:
         return
     ends = np.array([fit.n_min, fit.n_max], dtype=float)
@@ -308,24 +287,6 @@ def _guide_handles(label: str = "least-squares fit, exponent [95 % interval]") -
         for _, words, dashes in _REFERENCE_SLOPES
     ]
     return handles
-
-
-def _is_current(folder: Path, stem: str, source: str) -> bool:
-    """Return whether the files of a figure exist and were drawn from the data with the digest ``source``."""
-    try:
-        with Image.open(folder / f"{stem}.png") as image:
-            return image.info.get("Source") == source and (folder / f"{stem}.pdf").exists()
-    except OSError:  # no such file, or no image
-        return False
-
-
-@functools.cache
-def _drawing_code() -> str:
-    """Return a digest of the drawing code and the matplotlib version, which changes if either changes."""
-    digest = hashlib.sha256(version("matplotlib").encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 # ---- Points
@@ -385,7 +346,6 @@ def _description(part: _Part) -> str:
 
 
 def _range_of_exponents(parts: Sequence[_Part]) -> str:
-    """Return a sentence with the smallest and the largest exponent."""
     found = [part.fit.slope for part in parts if not part.fit.note]
     if not found:
         return "No exponent could be fitted."

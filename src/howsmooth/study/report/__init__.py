@@ -3,9 +3,3 @@
 ``page`` assembles the report. ``chart_data`` writes the numbers for its script, ``tables`` the tables and
 headlines.
 """
-
-from __future__ import annotations
-
-from howsmooth.study.report.page import render
-
-__all__ = ["render"]

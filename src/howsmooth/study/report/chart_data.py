@@ -220,10 +220,7 @@ def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _start(rows: Sequence[dict[str, Any]], scopes: Sequence[str]) -> int:
-    """Choose which row of sensitivities the report shows first, and return its index.
-
-    It is a row of the middle layer, with at most 64 tokens if there is such a row.
-    """
+    """Choose the row that is shown first: of the middle layer, with at most 64 tokens if there is one."""
     scope = scopes.index("attention") if "attention" in scopes else rows[0]["scope"]
     begun = next(row for row in rows if row["scope"] == scope)
     alike = [row for row in rows if all(row[name] == begun[name] for name in ("model", "text", "scope"))]
@@ -242,10 +239,7 @@ def _joined(*tables: pd.DataFrame) -> pd.DataFrame:
 
 
 def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]], pd.DataFrame]:
-    """Replace the names in some columns of a table by indices.
-
-    The first result has the list of names of each column, for display; the second is the table.
-    """
+    """Replace the names in some columns of a table by indices into the lists of names, which come first."""
     names, numbers = {}, {}
     for column in columns:
         numbers[column], found = pd.factorize(table[column])
@@ -254,10 +248,7 @@ def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]],
 
 
 def _rounded(values: Iterable[Any], digits: int = 7, *, upper: bool | None = None) -> list[float | None]:
-    """Round numbers to a few digits; NaN, infinite and missing numbers become None.
-
-    Upper limits (``upper=True``) are rounded up and lower limits (``upper=False``) down.
-    """
+    """Round numbers, upper limits up and lower ones down; NaN and infinite ones become None."""
 
     def rounded(value: float) -> float:
         return float(f"{value:.{digits}g}" if upper is None else limit_in_digits(value, digits, upper=upper))

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from howsmooth.roundoff import limit_in_digits
 from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.exponents import STRATA
-from howsmooth.study.figures import Picture
+from howsmooth.study.figures.measurements import Picture
 from howsmooth.study.html_assets import data_url, digest, style_sheet, templates_of
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import tables
@@ -156,10 +156,8 @@ def _image(picture: Picture) -> dict[str, Any]:
 
 
 def _style(found: Sequence[dict[str, Any]]) -> str:
-    """Return the style sheets of the report.
-
-    They have a class for each minimal width of an image. The content security policy allows no style
-    attributes, which would be simpler.
+    """Return the style sheets; a class for each least width of an image stands in for style attributes, which
+    the policy forbids.
     """
     images = (image for family in found for kind in ("overviews", "singles") for image in family[kind])
     least = sorted({int(image["least"]) for image in images})

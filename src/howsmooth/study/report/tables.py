@@ -10,26 +10,18 @@ import pandas as pd
 
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.exponents import LEVEL
+from howsmooth.study.plans import PUBLISHED_ITEMS
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import decimal, place_in_words, readable
 from howsmooth.study.window_placement import bounded_lengths
 
 __all__ = [
-    "CONFIDENCE", "ITEM_MEANINGS", "chance", "convergence", "headline", "items_of", "maskings",
-    "number", "plain", "runs", "sharpest", "slope", "without_bounds",
+    "CONFIDENCE", "chance", "convergence", "headline", "items_of", "maskings", "number",
+    "plain", "runs", "sharpest", "slope", "without_bounds",
 ]  # fmt: skip
 
 CONFIDENCE = f"{LEVEL * 100:.0f} %"
 """The confidence of the intervals of exponents and correlations, as text."""
-
-ITEM_MEANINGS = {
-    "output": "the result is the square root of ‖Jᵀ f(X)‖, with the output f(X) in place of a tangent",
-    "block": "the residual connection and the norm layer count as attention",
-    "unmasked": "an encoder run as a decoder is measured without its mask",
-    "dropout": "dropout stays on in an untrained model",
-    "stopping": "the iteration stops at an absolute tolerance, or after 100 steps",
-}
-"""How each item makes the published code of the paper differ from ‖D_X f‖₂."""
 
 
 def number(value: float | None) -> str:
@@ -142,7 +134,7 @@ def runs(table: pd.DataFrame) -> list[dict[str, Any]]:
 def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
     """Return the deviations of the published code (items) that occur in a table, with their meanings."""
     there = {item for items in compared["items"] for item in str(items).split(",")}
-    return [(item, meaning) for item, meaning in ITEM_MEANINGS.items() if item in there]
+    return [(item, meaning) for item, meaning in PUBLISHED_ITEMS.items() if item in there]
 
 
 def without_bounds(rows: pd.DataFrame, bounds: pd.DataFrame) -> int:

@@ -50,7 +50,7 @@ class ConstantsTask(SequenceTask):
                 yield from self.measured(site, samples)
 
     def samples_left(self, site: Any) -> list[int]:
-        """Return the indices of the sequences (samples) for which a layer or head is not measured yet."""
+        """Return the samples for which a layer or head is not measured yet."""
         return [s for s in self.starts if (self.scope, site.layer, site.head, self.n, s) in self.missing]
 
     def measured(self, site: Any, samples: Sequence[int]) -> Iterator[Found]:
@@ -66,10 +66,6 @@ class ConstantsTask(SequenceTask):
         return self.failed(error, place, [sample])
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
-        """Measure one layer or head at some sequences in one batch, and return the rows.
-
-        The result is a list that contains one list of rows.
-        """
         began = time.perf_counter()
         tokens, seeds = self.tokens_of(site, samples), self.seeds_of(site, samples)
         estimate = self.estimate(site.map, tokens, seeds)
@@ -98,7 +94,6 @@ class ConstantsTask(SequenceTask):
             confidence=plan.confidence,
             max_iterations=plan.max_iterations,
             seed=seeds,
-            method=plan.settings()["method"],
             memory=plan.memory,
         )
 
@@ -320,11 +315,7 @@ def _rows(group: Sequence[_Part]) -> Iterator[Found]:
 
 
 def _estimates(parts: Sequence[_Part]) -> list[tuple[LipschitzEstimate, float]]:
-    """Measure the Lipschitz constants of one map at the sequences of several lengths in one call.
-
-    For each length, return the estimates and the time of one sequence in seconds. The time of the call is
-    divided among the sequences in proportion to their tokens.
-    """
+    """Measure one map at the sequences of several lengths in one call, whose time is divided by tokens."""
     began = time.perf_counter()
     found = parts[-1].task.estimate(
         parts[-1].site.map,
