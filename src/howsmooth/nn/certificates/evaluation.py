@@ -76,9 +76,9 @@ class Evaluation:
         ]
         if self.reach > radius:
             lines.append(
-                f"This is proved for perturbed inputs whose tokens have norms of at most {radius:.6g}; within "
-                f"the certified radii they reach {self.reach:.4g}, which radius={1.001 * self.reach:.4g} or "
-                "hs.nn.ClipTokens in front of the model covers."
+                f"This is proved for perturbed inputs whose tokens have norms of at most {radius:.6g}; "
+                f"within the certified radii they reach {self.reach:.4g}, which "
+                f"radius={1.001 * self.reach:.4g} or hs.nn.ClipTokens in front of the model covers."
             )
         return "\n".join(lines)
 
@@ -179,8 +179,8 @@ def evaluate(
             "inputs",
             expected=f"tokens of norm at most {radius:g}, the radius of the certificate",
             got=f"{count} of {len(x)} inputs with a longer one, the longest of norm {norms.max():g}",
-            remedy="Certify for a larger radius, or put hs.nn.ClipTokens in front of the model, which then has "
-            "a certificate for radius=math.inf.",
+            remedy="Certify for a larger radius, or put hs.nn.ClipTokens in front of the model, which then "
+            "has a certificate for radius=math.inf.",
         )
     logits = torch.cat([_logits(exact, part) for part in x.split(batch)])
     radii = certificate.certified_radius(logits, labels)
