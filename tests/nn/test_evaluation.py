@@ -71,86 +71,18 @@ def test_an_evaluation_says_how_far_tokens_reach_within_the_certified_radius() -
     assert found.reach == pytest.approx(1.8, rel=1e-9)
     assert "2 inputs, the longest token of norm 1; 1 of the class of their label" in str(found)
     assert "of at most 1; within the certified radii they reach 1.8, which radius=1.802 or" in str(found)
-    for covered in ({"radius": found.reach}, {"radius": 1.0, "clip": True}):
-        assert "they reach" not in str(hs.nn.evaluate(model, x, length=1, **covered))
+    clipped = nn.Sequential(hs.nn.ClipTokens(1.0), model)
+    for one, radius in ((model, found.reach), (clipped, math.inf)):
+        assert "they reach" not in str(hs.nn.evaluate(one, x, length=1, radius=radius))
 
 
-def test_no_attack_moves_an_input_to_another_class_within_its_radius() -> None:
+def test_inputs_beyond_the_radius_are_counted_and_refused() -> None:
     model, x = vit().double(), images(largest=1.5).double()
-    found = hs.nn.evaluate(model, x, length=4, radius=2.0, clip=True)
-    radii = torch.tensor(found.table["certified_radius"].to_numpy())
-    predicted = torch.tensor(found.table["predicted"].to_numpy())
-    assert (radii > 1e-3).float().mean() > 0.8
-    # The model as it is evaluated: patches beyond the radius are clipped.
-    clipped = nn.Sequential(model[0], hs.nn.ClipTokens(2.0), *model[1:])
-    move = torch.randn_like(x) * 1e-3
-    for _ in range(60):
-        move.requires_grad_()
-        logits = clipped(x + move)
-        own = logits.gather(1, predicted[:, None])[:, 0]
-        others = logits.scatter(1, predicted[:, None], -math.inf).amax(dim=1)
-        (gradient,) = torch.autograd.grad((others - own).sum(), move)
-        with torch.no_grad():
-            move = move + gradient * (0.2 * radii / gradient.flatten(1).norm(dim=1))[:, None, None, None]
-            norms = move.flatten(1).norm(dim=1)
-            move = move * (radii / norms).clamp(max=1.0)[:, None, None, None]
-    with torch.no_grad():
-        assert torch.equal(clipped(x + move).argmax(dim=1), predicted)
-
-
-def test_clipping_is_the_projection_of_the_inputs() -> None:
-    model, x = vit().double(), images(largest=1.5).double()
-    patches = x.unfold(2, 2, 2).unfold(3, 2, 2).reshape(len(x), 4, 4)
-    norms = patches.norm(dim=2)
-    beyond = int((norms > 2.0).any(dim=1).sum())
+    beyond = int((hs.nn.Patches(2)(x).norm(dim=2) > 2.0).any(dim=1).sum())
     assert 0 < beyond < len(x)
-    factors = (2.0 / norms).clamp(max=1.0).reshape(len(x), 1, 2, 2)
-    inside = x * factors.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
-    found = hs.nn.evaluate(model, x, length=4, radius=2.0, clip=True)
-    plain = hs.nn.evaluate(model, inside * (1 - 1e-12), length=4, radius=2.0)
-    assert found.clipped == beyond
-    assert plain.clipped == 0
-    assert math.isinf(found.certificate.radius)
-    for column in ("predicted", "margin", "certified_radius"):
-        np.testing.assert_allclose(found.table[column], plain.table[column], rtol=1e-9)
-    np.testing.assert_allclose(found.table["longest"], norms.amax(dim=1), rtol=1e-12)
-    with pytest.raises(
-        ArgumentError, match=f"got {beyond} of 40 inputs with a longer one, the longest of norm"
-    ):
+    words = f"got {beyond} of 40 inputs with a longer one, the longest of norm .* hs.nn.ClipTokens"
+    with pytest.raises(ArgumentError, match=words):
         hs.nn.evaluate(model, x, length=4, radius=2.0)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_tokens_vectors_and_flat_images_are_clipped_before_all(nested: bool) -> None:
-    def put(*modules: nn.Module) -> nn.Module:
-        return nn.Sequential(nn.Identity(), nn.Sequential(*modules)) if nested else nn.Sequential(*modules)
-
-    torch.manual_seed(2)
-    linear, pool = nn.Linear(3, 2).double(), hs.nn.MeanPool()
-    x = 2 * torch.randn(20, 4, 3, dtype=torch.float64)
-
-    def margins(model: nn.Module, x: Tensor, n: int) -> Any:
-        return hs.nn.evaluate(model, x, length=n, radius=1.0, clip=True).table["margin"]
-
-    def short(x: Tensor) -> Tensor:
-        return x / x.norm(dim=-1, keepdim=True).clamp(min=1.0)
-
-    def by_hand(logits: Tensor) -> Any:
-        return (logits[:, 0] - logits[:, 1]).abs().detach()
-
-    np.testing.assert_allclose(
-        margins(put(linear, pool), x, 4), by_hand(linear(short(x)).sum(1) / 2), rtol=1e-10
-    )
-    np.testing.assert_allclose(margins(put(linear), x[:, 0], 1), by_hand(linear(short(x[:, 0]))), rtol=1e-10)
-    wide = nn.Linear(12, 2).double()
-    np.testing.assert_allclose(
-        margins(put(nn.Flatten(), wide), x, 4), by_hand(wide(short(x).flatten(1))), rtol=1e-10
-    )
-    np.testing.assert_allclose(
-        margins(put(nn.Flatten(), wide), x.reshape(20, 1, 4, 3), 1),
-        by_hand(wide(short(x.flatten(1)))),
-        rtol=1e-10,
-    )
 
 
 def test_half_precision_weights_are_numbers_of_float64() -> None:
@@ -212,50 +144,18 @@ def own_and_parts() -> tuple[nn.Module, nn.Sequential]:
     return model, nn.Sequential(hs.nn.Patches(2), cut, positions, branch, hs.nn.MeanPool(), head)
 
 
-@pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_forward_is_evaluated_as_its_parts_are(clip: bool, inside: bool) -> None:
-    (model, parts), x = own_and_parts(), images(largest=1.5 if clip else 1.0)
+def test_a_forward_is_evaluated_as_its_parts_are(inside: bool) -> None:
+    (model, parts), x = own_and_parts(), images()
     if inside:
         model, parts = (nn.Sequential(one, nn.Identity(), nn.Linear(3, 2)).double() for one in (model, parts))
         parts[2] = model[2]  # type: ignore[index, operator]
     y = torch.arange(40) % 2
-    found, wanted = (
-        hs.nn.evaluate(one, x, y, length=4, radius=2.0, clip=clip, batch=7) for one in (model, parts)
-    )
+    found, wanted = (hs.nn.evaluate(one, x, y, length=4, radius=2.0, batch=7) for one in (model, parts))
     assert found.certificate.constant == pytest.approx(wanted.certificate.constant, rel=1e-9)
     assert found.certificate.radius == wanted.certificate.radius
-    assert [row.path for row in found.certificate.rows].count("(clip)") == int(clip)
-    assert found.clipped == wanted.clipped == (int((found.table["longest"] > 2).sum()) if clip else 0)
-    assert not clip or 0 < found.clipped < 40
     np.testing.assert_allclose(found.table, wanted.table, rtol=1e-9, atol=1e-12)
     assert found.table["certified_radius"].max() > 1e-3
-
-
-def test_a_forward_on_tokens_and_on_vectors_is_clipped() -> None:
-    torch.manual_seed(0)
-
-    class Own(nn.Module):
-        def __init__(self, tokens: bool) -> None:
-            super().__init__()
-            self.linear, self.tokens = nn.Linear(3, 2).double(), tokens
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x) + self.linear(x)
-            return y.mean(dim=1) if self.tokens else y
-
-    x = 2 * torch.randn(20, 4, 3, dtype=torch.float64)
-    short = x / x.norm(dim=-1, keepdim=True).clamp(min=1.0)
-    for model, given, inside in ((Own(True), x, short), (Own(False), x[:, 0], short[:, 0])):
-        found = hs.nn.evaluate(
-            model, given, length=len(given[0]) if given.ndim == 3 else 1, radius=1.0, clip=True
-        )
-        logits = model(inside).detach()
-        np.testing.assert_allclose(found.table["margin"], (logits[:, 0] - logits[:, 1]).abs(), rtol=1e-10)
-        assert math.isinf(found.certificate.radius)
-        norm = torch.linalg.matrix_norm(model.linear.weight.detach(), 2)
-        share = math.sqrt(1 / 4) if given.ndim == 3 else 1.0
-        assert found.certificate.constant == pytest.approx(2 * float(norm) * share, rel=1e-9)
 
 
 def test_images_that_do_not_fit_a_forward() -> None:
@@ -301,8 +201,8 @@ def test_arguments_of_evaluate() -> None:
         hs.nn.evaluate(
             model, torch.where(torch.arange(40)[:, None, None, None] < 2, math.inf, x), length=4, radius=2.0
         )
-    for labels in (y[:3], y[None], y.double(), y.bool()):
-        with pytest.raises(ArgumentError, match="labels: expected integers, one for each of 40 inputs"):
+    for labels in (y[:3], y[None], y.double()):
+        with pytest.raises(ArgumentError, match="labels: expected"):
             hs.nn.evaluate(model, x, labels, length=4, radius=2.0)
     with pytest.raises(ArgumentError, match="labels: expected classes from 0 to 2"):
         hs.nn.evaluate(model, x, y - 1, length=4, radius=2.0)

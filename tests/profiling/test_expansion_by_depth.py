@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -142,13 +141,6 @@ def test_what_a_profile_shows(tmp_path: Path) -> None:
     # The labels are turned: "embeddings" ends at its tick, well before "0" begins.
     assert first.x1 + 10 < second.x0
     assert not figure.legends[0].get_window_extent().overlaps(figure.axes[0].get_tightbbox())
-    path = tmp_path / "depth.csv"
-    found.to_csv(path)
-    assert path.read_text(encoding="utf-8") == found.to_csv()
-    found.to_parquet(path.with_suffix(".parquet"))
-    stored = pd.read_parquet(path.with_suffix(".parquet"))
-    assert stored.equals(found.table)
-    assert stored.attrs["howsmooth"] == found.citation
     latex = found.to_latex()
     assert latex is not None
     assert latex.splitlines()[0] == f"% {found.citation}"

@@ -354,11 +354,6 @@ def test_page_figure_and_table(of_llama: hs.Precision, tmp_path: Path) -> None:
     assert "32 of 32" not in page
     table = pd.read_csv(paths[3])
     assert list(table["change"]) == list(of_llama.table["change"])
-    assert of_llama.to_csv() == paths[3].read_text(encoding="utf-8")
-    of_llama.to_parquet(tmp_path / "p.parquet")
-    stored = pd.read_parquet(tmp_path / "p.parquet")
-    assert stored.equals(of_llama.table)
-    assert stored.attrs["howsmooth"] == of_llama.citation
     panels = of_llama.plot().axes
     assert panels[0].images[0].get_array().shape == (2, 2)
     assert len(panels[2].lines[0].get_xdata()) == len(of_llama.table) // 2

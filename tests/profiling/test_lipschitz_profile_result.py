@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
-import pandas as pd
 import pytest
 
 import howsmooth as hs
@@ -57,11 +55,7 @@ def test_what_did_not_converge_is_said(found: Profile) -> None:
     assert ", not converged" in doubtful._repr_html_()
 
 
-def test_tables_as_csv_latex_and_parquet(found: Profile, tmp_path: Path) -> None:
-    found.to_csv(tmp_path / "t.csv")
-    read = pd.read_csv(tmp_path / "t.csv").astype({"head": "Int64"})
-    pd.testing.assert_frame_equal(read, pd.DataFrame(found.table), check_dtype=False)
-    assert (tmp_path / "t.csv").read_text() == found.to_csv()
+def test_the_table_in_latex(found: Profile) -> None:
     latex = found.to_latex()
     assert latex is not None
     assert latex.count(r"\\") == 19  # a row for each layer and head, and the heading
@@ -73,13 +67,6 @@ def test_tables_as_csv_latex_and_parquet(found: Profile, tmp_path: Path) -> None
     caption = table.split("caption{")[1].split("}\n")[0]
     assert found.digest in caption
     assert len(caption) < 200
-    pytest.importorskip("pyarrow")
-    found.to_parquet(tmp_path / "t.parquet")
-    again = pd.read_parquet(tmp_path / "t.parquet")
-    assert again.attrs["howsmooth"] == found.citation
-    pd.testing.assert_frame_equal(
-        again.astype({"head": "Int64"}), pd.DataFrame(found.table), check_dtype=False
-    )
 
 
 def test_json_has_the_ranking_with_its_tokens(found: Profile) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jinja2
 import pandas as pd
@@ -28,43 +29,14 @@ from howsmooth.study.file_writing import (
 from howsmooth.study.html_assets import data_url, digest, png, style_sheet, templates_of
 from howsmooth.study.text_formatting import counted, precision_in_words
 
-__all__ = ["Result", "WritableTable", "in_interval"]
+__all__ = ["Result", "in_interval"]
 
 _ON_PAGE = 60  # rows whose details a page shows; the tables have all
 _IN_NOTEBOOK = 3
 
 
-class WritableTable:
-    """Base class of results that have a table and a line to cite, and that can be written to files."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def table(self) -> pd.DataFrame:
-            """The results as a table."""
-
-        @property
-        def citation(self) -> str:
-            """One line to cite the result."""
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the table as CSV to a file, or return the CSV as text if no path is given."""
-        return text_or_file(csv_of(self.table), path)
-
-    def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as parquet, with the citation in the metadata, which pandas reads as ``attrs``.
-
-        Raises
-        ------
-        ArgumentError
-            If pandas has no engine for parquet.
-
-        """
-        write_parquet(self.table, path, self.citation)
-
-
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Result(WritableTable, ABC):
+class Result(ABC):
     """Base class of results at one input of a model, with a table, a figure and a web page."""
 
     #: What was found, row by row.
@@ -120,7 +92,7 @@ class Result(WritableTable, ABC):
             },
             na_rep="",
             escape=True,
-            caption=_escaped(f"{caption} ({made_by})."),
+            caption=re.sub(r"([&%$#_{}])", r"\\\1", f"{caption} ({made_by})."),
             label=f"tab:howsmooth-{self.digest}",
         )
         return text_or_file(f"% {' '.join(self.citation.split())}\n{words}", path)
@@ -224,10 +196,6 @@ class Result(WritableTable, ABC):
 
 def _template(name: str) -> jinja2.Template:
     return templates_of("howsmooth.profiling").get_template(name)
-
-
-def _escaped(words: str) -> str:
-    return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in words)
 
 
 def in_interval(value: float, lower: float, upper: float, *, converged: bool) -> str:

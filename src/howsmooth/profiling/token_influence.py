@@ -32,7 +32,7 @@ from howsmooth.lipschitz_estimate import Method
 from howsmooth.models.identification.model_part_map import ModelMap
 from howsmooth.profiling.figures import draw_influence
 from howsmooth.profiling.model_input import shown_progress
-from howsmooth.profiling.result_base_classes import Result, WritableTable
+from howsmooth.profiling.result_base_classes import Result
 from howsmooth.roundoff import interval_in_digits
 from howsmooth.study.figures.drawing import save
 from howsmooth.study.file_writing import writable_folder
@@ -47,7 +47,7 @@ _PRINTED = 10  # norms that a command prints; the table has all
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Influence(WritableTable):
+class Influence:
     """The norms ‖∂y_i/∂x_j‖₂ of the blocks of a Jacobian, which say how far the output token y_i moves if the
     input token x_j moves.
     """

@@ -9,16 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AutoModel, GemmaConfig, GPTNeoXConfig, ModernBertConfig, Phi3Config, StableLmConfig
 
-from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm
-from howsmooth.models import capture
+from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.models.identification.norm_and_residual_placement import norm_map
 from howsmooth.models.identification.qkv_projections import matching_columns
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.layer_trace import ModuleCall
 from howsmooth.models.tracing.mask_and_bias import describe_mask
-from tests._tiny_models import VOCABULARY, token_ids
+from tests._tiny_models import VOCABULARY
 
 
 @given(st.data())
@@ -122,40 +120,3 @@ SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("config", "layouts"),
-    [
-        (
-            GPTNeoXConfig(**SMALL, rotary_pct=0.5),
-            ["parallel", "parallel"],
-        ),  # fused head by head, half of each head rotary, parallel
-        (
-            Phi3Config(**SMALL, num_key_value_heads=2),
-            ["pre-norm", "pre-norm"],
-        ),  # fused slices of unequal widths
-        (StableLmConfig(**SMALL | {"hidden_size": 32}, num_key_value_heads=2), ["pre-norm", "pre-norm"]),
-        (
-            GemmaConfig(**SMALL, num_key_value_heads=1, head_dim=6),
-            ["pre-norm", "pre-norm"],
-        ),  # stores gains minus one
-        (
-            ModernBertConfig(**SMALL, local_attention=4),
-            ["pre-norm", "pre-norm"],
-        ),  # its first norm is left out
-    ],
-    ids=lambda value: getattr(value, "model_type", ""),
-)
-def test_other_types_fall_out_of_the_same_rules(config: Any, layouts: list[str]) -> None:
-    torch.manual_seed(0)
-    model = AutoModel.from_config(config).eval()
-    sites = capture(model, token_ids(2, 7))
-    assert [s.layout for s in sites] == layouts
-    if all(layouts):
-        blocks = capture(model, token_ids(2, 7), scope="block")
-        for site in blocks:
-            assert isinstance(site.map, Residual)
-        first = blocks[0].map
-        assert isinstance(first, Residual)
-        assert isinstance(first.inner, Compose) == (config.model_type != "modernbert")

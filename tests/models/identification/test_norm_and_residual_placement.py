@@ -14,19 +14,12 @@ from transformers import (
     AutoModel,
     BeitConfig,
     BloomConfig,
-    CohereConfig,
     DebertaConfig,
     Dinov2Config,
-    DogeConfig,
-    FalconConfig,
     Gemma2Config,
-    Glm4Config,
     GPTJConfig,
     GraniteConfig,
-    NemotronConfig,
     Olmo2Config,
-    OlmoConfig,
-    PhiConfig,
     T5Config,
 )
 
@@ -457,53 +450,19 @@ TYPES: dict[str, Case] = {
         lambda m: m.layers[1], "self_attn", "self_attn.o_proj", "sandwich norms",
         lambda m, h, f: h + m.post_attention_layernorm(f(m.input_layernorm(h))),
     ),
-    "glm4": (
-        Glm4Config(**GROUPED, head_dim=6),
-        lambda m: m.layers[1], "self_attn", "self_attn.o_proj", "sandwich norms",
-        lambda m, h, f: h + m.post_self_attn_layernorm(f(m.input_layernorm(h))),
-    ),
     "olmo2": (
         Olmo2Config(**GROUPED),
         lambda m: m.layers[1], "self_attn", "self_attn.o_proj", "norm of the branch",
         lambda m, h, f: h + m.post_attention_layernorm(f(h)),
-    ),
-    "olmo": (
-        OlmoConfig(**GROUPED),
-        lambda m: m.layers[1], "self_attn", "self_attn.o_proj", "pre-norm",
-        lambda m, h, f: h + f(m.input_layernorm(h)),
-    ),
-    "nemotron": (
-        NemotronConfig(**GROUPED, head_dim=6),
-        lambda m: m.layers[1], "self_attn", "self_attn.o_proj", "pre-norm",
-        lambda m, h, f: h + f(m.input_layernorm(h)),
     ),
     "granite": (
         GraniteConfig(**GROUPED, residual_multiplier=0.37),
         lambda m: m.layers[1], "self_attn", "self_attn.o_proj", "pre-norm, scaled residual",
         lambda m, h, f: h + 0.37 * f(m.input_layernorm(h)),
     ),
-    "doge": (
-        DogeConfig(**GROUPED),
-        lambda m: m.layers[1], "self_attn", "self_attn.o_proj", "pre-norm, scaled residual",
-        lambda m, h, f: m.input_residual * h + f(m.input_layernorm(h)),
-    ),
     "gptj": (
         GPTJConfig(**GPT), lambda m: m.h[1], "attn", "attn.out_proj", "parallel",
         lambda m, h, f: h + f(m.ln_1(h)),
-    ),
-    "phi": (
-        PhiConfig(**SMALL | {"num_attention_heads": 3}),
-        lambda m: m.layers[1], "self_attn", "self_attn.dense", "parallel",
-        lambda m, h, f: h + f(m.input_layernorm(h)),
-    ),
-    "cohere": (
-        CohereConfig(**GROUPED), lambda m: m.layers[1], "self_attn", "self_attn.o_proj", "parallel",
-        lambda m, h, f: h + f(m.input_layernorm(h)),
-    ),
-    "falcon": (
-        FalconConfig(vocab_size=VOCABULARY, hidden_size=24, num_hidden_layers=2, num_attention_heads=4),
-        lambda m: m.h[1], "self_attention", "self_attention.dense", "parallel",
-        lambda m, h, f: h + f(m.input_layernorm(h)),
     ),
     "bloom": (
         BloomConfig(

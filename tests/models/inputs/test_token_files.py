@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
 from howsmooth.models.inputs.token_files import TokenStream, load_embeddings, load_token_ids
 from howsmooth.models.sequence_datasets import dataset_of
-from tests._shared import shared_data
 
 
 def ids(folder: Path, values: Any) -> TokenStream:
@@ -132,19 +130,3 @@ def test_a_stream_must_fit_the_model(tmp_path: Path) -> None:
         dataset_of(ids(tmp_path, [1, 2]), encoder)
     feed = dataset_of(embedded(tmp_path, torch.randn(9, 256)), encoder)
     assert isinstance(feed.inputs([0], 4), torch.Tensor)
-
-
-def test_trained_bert_is_fed_embedded_sentences_through_its_encoder(tmp_path: Path) -> None:
-    folder = shared_data("bert_tiny_sst2_encoder")
-    loaded = load_model(folder, part="encoder", dtype=torch.float64)
-    sentence = next(iter(load_file(folder / "sequences.safetensors").values()))
-    stream = embedded(tmp_path, sentence)
-    n = 6
-    given = dataset_of(stream, loaded).inputs([0], n)
-    assert isinstance(given, torch.Tensor)
-    sites = hs.capture(loaded, given)
-    assert torch.equal(sites[0].x[0], stream.tokens[:n].double())
-    site = sites[0]
-    dense = torch.autograd.functional.jacobian(lambda x: site.map(x), site.x[0], vectorize=True)
-    exact = torch.linalg.matrix_norm(dense.reshape(n * 128, n * 128), ord=2)
-    torch.testing.assert_close(hs.local_lipschitz(site.map, site.x[0]).value, exact, rtol=1e-4, atol=0.0)

@@ -17,7 +17,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
     BertForMaskedLM,
-    BertModel,
     DistilBertConfig,
     DistilBertModel,
     GPT2Model,
@@ -31,7 +30,6 @@ from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models import builtin_names, capture, load_model
 from howsmooth.models.loading import model_location
 from howsmooth.models.loading.tokenizers import Tokenizer, trained_tokenizer
-from tests._shared import shared_data
 from tests._tiny_models import VOCABULARY, tiny, token_ids
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 40
@@ -438,47 +436,3 @@ def test_builtin_models(name: str) -> None:
 
 
 # ---- real trained weights
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("folder", "layers", "masking", "layout"),
-    [("stories260k", 5, "causal", "pre-norm"), ("capp_gpt", 4, "causal", "pre-norm")],
-)
-def test_trained_models(folder: str, layers: int, masking: str, layout: str, dtype: torch.dtype) -> None:
-    loaded = load_model(shared_data(folder), dtype=dtype)
-    if folder == "stories260k":
-        text = shared_data("alice", "carroll-alice.txt").read_text()
-        ids = torch.tensor(loaded.tokenizer.encode(text[2000:4000])[:32]).reshape(2, 16)
-    else:
-        ids = torch.arange(40).reshape(2, 20)
-    for scope in ("head", "block"):
-        sites = capture(loaded, ids, scope=scope)
-        assert len(sites) == layers * (loaded.heads if scope == "head" else 1)
-        assert {(s.masking, s.layout) for s in sites} == {(masking, layout)}
-
-
-def test_trained_bert_is_fed_embedded_sentences() -> None:
-    folder = shared_data("bert_tiny_sst2_encoder")
-    loaded = load_model(folder)
-    with pytest.raises(ArgumentError, match="placeholder"):
-        capture(loaded, torch.zeros(1, 1, dtype=torch.long))
-    model = loaded.model
-    assert isinstance(model, BertModel)
-
-    class Embedded(torch.nn.Module):
-        """Pass embedded tokens on; the folder has no embedding tables."""
-
-        def forward(self, inputs_embeds: torch.Tensor, **others: Any) -> torch.Tensor:
-            return inputs_embeds
-
-    model.embeddings = Embedded()
-    model.config.max_position_embeddings = 512
-    x = load_file(folder / "sequences.safetensors")["nuovo"][None]
-    for scope in ("heads", "attention", "residual", "block"):
-        sites = capture(model, {"inputs_embeds": x}, scope=scope)
-        assert torch.equal(sites[0].x, x)
-        assert [s.masking for s in sites] == ["none", "none"]
-    layer = model.encoder.layer[1].attention
-    with torch.no_grad():
-        torch.testing.assert_close(sites[1].map(sites[1].x), layer(sites[1].x)[0], rtol=1e-4, atol=1e-5)

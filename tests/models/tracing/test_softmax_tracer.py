@@ -1,4 +1,4 @@
-"""Seeing the softmax attention in hand-written code, in torch's own modules, and in transformers' models."""
+"""Seeing the softmax attention in hand-written code, and in torch's own modules."""
 
 from __future__ import annotations
 
@@ -101,6 +101,9 @@ def calls_of(run: Callable[[], Any], **options: Any) -> tuple[list[SoftmaxCall],
     with SoftmaxTracer(lambda call: calls.append(call), **options):
         out = run()
     return calls, out
+
+
+SEVERAL = "its scores are a sum of several products of the tokens"
 
 
 # --- Attention as people write it ----------------------------------------------------------------------
@@ -851,100 +854,3 @@ def test_probabilities_that_the_code_keeps_do_not_keep_their_operands_after_the_
     gc.collect()
     assert held() is None
     assert p.shape == (B, H, M, M)
-
-
-# --- transformers' models ------------------------------------------------------------------------------
-
-SEVERAL = "its scores are a sum of several products of the tokens"
-# How many attentions a tiny model runs, and why they cannot be read where they cannot.
-SAMPLE = {
-    "bloom": (2, ""), "gptj": (2, ""), "mpt": (2, ""), "swinv2": (3, ""), "squeezebert": (2, ""),
-    "t5": (6, ""), "gpt_oss": (2, ""), "gemma2": (2, ""), "xlnet": (2, SEVERAL),
-    "longformer": (2, "its scores go through pad"), "mamba": (0, ""),
-}  # fmt: skip
-# Their softmax runs over sampling points, over features or delays, or weighs a sum of the tokens themselves.
-OTHER_SOFTMAXES = ("DeformableAttention", "LinearSelfAttention", "AdditiveAttention", "AutoformerAttention")
-
-
-def watch_model(model_type: str) -> dict[str, tuple[list[SoftmaxCall], set[str]]]:
-    """Attention calls of a tiny model under each implementation, and the attention modules not heard of."""
-    from tests._tiny_models import WithoutDowncast
-    from tests.architectures.build import build, inputs_of
-
-    model = build(model_type)
-    inputs = inputs_of(model_type, model)
-    stack: list[str] = []
-    heard: set[str] = set()
-    soft: set[str] = set()
-
-    class Softmaxes(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if getattr(func, "__name__", "") in ("softmax", "scaled_dot_product_attention"):
-                soft.update(stack[-1:])
-            return func(*args, **(kwargs or {}))
-
-    for module in model.modules():
-        module.register_forward_pre_hook(lambda module, _: stack.append(type(module).__name__))
-        module.register_forward_hook(lambda *_: (stack.pop(), None)[1], always_call=True)
-    found = {}
-    for implementation in ("default", "eager"):
-        if implementation == "eager":
-            try:
-                model.set_attn_implementation("eager")
-            except ValueError:
-                continue
-        calls: list[SoftmaxCall] = []
-        heard.clear()
-        soft.clear()
-
-        def note(call: SoftmaxCall, calls: list[SoftmaxCall] = calls) -> None:
-            heard.update(stack[-1:])
-            calls.append(call)
-            check_reading(call, model_type)  # now, before the model writes over its tensors
-
-        with torch.no_grad(), WithoutDowncast(), Softmaxes(), SoftmaxTracer(note):
-            model(**inputs)
-        missed = {name for name in soft - heard if "Attention" in name}
-        found[implementation] = calls, {n for n in missed if not n.endswith(OTHER_SOFTMAXES)}
-    return found
-
-
-def check_reading(call: SoftmaxCall, model_type: str) -> None:
-    assert call.output is not None
-    if call.obstacle or call.output.isnan().any():
-        return
-    visible = torch.ones((), dtype=torch.bool)
-    if call.mask is not None:
-        seen = call.mask if call.mask.dtype == torch.bool else call.mask > -9000
-        visible = seen.any(-1, keepdim=True)
-    error = torch.where(visible, plain(call) - call.output, 0.0).abs().max()
-    assert error <= 1e-11 * max(1.0, float(call.value.abs().max())), model_type
-
-
-@pytest.mark.parametrize("model_type", SAMPLE)
-def test_attention_of_transformers_models(model_type: str) -> None:
-    count, reason = SAMPLE[model_type]
-    for calls, missed in watch_model(model_type).values():
-        assert [call.obstacle for call in calls] == [reason] * count
-        assert missed == set()
-
-
-@pytest.mark.slow
-def test_attention_of_every_model_of_transformers() -> None:
-    from tests.architectures.build import model_types
-
-    built, unlike = 0, {}
-    for model_type in model_types():
-        try:
-            found = watch_model(model_type)
-        except (AssertionError, ArgumentError):
-            raise
-        except Exception:  # not every type can be built here
-            continue
-        built += 1
-        counts = [len(calls) for calls, _ in found.values()]
-        missed = set().union(*(missed for _, missed in found.values()))
-        if missed or len(set(counts)) != 1:
-            unlike[model_type] = counts, missed
-    assert unlike == {}
-    assert built >= 500

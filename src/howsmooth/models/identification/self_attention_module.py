@@ -278,16 +278,12 @@ def obstacle_of(layer: AttentionLayer, before: list[SoftmaxCall], after: list[So
 def _refuse_sparsity(layer: AttentionLayer, a: SoftmaxCall, b: SoftmaxCall) -> None:
     if a.mask is b.mask:
         return
-    hidden = [None if m is None else _hidden(m) for m in (a.mask, b.mask)]
+    hidden = [None if m is None else ~m if m.dtype == torch.bool else m < -1e3 for m in (a.mask, b.mask)]
     if _differ(hidden[0], hidden[1]):
         raise CaptureError(
             f"{layer} uses data-dependent sparsity: which keys a query sees changes with the tokens. "
             "Its map has jumps, and is not captured."
         )
-
-
-def _hidden(mask: Tensor) -> Tensor:
-    return mask.logical_not() if mask.dtype == torch.bool else mask < -1e3
 
 
 def first_line(error: BaseException) -> str:

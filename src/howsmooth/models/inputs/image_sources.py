@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from howsmooth.errors import ArgumentError, reason
-from howsmooth.models.inputs.array_files import DataSource, shown
 from howsmooth.models.inputs.builtin_images import builtin_images
+from howsmooth.models.inputs.token_files import DataSource, shown
 
 __all__ = ["Images", "load_images"]
 

@@ -1,5 +1,5 @@
 """Readers of token ids and embedded tokens from .npy files, for models without a tokenizer or an embedding
-table.
+table. They never run code contained in a file.
 """
 
 from __future__ import annotations
@@ -14,10 +14,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.models.inputs.array_files import DataSource, read_array, shown
+from howsmooth.errors import ArgumentError, NonFiniteError, reason
 
-__all__ = ["TokenStream", "load_embeddings", "load_token_ids"]
+__all__ = ["DataSource", "TokenStream", "load_embeddings", "load_token_ids", "shown"]
+
+
+@dataclass(frozen=True, eq=False)
+class DataSource:
+    """Data for a model, read from a file, with the name, origin and SHA-256 hash of the data.
+
+    Attributes
+    ----------
+    name
+        The name of the data in results.
+    source
+        A phrase for a report that says where the data come from.
+    digest
+        SHA-256 of the data.
+
+    """
+
+    name: str
+    source: str
+    digest: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +76,7 @@ def load_token_ids(source: str | os.PathLike[str]) -> TokenStream:
 
     """
     path = Path(source).expanduser()
-    where, array = shown(path), read_array(path, "tokens")
+    where, array = shown(path), _read_array(path, "tokens")
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise ArgumentError(
             where,
@@ -87,7 +106,7 @@ def load_embeddings(source: str | os.PathLike[str]) -> TokenStream:
 
     """
     path = Path(source).expanduser()
-    where, array = shown(path), read_array(path, "embeddings")
+    where, array = shown(path), _read_array(path, "embeddings")
     if array.dtype.kind != "f" or array.dtype.itemsize not in (4, 8):
         raise ArgumentError(
             where,
@@ -106,6 +125,26 @@ def load_embeddings(source: str | os.PathLike[str]) -> TokenStream:
     return _stream(path, "embedded tokens", list(tokens.unbind()) if tokens.ndim == 3 else [tokens])
 
 
+def _read_array(path: Path, argument: str) -> np.ndarray:
+    """Read the array in a .npy file without running code that the file may contain.
+
+    Raises
+    ------
+    ArgumentError
+        If the file is of another kind, cannot be read, or contains pickled objects.
+
+    """
+    got = f"{shown(path)!r}"
+    if path.suffix.lower() == ".npy":
+        try:
+            return np.asarray(np.load(path, allow_pickle=False))
+        except Exception as error:  # numpy raises many kinds of errors for a damaged header
+            got = f"{shown(path)}, which cannot be read ({reason(error)})"
+    raise ArgumentError(
+        argument, expected="a .npy file", got=got, remedy="numpy.save(file, array) writes one."
+    )
+
+
 def _stream(path: Path, what: str, sequences: list[Tensor]) -> TokenStream:
     tokens = torch.cat(sequences)
     lengths = tuple(map(len, sequences))
@@ -113,3 +152,8 @@ def _stream(path: Path, what: str, sequences: list[Tensor]) -> TokenStream:
     digest.update(tokens.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     count = "one sequence" if len(lengths) == 1 else f"{len(lengths)} sequences"
     return TokenStream(path.stem, f"{what} of {shown(path)}, {count}", digest.hexdigest(), tokens, lengths)
+
+
+def shown(path: Path) -> str:
+    """Return a path as text for an error message, truncated to at most 200 characters."""
+    return str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."

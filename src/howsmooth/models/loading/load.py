@@ -188,7 +188,10 @@ def load_model(
         place = find(os.fspath(name), random_init=random_init)
         config = _config(place)
         in_file = next((c.dtype for c in nested_configs(config) if getattr(c, "dtype", None)), None)
-        short = _shortened(place, config, most_weights) if random_init else ""
+        short = ""
+        if random_init and most_weights is not None:
+            with place.reading():
+                short = shorten(config, most_weights)
         kind = _class_with_head(place, config) if head else AutoModel
         build = partial(_built, place, config, kind, random_init, seed, dtype, part)
         path, model, unread = build()
@@ -223,7 +226,7 @@ def load_model(
         tokenizer=tokenizer,
         tokenizer_source=tokenizer_source,
         stored=stored_dtype(model) if random_init or in_file is None else in_file,
-        source=f"{weights}{of}{place.sentence}{role}{short}",
+        source=f"{weights}{of}{place.sentence}{role}{short and f', {short}'}",
         fingerprint=fingerprint,
         max_length=max_length(model) if text else None,
         vocab_size=size,
@@ -409,14 +412,6 @@ def _check_encoder(
         raise ModelError(
             f"{place.name!r} ({kind}) is a decoder already: its attention is causal. Leave out as_decoder."
         )
-
-
-def _shortened(place: Place, config: Any, most: int | None) -> str:
-    if most is None:
-        return ""
-    with place.reading():
-        done = shorten(config, most)
-    return f", {done}" if done else ""
 
 
 def _check_memory(place: Place, config: Any, dtype: torch.dtype | None) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,15 +24,14 @@ from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
-from howsmooth.models.tracing.module_call_tracer import TracedLayer, run, trace_forward_pass
+from howsmooth.models.tracing.module_call_tracer import TracedLayer, trace_forward_pass
 from howsmooth.nn.monitoring.attention_calls import OwnAttention, OwnLayers
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
 from howsmooth.nn.monitoring.preserve_training_state import preserved_state
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
-from howsmooth.nn.monitoring.weight_locations import SCOPES, Reading, reading_of
 
-__all__ = ["Accuracy", "Readings", "check_layers", "measured"]
+__all__ = ["Accuracy", "check_layers", "measured"]
 
 
 @dataclass(frozen=True)
@@ -78,9 +76,6 @@ class _Layer:
     attention: TokenMap | None = None
     tokens: Tensor | None = None
     own: OwnAttention | None = None
-    #: For a captured layer, how to read it faster next time. For a layer of howsmooth.nn, the number of its
-    #: call among the calls of such layers.
-    again: Reading | int | None = None
     failure: Exception | None = None
     seconds: float = 0.0
 
@@ -90,7 +85,6 @@ class _Part:
     """The measurement of an attention layer at one of the probe inputs, or the error that it raised."""
 
     name: str
-    again: Reading | int | None = None
     failure: Exception | None = None
     seconds: float = 0.0
     estimate: LipschitzEstimate | None = None
@@ -101,26 +95,11 @@ class _Part:
     fixed: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
-class Readings:
-    """The locations of weights, and other data, that a measurement stores to make the next one faster.
-
-    The data tell where the weights of each layer are in the model, and how the padding of a sequence is
-    removed.
-    """
-
-    #: By probe input, and sequence of a padded one: the layers' indices and how to read each next time.
-    layers: dict[tuple[int, int], list[tuple[int, Reading | int]]] = field(default_factory=dict)
-    #: By probe input and sequence: which of the inputs without padding has the padded sequence's tokens.
-    choices: dict[tuple[int, int], int] = field(default_factory=dict)
-
-
 def measured(
     model: nn.Module,
     probes: Probes,
     step: int,
     *,
-    readings: Readings,
     layers: Sequence[int] | None,
     scope: str,
     accuracy: Accuracy,
@@ -129,14 +108,13 @@ def measured(
     """Measure every attention layer at all probe inputs, restore the state of the model, and return records.
 
     Layers are read and measured one by one, so that copies of the weights of only one layer are in memory.
-    ``readings`` comes from the last measurement and is updated. An error in one layer becomes that layer's
-    row. An error before any layer is found becomes a row of the whole model. With ``strict`` errors are
-    raised instead.
+    An error in one layer becomes that layer's row. An error before any layer is found becomes a row of the
+    whole model. With ``strict`` errors are raised instead.
     """
     began = time.process_time()
     blank = MonitorRecord(step, None, "", scope, probes.words, probes.sequences)
     rows: dict[int, list[_Part]] = {}
-    one = _Measurement(model, step, readings, layers, scope, accuracy)
+    one = _Measurement(model, step, layers, scope, accuracy)
     try:
         with preserved_state(model):
             for number, given in enumerate(probes.of_model(model)):
@@ -160,7 +138,7 @@ def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> Non
     """
     with preserved_state(model):
         try:
-            places, _ = _places(model, probes.of_model(model)[0])
+            places = _places(model, probes.of_model(model)[0])
         except Exception:
             return
     _indices(layers, len(places))
@@ -176,7 +154,6 @@ class _Measurement:
 
     model: nn.Module
     step: int
-    readings: Readings
     layers: Sequence[int] | None
     scope: str
     accuracy: Accuracy
@@ -194,8 +171,7 @@ class _Measurement:
 
         def padded(sequence: int) -> _Padded:
             if not traced:
-                places, _ = _places(self.model, padding.whole)
-                traced.append(_Padded(padding, places))
+                traced.append(_Padded(padding, _places(self.model, padding.whole)))
             return replace(traced[0], sequence=sequence)
 
         for sequence in range(given.batch):
@@ -205,16 +181,11 @@ class _Measurement:
         self, key: tuple[int, int], padding: Padding, padded: Callable[[int], _Padded]
     ) -> list[tuple[int, _Part]]:
         moved = ""
-        for choice, alone in enumerate(without_padding(self.model, padding, key[1])):
-            if self.readings.choices.get(key, choice) != choice:
-                continue
+        for alone in without_padding(self.model, padding, key[1]):
             try:
-                parts = self._parts(key, alone, lambda: padded(key[1]))
+                return self._parts(key, alone, lambda: padded(key[1]))
             except _Moved as error:
                 moved = str(error)
-                continue
-            self.readings.choices[key] = choice
-            return parts
         raise CaptureError(
             f"The tokens of {moved} in sequence {key[1]} of the probes are not the same without the padding, "
             "nor with the positions of the real tokens. This also happens if the model's own code switches "
@@ -224,41 +195,13 @@ class _Measurement:
     def _parts(
         self, key: tuple[int, int], given: ModelInputs, padded: Callable[[], _Padded] | None
     ) -> list[tuple[int, _Part]]:
-        """Measure all layers at inputs without padding, and store where the weights of each layer are."""
-        before = self.readings.layers.pop(key, None)
-        parts: list[tuple[int, _Part]] = []
-        for index, layer in self._read(given, before, padded):
-            parts.append((index, self._measured(layer, index, key)))
-        known = [(index, part.again) for index, part in parts if part.again is not None]
-        if known and len(known) == len(parts):
-            self.readings.layers[key] = known
-        return parts
-
-    def _read(
-        self,
-        given: ModelInputs,
-        before: list[tuple[int, Reading | int]] | None,
-        padded: Callable[[], _Padded] | None,
-    ) -> Iterator[tuple[int, _Layer]]:
-        """Yield each attention layer with its index, so that the caller measures one layer before the next is
-        captured.
-        """
-        done: set[int] = set()
-        if before is not None:
-            # The fast path reads layers where they were found last time; where it fails, the others are
-            # captured again.
-            for index, layer in _read_again(self.model, given, before, self.scope):
-                done.add(index)
-                yield index, layer
-            if len(done) == len(before):
-                return
-        for index, layer in _captured(self.model, given, self.layers, self.scope, padded):
-            if index not in done:
-                yield index, layer
+        """Measure all layers at inputs without padding, each before the next is captured."""
+        layers = _captured(self.model, given, self.layers, self.scope, padded)
+        return [(index, self._measured(layer, index, key)) for index, layer in layers]
 
     def _measured(self, layer: _Layer, index: int, key: tuple[int, int]) -> _Part:
         began = time.process_time()
-        part = _Part(layer.name, layer.again, layer.failure, layer.seconds)
+        part = _Part(layer.name, layer.failure, layer.seconds)
         if part.failure is None:
             try:
                 self._fill(part, layer, index, key)
@@ -294,10 +237,10 @@ class _Measurement:
             part.fixed |= layer.own.bound()
 
 
-def _places(model: nn.Module, given: ModelInputs) -> tuple[list[OwnAttention | TracedLayer], OwnLayers]:
+def _places(model: nn.Module, given: ModelInputs) -> list[OwnAttention | TracedLayer]:
     """Run the model on one probe input, and return all its attention layers in the order of their calls.
 
-    Layers of howsmooth.nn are among them; the second result holds the calls of these layers.
+    Layers of howsmooth.nn are among them.
 
     Raises
     ------
@@ -322,7 +265,7 @@ def _places(model: nn.Module, given: ModelInputs) -> tuple[list[OwnAttention | T
     if not places:
         capture(model, given.named)  # raises an error with the reason
         raise CaptureError(f"{type(model).__name__} has no attention that is captured.")
-    return places, own
+    return places
 
 
 def _captured(
@@ -334,7 +277,7 @@ def _captured(
 ) -> Iterator[tuple[int, _Layer]]:
     """Run the model on one probe input, and yield each attention layer as a map with its input tokens."""
     began = time.process_time()
-    places, own = _places(model, given)
+    places = _places(model, given)
     shared = (time.process_time() - began) / len(places)
     for i in range(len(places)) if layers is None else _indices(layers, len(places)):
         place = places[i]
@@ -343,49 +286,8 @@ def _captured(
             layer = _read(place, i, model, given, scope, padded)
             if layers is None and isinstance(layer.failure, CrossAttention):
                 continue
-            if layer.own is not None:
-                layer.again = own.calls.index(layer.own)
             layer.seconds += shared
             yield i, layer
-
-
-def _read_again(
-    model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
-) -> Iterator[tuple[int, _Layer]]:
-    """Run the model, and yield its attention layers with weights read where the last measurement found them.
-
-    The layers are not captured again, which saves time. Stop at the first layer that can no longer be read
-    there.
-    """
-    own = OwnLayers(model)
-    began = time.process_time()
-    captured = [reading for _, reading in known if isinstance(reading, Reading)]
-    with ExitStack() as stack:
-        for one in captured:
-            stack.enter_context(one.hooked())
-        stack.enter_context(own.hooked(lambda name: None))
-        run(model, given.named)
-    shared = (time.process_time() - began) / len(known)
-    for index, reading in known:
-        began = time.process_time()
-        if isinstance(reading, int):
-            if reading >= len(own.calls):
-                return
-            with weights_in_memory(own.calls[reading].module):
-                layer = _read(own.calls[reading], index, model, given, scope, None)
-                layer.again = reading
-                layer.seconds += shared
-                yield index, layer
-            continue
-        try:
-            again = reading.read(scope)
-        except HowsmoothError:  # such as weights that are not finite: a full capture reports it better
-            return
-        if again is None:
-            return
-        attention, f, x = again
-        taken = shared + time.process_time() - began
-        yield index, _Layer(reading.name, f, x, attention, x, again=reading, seconds=taken)
 
 
 def _indices(layers: Sequence[int], count: int) -> list[int]:
@@ -440,7 +342,6 @@ def _read(
             if padded is not None:
                 padded().check(read, index)
             layer.name = read.self_attention.layer.name
-            layer.again = reading_of(read) if scope in SCOPES else None
             whole = read.sites(scope)[0]
             inner = whole if scope == "attention" else read.sites("attention")[0]
             layer.map, layer.x, layer.attention, layer.tokens = whole.map, whole.x, inner.map, inner.x

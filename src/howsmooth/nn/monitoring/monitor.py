@@ -4,7 +4,6 @@ training.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -17,9 +16,10 @@ from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.monitoring.gathered_model import gathered, unwrapped
-from howsmooth.nn.monitoring.measurement import Accuracy, Readings, check_layers, measured
+from howsmooth.nn.monitoring.measurement import Accuracy, check_layers, measured
 from howsmooth.nn.monitoring.probe_inputs import ProbeInputs, Probes
-from howsmooth.nn.monitoring.record import MonitorRecord, RecordFile, table
+from howsmooth.nn.monitoring.record import MonitorRecord
+from howsmooth.printed_table import PrintedTable
 from howsmooth.scopes import SCOPES
 
 __all__ = ["LipschitzMonitor"]
@@ -61,9 +61,8 @@ class LipschitzMonitor:
         Number of training steps from one measurement to the next.
     callback
         Function that is called with each record. :meth:`~howsmooth.nn.MonitorRecord.tagged` returns its
-        numbers for a logger. Exceptions of the function are not caught.
-    file
-        Path of a file that ends in ``.jsonl`` or ``.csv``, to which rows are appended.
+        numbers for a logger, and ``as_dict`` all fields for a file. Exceptions of the function are not
+        caught.
     layers
         Indices of the layers to measure, in the order of the forward pass; negative ones count from the end.
         The default is all self-attention layers. If layers are given, the model is run on the first probe
@@ -97,7 +96,6 @@ class LipschitzMonitor:
         *,
         every: int = 100,
         callback: Callable[[MonitorRecord], object] | None = None,
-        file: str | os.PathLike[str] | None = None,
         layers: Sequence[int] | None = None,
         scope: str = "attention",
         rtol: float = 1e-2,
@@ -138,14 +136,12 @@ class LipschitzMonitor:
         check_accuracy(rtol, confidence, "float64" if double else "float32")
         self.every = every
         self.callback = callback
-        self.file = None if file is None else RecordFile(file)
         self.layers = None if layers is None else _checked_layers(layers)
         self.scope = scope
         self.strict = bool(strict)
         self.records: list[MonitorRecord] = []
         self._accuracy = Accuracy(float(rtol), float(confidence), max_iterations, seed)
         self._steps = 0
-        self._readings = Readings()
         self._failed: set[int | None] = set()
         if self.layers is not None:
             with gathered(self.trained, self.model) as runs_here:
@@ -191,7 +187,6 @@ class LipschitzMonitor:
                 self.model,
                 self.probes,
                 at,
-                readings=self._readings,
                 layers=self.layers,
                 scope=self.scope,
                 accuracy=self._accuracy,
@@ -199,7 +194,8 @@ class LipschitzMonitor:
             )
         for record in rows:
             self.records.append(record)
-            self._send(record)
+            if self.callback is not None:
+                self.callback(record)
             if record.failure and record.layer not in self._failed:
                 self._failed.add(record.layer)
                 where = "the model" if record.layer is None else f"layer {record.layer} ({record.name})"
@@ -232,18 +228,18 @@ class LipschitzMonitor:
 
         The table does not contain the constants of single sequences (``each``).
         """
-        return table(self.records)
-
-    def _send(self, record: MonitorRecord) -> None:
-        try:
-            if self.file is not None:
-                self.file.write(record)
-        except OSError as error:
-            if self.strict:
-                raise
-            warnings.warn(f"A row of the monitor could not be written: {error}", stacklevel=4)
-        if self.callback is not None:
-            self.callback(record)
+        columns = [name for name in MonitorRecord.__dataclass_fields__ if name != "each"]
+        frame = PrintedTable([record.as_dict() for record in self.records], columns=columns)
+        missing = {"score_norm_missing", "logit_missing", "entropy_missing"}
+        words = {"name", "scope", "probes", "failure", "map", "method", *missing}
+        for column in columns:
+            if column in ("layer", "tokens", "iterations", "bound_length"):
+                frame[column] = frame[column].astype("Int64")
+            elif column == "converged":
+                frame[column] = frame[column].astype("boolean")
+            elif column not in words and column not in ("step", "sequences"):
+                frame[column] = frame[column].astype(float)
+        return frame
 
     def __repr__(self) -> str:
         layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"

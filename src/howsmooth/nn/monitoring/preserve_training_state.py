@@ -31,7 +31,8 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     dtype = torch.get_default_dtype()
     buffers = _Buffers(model)
-    compiled = [(m, m._compiled_call_impl) for m in model.modules() if _is_compiled(m)]
+    calls = ((module, getattr(module, "_compiled_call_impl", None)) for module in model.modules())
+    compiled = [(module, call) for module, call in calls if call is not None]
     try:
         # Without its compiled call, a module runs its plain forward and compiles nothing.
         for module, _ in compiled:
@@ -47,10 +48,6 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
             torch.cuda.set_rng_state(state, device)
         np.random.set_state(legacy)  # noqa: NPY002
         random.setstate(python)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 class _Buffers:

@@ -1,23 +1,11 @@
-"""Records of a monitor, each of one layer at one training step, with their tables and files."""
+"""Records of a monitor, each of one layer at one training step."""
 
 from __future__ import annotations
 
-import csv
-import json
-import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from howsmooth.errors import ArgumentError
-from howsmooth.printed_table import PrintedTable
-
-__all__ = ["MonitorRecord", "RecordFile", "table"]
-
-_SUFFIXES = (".jsonl", ".csv")
+__all__ = ["MonitorRecord"]
 
 
 @dataclass(frozen=True)
@@ -106,72 +94,3 @@ class MonitorRecord:
         values = {name: getattr(self, name) for name in names}
         tagged = {f"{name}/{place}": float(value) for name, value in values.items() if value is not None}
         return tagged | ({f"failed/{place}": 1.0} if self.failure else {})
-
-
-def table(records: Iterable[MonitorRecord]) -> pd.DataFrame:
-    """Return the records of a monitor as a table.
-
-    The table does not contain the constants of single sequences (``each``).
-    """
-    columns = [name for name in MonitorRecord.__dataclass_fields__ if name != "each"]
-    frame = PrintedTable([record.as_dict() for record in records], columns=columns)
-    missing = {"score_norm_missing", "logit_missing", "entropy_missing"}
-    words = {"name", "scope", "probes", "failure", "map", "method", *missing}
-    for column in columns:
-        if column in ("layer", "tokens", "iterations", "bound_length"):
-            frame[column] = frame[column].astype("Int64")
-        elif column == "converged":
-            frame[column] = frame[column].astype("boolean")
-        elif column not in words and column not in ("step", "sequences"):
-            frame[column] = frame[column].astype(float)
-    return frame
-
-
-class RecordFile:
-    """A file to which each record of a monitor is appended as one line.
-
-    The file is opened for each record, so records are not lost if the training is killed.
-
-    Parameters
-    ----------
-    path
-        A name that ends in ``.jsonl`` for JSON lines with all fields, or in ``.csv`` for a table with all
-        fields except the constants of single sequences. Records are appended to an existing file.
-
-    Raises
-    ------
-    ArgumentError
-        If the name has another suffix, its folder does not exist, or an existing CSV file has other columns.
-
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        if self.path.suffix not in _SUFFIXES:
-            raise ArgumentError(
-                "file", expected=f"a name that ends in {' or '.join(_SUFFIXES)}", got=repr(str(path))
-            )
-        if not self.path.parent.is_dir():
-            raise ArgumentError("file", expected="a name in a folder that exists", got=repr(str(path)))
-        self._columns = [name for name in MonitorRecord.__dataclass_fields__ if name != "each"]
-        if self.path.suffix == ".csv" and self.path.exists() and self.path.stat().st_size:
-            with self.path.open(newline="", encoding="utf-8") as file:
-                found = next(csv.reader(file), [])
-            if found != self._columns:
-                raise ArgumentError(
-                    "file",
-                    expected="a new file, or a file that a monitor wrote",
-                    got=f"{path}, a table with other columns",
-                )
-
-    def write(self, record: MonitorRecord) -> None:
-        """Append a record of the monitor to the file."""
-        fields = record.as_dict()
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            if self.path.suffix == ".jsonl":
-                file.write(json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n")
-                return
-            writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
-            if file.tell() == 0:
-                writer.writeheader()
-            writer.writerow({k: "" if v is None else v for k, v in fields.items()})

@@ -111,11 +111,7 @@ class AddPositions(_TokenModule):
     ) -> None:
         super().__init__()
         check_size("length", length)
-        check_size("dim", dim)
-        check_placement(device, dtype)
-        if not (math.isfinite(float(std)) and float(std) >= 0):
-            raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
-        self.positions = nn.Parameter(torch.randn(length, dim, device=device, dtype=dtype) * float(std))
+        self.positions = _drawn((length, dim), std, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the learned vector of each position to tokens (batch, n, d)."""
@@ -159,11 +155,7 @@ class PrependToken(_TokenModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_size("dim", dim)
-        check_placement(device, dtype)
-        if not (math.isfinite(float(std)) and float(std) >= 0):
-            raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
-        self.token = nn.Parameter(torch.randn(dim, device=device, dtype=dtype) * float(std))
+        self.token = _drawn((dim,), std, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Put the learned token in front of the tokens (batch, n, d), with a result of shape (batch, n + 1,
@@ -263,3 +255,14 @@ class ClipTokens(_TokenModule):
     def _reach(self, length: int, radius: float) -> float:
         # The radius may have been changed since the construction, which checks it.
         return min(ClipTokens(self.radius).radius, radius)
+
+
+def _drawn(
+    shape: tuple[int, ...], std: float, device: torch.device | str | None, dtype: torch.dtype | None
+) -> nn.Parameter:
+    """Return a weight (..., dim) of Gaussian numbers with standard deviation ``std``."""
+    check_size("dim", shape[-1])
+    check_placement(device, dtype)
+    if not (math.isfinite(float(std)) and float(std) >= 0):
+        raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
+    return nn.Parameter(torch.randn(*shape, device=device, dtype=dtype) * float(std))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from howsmooth.errors import ArgumentError, DerivativeError
 from howsmooth.nn.penalty.output_projections import OutputProjections, UncopiedHook, first_output
 
-__all__ = ["Call", "Recorder", "attention_layers"]
+__all__ = ["Attached", "Call", "Recorder", "attention_layers"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -80,7 +80,11 @@ class Call:
         given = self.as_given(x)
         leaves = [given if leaf is _X else _as(leaf, given) for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
-        return self.by_member(_first_tensor(self.name, module(*args, **kwargs)))
+        found = first_output(module(*args, **kwargs))
+        if found is None:
+            got = f"{self.name}, which returns none"
+            raise ArgumentError("layers", expected="layers that return tokens", got=got)
+        return self.by_member(found)
 
     def first(self, members: int) -> Call:
         """Return this call restricted to the first ``members`` sequences of the batch.
@@ -139,6 +143,27 @@ class Call:
                 f"{self.name}: an argument of its call was changed in place after the call. Call the penalty "
                 "right after the forward pass, or name a module around the layer."
             )
+
+
+class Attached:
+    """Base class of penalties, which record the calls of layers while they are attached to a model."""
+
+    _recorder: Recorder
+
+    def attach(self) -> Self:
+        """Start the recording of the inputs of the layers in the forward passes of the model."""
+        self._recorder.attach()
+        return self
+
+    def detach(self) -> None:
+        """Remove all hooks from the model, which stops the recording."""
+        self._recorder.detach()
+
+    def __enter__(self) -> Self:
+        return self.attach()
+
+    def __exit__(self, *raised: object) -> None:
+        self.detach()
 
 
 class Recorder:
@@ -269,9 +294,10 @@ def _call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         # and is faster here.
         bound["need_weights"] = True
     # Without its cache, because a repeated call would append the keys and values a second time.
-    args, kwargs = (), {key: None if _is_cache(value) else value for key, value in bound.items()}
-    leaves, tree = tree_flatten((args, kwargs))
-    x = next((leaf for leaf in leaves if _may_be_tokens(leaf)), None)
+    caches = [key for key, one in bound.items() if hasattr(one, "get_seq_length") and hasattr(one, "update")]
+    leaves, tree = tree_flatten(((), bound | dict.fromkeys(caches)))
+    floating = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    x = next((leaf for leaf in floating if leaf.ndim >= 2 and leaf.numel() > 0), None)
     if x is None:
         raise ArgumentError(
             "layers",
@@ -282,7 +308,7 @@ def _call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     axis: int | None = 0 if x.ndim > 2 else None
     if axis == 0 and isinstance(layer, nn.MultiheadAttention) and not layer.batch_first:
         axis = 1
-    leaves = [_X if leaf is x else _alone(leaf) for leaf in leaves]
+    leaves = [_X if leaf is x else leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
     # The copy keeps X even if the layer changes its input in place; the graph to earlier layers is kept.
     return Call(name, layer, x.clone(), leaves, versions, tree, axis)
@@ -314,29 +340,9 @@ def _by_parameter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return named
 
 
-def _may_be_tokens(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim >= 2 and leaf.numel() > 0
-
-
-def _is_cache(value: Any) -> bool:
-    """Return whether a value is a key/value cache, which a call would extend."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
-
-def _alone(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
 def _as(leaf: Any, x: Tensor) -> Any:
     """Convert half-precision tensors to the dtype of the tokens, and return other values unchanged."""
     return leaf.to(x.dtype) if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
-
-
-def _first_tensor(name: str, output: Any) -> Tensor:
-    found = first_output(output)
-    if found is None:
-        raise ArgumentError("layers", expected="layers that return tokens", got=f"{name}, which returns none")
-    return found
 
 
 def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
@@ -352,8 +358,17 @@ def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str
     """
     modules = dict(model.named_modules())
     if layers is None:
-        named = {name: m for name, m in modules.items() if _is_attention(m)}
-        inner = {name: m for name, m in named.items() if not _holds_another(m, named.values())}
+        named = {
+            name: m
+            for name, m in modules.items()
+            if any("attention" in base.__name__.lower() for base in type(m).__mro__)
+        }
+        chosen = set(named.values())
+        inner = {
+            name: m
+            for name, m in named.items()
+            if not any(one in chosen and one is not m for one in m.modules())
+        }
         if not inner:
             raise ArgumentError(
                 "layers",
@@ -387,12 +402,3 @@ def _fits(name: str, pattern: str) -> bool:
     """
     parts, patterns = name.split("."), pattern.split(".")
     return bool(name) and len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return any("attention" in base.__name__.lower() for base in type(module).__mro__)
-
-
-def _holds_another(module: nn.Module, named: Iterable[nn.Module]) -> bool:
-    within = {id(m) for m in module.modules() if m is not module}
-    return any(id(m) in within for m in named)

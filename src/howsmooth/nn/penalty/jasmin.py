@@ -6,7 +6,6 @@ It depends on attention probabilities alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
-from howsmooth.nn.penalty.call_recorder import Call, Recorder, attention_layers
+from howsmooth.nn.penalty.call_recorder import Attached, Call, Recorder, attention_layers
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
     return torch.where(has, largest, 0.0).sum() / has.sum().clamp(min=1)
 
 
-class JasminPenalty:
+class JasminPenalty(Attached):
     """The JaSMin penalty of every attention layer at the current batch, with the interface of
     :class:`SpectralPenalty`.
 
@@ -124,23 +123,6 @@ class JasminPenalty:
         self._model = model
         self._recorder = Recorder(model, self.layers)
         self._k, self._on_input = k, bool(on_input)
-
-    def attach(self) -> JasminPenalty:
-        """Start the recording of the inputs of the layers in the forward passes of the model."""
-        self._recorder.attach()
-        return self
-
-    def detach(self) -> None:
-        """Remove all hooks from the model, which stops the recording."""
-        self._recorder.detach()
-
-    def __enter__(self) -> JasminPenalty:
-        return self.attach()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.detach()
 
     def __repr__(self) -> str:
         attached = "attached" if self._recorder.attached else "not attached"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
-from howsmooth.nn.penalty.call_recorder import Call, Recorder, attention_layers
+from howsmooth.nn.penalty.call_recorder import Attached, Call, Recorder, attention_layers
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
 from howsmooth.nn.penalty.singular_value import (
@@ -37,7 +36,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class SpectralPenalty:
+class SpectralPenalty(Attached):
     """A training penalty on the local Lipschitz constants of the layers of a model at the current batch.
 
     Hooks record the inputs of the layers during the model's forward pass. ``penalty()`` then returns the
@@ -149,23 +148,6 @@ class SpectralPenalty:
         self._seed = seed
         self._directions: dict[str, Directions] = {}
         self._report: PenaltyReport | None = None
-
-    def attach(self) -> SpectralPenalty:
-        """Start the recording of the inputs of the layers in the forward passes of the model."""
-        self._recorder.attach()
-        return self
-
-    def detach(self) -> None:
-        """Remove all hooks from the model, but keep the estimated singular vectors for later steps."""
-        self._recorder.detach()
-
-    def __enter__(self) -> SpectralPenalty:
-        return self.attach()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.detach()
 
     def __call__(self, tokens: Tensor | None = None) -> Tensor:
         """Return the penalty at the inputs of the last forward pass, a scalar to add to the loss.
