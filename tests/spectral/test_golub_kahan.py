@@ -15,7 +15,7 @@ from torch import Tensor
 from howsmooth.errors import NonFiniteError
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 from howsmooth.spectral.golub_kahan import _limits
-from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, a_priori_upper, start_quantile
+from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, start_quantile
 
 
 class Dense(LinearOperator):
@@ -121,12 +121,6 @@ def test_a_posteriori_limit_of_one_step_by_hand() -> None:
     assert a_posteriori_upper(np.array([2.0, 1.0]), -math.inf, 0.25) == 2.0
 
 
-def test_a_priori_limit_by_hand() -> None:
-    # One step: T_1(cosh a) = cosh a, so the factor is 1/√x itself.
-    assert a_priori_upper(3.0, 1, 0.25) == pytest.approx(6.0)
-    assert a_priori_upper(1.0, 1000, 1e-12) == pytest.approx(1.0, abs=1e-3)
-
-
 @pytest.mark.parametrize("trials", [600, pytest.param(4000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("confidence", [0.6, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_coverage_is_at_least_the_confidence(confidence: float, trials: int) -> None:
@@ -143,10 +137,6 @@ def test_coverage_is_at_least_the_confidence(confidence: float, trials: int) -> 
         assert (found.lower <= values[0]).all()
         share = float((found.upper >= values[0]).double().mean())
         assert share >= confidence - 4 * math.sqrt(confidence * (1 - confidence) / trials)
-        prior = [
-            a_priori_upper(float(s), steps, start_quantile(n, confidence)) >= values[0] for s in found.sigma
-        ]
-        assert np.mean(prior) >= confidence - 4 * math.sqrt(confidence * (1 - confidence) / trials)
 
 
 def test_coverage_is_attained_so_that_the_limit_is_not_vacuous() -> None:

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from scipy import linalg, special
 from scipy.linalg import lapack
 
-__all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "rounded_upper", "start_quantile"]
+__all__ = ["a_posteriori_upper", "ritz_values", "rounded_upper", "start_quantile"]
 
 
 def start_quantile(dimension: int, confidence: float) -> float:
@@ -38,26 +38,6 @@ def start_quantile(dimension: int, confidence: float) -> float:
     if dimension == 1:
         return 1.0
     return float(special.betaincinv(0.5, (dimension - 1) / 2, 1.0 - confidence))
-
-
-def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
-    """Return an upper limit of the norm of a linear map, given the lower limit ``sigma`` from Lanczos and the
-    number of steps.
-
-    After k steps with leading Ritz value σ̂, the limit of ‖J‖ is σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which
-    ‖J‖ exceeds with probability at most δ. It sharpens Kuczyński and Woźniakowski (1992).
-
-    Parameters
-    ----------
-    sigma
-        The leading Ritz value σ̂ >= 0.
-    steps
-        The number k >= 1 of Lanczos steps.
-    quantile
-        The number x_δ of :func:`start_quantile`.
-
-    """
-    return sigma * float(np.cosh(np.arccosh(1.0 / np.sqrt(quantile)) / (2 * steps - 1)))
 
 
 def ritz_values(diagonal: Float[np.ndarray, " k"], off: Float[np.ndarray, " k_1"]) -> Float[np.ndarray, " k"]:
