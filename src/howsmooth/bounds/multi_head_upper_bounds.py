@@ -41,27 +41,8 @@ __all__ = [
 
 
 def head_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Return the smallest upper bound on Lip(f on B_R^n) for one head with its mask.
-
-    Parameters
-    ----------
-    attention
-        One head; a bare :class:`~howsmooth.bounds.Head` is taken as unmasked.
-    length
-        Number n >= 1 of tokens.
-    radius
-        Largest norm R > 0 of a token.
-
-    Returns
-    -------
-    Bound
-        Theorem A with the head's mask, or the bound that does not depend on n, whichever is smaller.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, rotary positions, or length or radius do not fit.
-
+    """Return the smallest upper bound on Lip(f on B_R^n) for one head with its mask: Theorem A, or the bound
+    that does not depend on n. A bare :class:`~howsmooth.bounds.Head` is taken as unmasked.
     """
     candidates = [masked_ball_upper_bound(attention, length, radius)]
     if isinstance(attention, Head):
@@ -192,30 +173,10 @@ def folded_gram_upper_bound(attention: object, length: object, radius: object) -
     """Bound the Lipschitz constant of multi-head attention by upper bounds on its heads and the norms
     ‖(W_h V_h)ᵀ W_g V_g‖, where W_h is the output map of head h and V_h its value matrix.
 
-    The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2}
-    with O_h = W_h V_h. V_h is factorised into a triangular matrix, which moves to the output map, and a
-    matrix of orthonormal rows. c_h is the upper bound on head h with this matrix in place of V_h. For bounds
-    proportional to ‖V‖, as all of this library are, the result is at most :func:`gram_upper_bound`.
-
-    Parameters
-    ----------
-    attention, length, radius
-        As for :func:`lemma_3_8`.
-
-    Returns
-    -------
-    Bound
-        Upper bound on Lip(f on B_R^n), with the hypotheses of the bounds on the heads.
-
-    Raises
-    ------
-    ArgumentError
-        As for :func:`lemma_3_8`.
-
-    References
-    ----------
-    Documentation page "Bounds on a ball", section "Several heads".
-
+    The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h. V_h is factorised into a triangular
+    matrix, which moves to the output map, and a matrix of orthonormal rows. c_h is the upper bound on head h
+    with this matrix in place of V_h. For bounds proportional to ‖V‖, as all of this library are, the result
+    is at most :func:`gram_upper_bound`.
     """
     parameters = parameters_of(attention)
     heads, maps, sizes = [], [], []
