@@ -23,7 +23,6 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds.local_upper_bounds import (
-    covariance_upper_bound,
     diameter_upper_bound,
     theorem_c_3,
     yudin_theorem_3,
@@ -35,7 +34,6 @@ ONE_HEAD: dict[str, Callable[[hs.SelfAttention, Tensor], float]] = {
     "Yudin": lambda f, x: yudin_theorem_3(f, x).value,
     "C.3 sharp": lambda f, x: diameter_upper_bound(f, x).value,
     "C.3": lambda f, x: theorem_c_3(f, x).value,
-    "three terms": lambda f, x: covariance_upper_bound(f, x).value,
 }
 SEVERAL: dict[str, Callable[[hs.SelfAttention, Tensor], float]] = {
     "certificate": lambda f, x: float(hs.bounds.certificate(f, x).value)

@@ -33,7 +33,6 @@ from mpmath import mp
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds.local_upper_bounds import covariance_upper_bound
 from howsmooth.bounds.multi_head_upper_bounds import folded_gram_upper_bound, head_upper_bound
 from howsmooth.errors import ArgumentError
 
@@ -48,11 +47,11 @@ ON_BALL = (
 )
 ANY_LENGTH = ("theorem_3_5", "mean_field_upper_bound", "theorem_4_4", "causal_mean_field_upper_bound")
 AT_TOKENS = (
-    *("theorem_c_3", "diameter_upper_bound", "covariance_upper_bound", "yudin_theorem_3"),
+    *("theorem_c_3", "diameter_upper_bound", "yudin_theorem_3"),
     "certificate",
 )
 LARGE_RADIUS = ("theorem_3_7", "theorem_4_5")
-PRIVATE = {one.__name__: one for one in (covariance_upper_bound, folded_gram_upper_bound, head_upper_bound)}
+PRIVATE = {one.__name__: one for one in (folded_gram_upper_bound, head_upper_bound)}
 LOCAL = {
     *(*AT_TOKENS, *LARGE_RADIUS, "token_wise_upper_bound"),
     "pre_norm_upper_bound at X",

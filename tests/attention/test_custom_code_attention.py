@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,19 +17,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import howsmooth as hs
-from howsmooth import adversarial, batching
+from howsmooth import batching
 from howsmooth.attention import Residual, StagedAttention
 from howsmooth.attention.custom_code_attention import Core, SoftmaxCore
-from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.bounds.certificates import certificate
-from howsmooth.dynamics import flow, growth
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
-from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
+from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.closed_form import has_closed_form
 from howsmooth.jacobian.custom_code_attention import StagedJacobian
 from howsmooth.jacobian.memory_footprint import cached_bytes
 from howsmooth.measures import DiscreteMeasure
-from howsmooth.paper.published_code.altered_attention import unmasked
 from tests._cases import dense_jacobian, tokens
 from tests._operators import to_dense
 from tests._selection import others_slow
@@ -359,21 +354,6 @@ def test_the_layer_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [torch.float64]
 
 
-def test_flows_and_their_growth_follow_it() -> None:
-    f, x, h = CASES["windows"](), tokens(126, N, D), 0.25
-
-    def euler(x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = x + h * naive(f)(x)
-        return x
-
-    run = flow(f, x, [0.0, 1.0], method="euler", step=h)
-    torch.testing.assert_close(run.states[-1], euler(x), rtol=1e-12, atol=1e-12)
-    found = growth(f, x, [0.0, 1.0], method="euler", step=h, rtol=1e-8, estimate_error=False)
-    exact = torch.linalg.matrix_norm(dense_jacobian(euler, x), 2)
-    assert float(found.value[-1]) == pytest.approx(float(exact), rel=1e-9)
-
-
 def test_wider_scopes_are_compositions() -> None:
     x, norm = tokens(103, N, D), hs.RMSNorm(tokens(104, D), 1e-6)
     inner = CASES["gate"]()
@@ -473,14 +453,6 @@ def test_narrower_scopes_of_what_has_no_heads_are_refused(name: str, words: str)
         f.head(0)
     with pytest.raises(ArgumentError, match="from 0 to 3"):
         f.head(HEADS)
-
-
-def test_autodiff_of_the_whole_agrees() -> None:
-    for name in ("fewer keys", "windows with masks and biases"):
-        f, x = CASES[name](), tokens(108, 2, N, D)
-        e = tokens(109, 2, N, D)
-        ours, other = closed_form_jacobian(f, x), AutodiffJacobian(f, x)
-        torch.testing.assert_close(ours.product(e), other.product(e), rtol=1e-11, atol=1e-12)
 
 
 # ---- long sequences
@@ -644,25 +616,6 @@ def test_lengths_and_measures_are_refused() -> None:
     for ask in (f, partial(hs.local_lipschitz, f), partial(hs.local_lipschitz, f, method="autodiff")):
         with pytest.raises(ArgumentError, match="act on measures"):
             ask(atoms)
-
-
-REFUSING: dict[str, Callable[[Any], object]] = {
-    "parameters": parameters_of,
-    "certificate": lambda f: certificate(f, tokens(0, N, D)),
-    "certificate of a site": lambda f: certificate(_site(hs.Residual(f))),
-    "two clusters": lambda f: adversarial.two_cluster(f, N, 1.0),
-    "published": lambda f: unmasked(hs.Residual(f)),
-}
-
-
-def _site(f: object) -> SimpleNamespace:
-    return SimpleNamespace(map=f, x=tokens(0, 1, N, D), scope="attention", norm=None)
-
-
-@pytest.mark.parametrize("who", REFUSING)
-def test_what_needs_matrices_refuses_by_name(who: str) -> None:
-    with pytest.raises(ArgumentError, match="attention in stages"):
-        REFUSING[who](CASES["plain"]())
 
 
 def _wild(p: Parameters, x: Tensor, core: Core) -> Tensor:

@@ -102,17 +102,6 @@ def test_memory_of_a_call_does_not_grow_with_the_square_of_n(tmp_path: Path) -> 
     assert memory_added(called, tmp_path) < 200e6
 
 
-def test_a_constant_is_measured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autodiff compares values, by the fused kernel, with derivatives, in blocks."""
-    f, x = random_attention(5), tokens(5, 7, D)
-    value = float(hs.local_lipschitz(f, x).value)
-    monkeypatch.setitem(scaled_dot_product._ENTRIES, "cpu", 1)
-    monkeypatch.setattr(scaled_dot_product, "_FUSED_ABOVE", 0)
-    estimate = hs.local_lipschitz(f, x, method="autodiff")
-    assert bool(estimate.converged)
-    assert float(estimate.value) == pytest.approx(value, rel=1e-6)
-
-
 def test_no_block_is_left_out_at_the_true_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """2000 tokens do not fit into one block; some rows by hand."""
     f = CASES["one head"](1)

@@ -15,7 +15,7 @@ from howsmooth import adversarial, bounds
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.scaled_dot_product import cap_slope
 from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.bounds.norm_layer_outputs import absorb_norm
+from howsmooth.bounds.pre_norm_upper_bounds import absorb_norm
 from howsmooth.dynamics import Rescaled
 from howsmooth.dynamics.rescaled_tokens import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError

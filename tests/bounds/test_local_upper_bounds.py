@@ -14,7 +14,6 @@ from howsmooth.bounds import attention_parameters
 from howsmooth.bounds.attention_parameters import Head
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.local_upper_bounds import (
-    covariance_upper_bound,
     diameter_upper_bound,
     theorem_c_3,
     yudin_theorem_3,
@@ -27,7 +26,6 @@ F64 = torch.float64
 LOCAL: dict[str, Callable[..., Bound]] = {
     "C.3": theorem_c_3,
     "C.3 sharp": diameter_upper_bound,
-    "three terms": covariance_upper_bound,
     "Yudin": yudin_theorem_3,
 }
 
@@ -49,7 +47,7 @@ def parts(point: dict[str, Tensor], mask: Tensor) -> Parts:
 
 
 def as_published(point: dict[str, Tensor], mask: Tensor, wrong: bool = False) -> dict[str, Tensor]:
-    """The four formulas, written again and differentiable; ``wrong``: C.3 as the paper's code has it."""
+    """The formulas, written again and differentiable; ``wrong``: C.3 as the paper's code has it."""
     A, V, b, X, P, _ = parts(point, mask)
     n = len(X)
     y, transposed = X @ A.T + b, X @ A
@@ -57,8 +55,6 @@ def as_published(point: dict[str, Tensor], mask: Tensor, wrong: bool = False) ->
     largest = y.norm(dim=1).amax()
     if not wrong:
         largest = torch.maximum(largest, transposed.norm(dim=1).amax())
-    z = X[None] - (P @ X)[:, None]
-    CA = torch.einsum("ij,ija,ijb->iab", P, z, z) @ A
     value = torch.linalg.matrix_norm(V, 2)
     rows = torch.tensor(0.0, dtype=F64)
     for i, count in enumerate(mask.sum(1).tolist()):
@@ -69,13 +65,9 @@ def as_published(point: dict[str, Tensor], mask: Tensor, wrong: bool = False) ->
     g = (two[:, 0] * (1 - two[:, 0] + two[:, 1])).amax()
     size = torch.linalg.matrix_norm(X, 2)
     moved = size * (2 * size * torch.linalg.matrix_norm(A, 2) + math.sqrt(n) * b.norm())
-    farthest = torch.where(mask, z.norm(dim=-1), 0.0).amax()
-    diagonal = torch.linalg.matrix_norm(CA, 2).amax()
-    three = diagonal**2 + n * farthest**2 * y.norm(dim=1).amax() ** 2 + n
     return {
         "C.3": value * (largest**2 * diameter**2 * (n + 1) + n).sqrt(),
         "C.3 sharp": value * (rows.sqrt() + diameter * torch.cdist(transposed, transposed).amax() / 4),
-        "three terms": value * (3 * three).sqrt(),
         "Yudin": value * (torch.linalg.matrix_norm(P, 2) + moved * g),
     }
 
@@ -166,9 +158,8 @@ def test_one_token_is_an_equality() -> None:
     f = random_attention(60, heads=1)
     x = tokens(60, 1, D)
     true = float(true_norm(f, x[None])[0])
-    for name, statement in LOCAL.items():
-        factor = math.sqrt(3) if name == "three terms" else 1.0
-        assert statement(f, x).value == pytest.approx(factor * true, rel=1e-9)
+    for statement in LOCAL.values():
+        assert statement(f, x).value == pytest.approx(true, rel=1e-9)
 
 
 def test_sharp_form_never_above_the_corrected_one() -> None:
@@ -186,9 +177,8 @@ def test_overflow_gives_a_finite_logarithm() -> None:
         bound = statement(head, X)
         assert bound.value == math.inf
         assert 900 < bound.log_value < 1100
-    for statement in (covariance_upper_bound, yudin_theorem_3):  # these need the weights
-        with pytest.raises(NonFiniteError, match="scores"):
-            statement(head, X)
+    with pytest.raises(NonFiniteError, match="scores"):  # this one needs the weights
+        yudin_theorem_3(head, X)
 
 
 def test_refusals() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.ball_upper_bounds import ball_upper_bound, mean_field_upper_bound, theorem_3_3
+from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
 from howsmooth.bounds.multi_head_upper_bounds import (
@@ -188,40 +188,12 @@ def test_the_best_bound_of_a_head_knows_its_mask() -> None:
 
 
 @pytest.mark.parametrize("statement", ALL)
-def test_a_bound_of_your_own(statement: Callable[..., Bound]) -> None:
-    f = random_attention(1, biases=False)
-    ours = statement(f, 4, 1.0)
-    paper = statement(f, 4, 1.0, head_bound=theorem_3_3)
-    assert paper.holds
-    assert paper.value > ours.value
-    free = statement(f, 4, 1.0, head_bound=lambda head, length, radius: mean_field_upper_bound(head, radius))
-    assert free.holds
-    causal = statement(random_attention(1, biases=False, causal=True), 4, 1.0, head_bound=theorem_3_3)
-    assert not causal.holds
-    assert causal.value == math.inf
-    assert {h.statement: h.holds for h in causal.hypotheses} == {
-        "no mask": False,
-        "no query bias, which ball_upper_bound allows": True,
-    }
-
-    def wrong(head: object, length: int, radius: float) -> Bound:
-        return Bound.lower("wrong", Quantity.GLOBAL, "nowhere", formula=1.0)
-
-    with pytest.raises(ArgumentError, match="head_bound: expected an upper bound"):
-        statement(f, 4, 1.0, head_bound=wrong)
-
-
-@pytest.mark.parametrize("statement", ALL)
 def test_refusals_and_extremes(statement: Callable[..., Bound]) -> None:
     f = random_attention(1)
     with pytest.raises(ArgumentError, match="radius"):
         statement(f, 3, -1.0)
     with pytest.raises(ArgumentError, match="length"):
         statement(f, 0, 1.0)
-    careless = Bound.upper("careless", Quantity.GLOBAL, "nowhere", formula=1.0)
-    for length, radius in ((0, 1.0), (3, math.nan)):
-        with pytest.raises(ArgumentError):
-            statement(f, length, radius, head_bound=lambda head, n, r: careless)
     with pytest.raises(ArgumentError, match="rotary"):
         statement(random_attention(1, rotary=rotary(4, 4)), 3, 1.0)
     with pytest.raises(ArgumentError, match="attention"):

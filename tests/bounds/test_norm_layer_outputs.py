@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds.norm_layer_outputs import absorb_norm, ellipsoid, norm_radius
+from howsmooth.bounds.norm_layer_outputs import ellipsoid, norm_radius
+from howsmooth.bounds.pre_norm_upper_bounds import absorb_norm
 from howsmooth.errors import ArgumentError
 from tests._cases import D, random_attention, rotary, tokens
 from tests._selection import others_slow

@@ -230,14 +230,6 @@ def test_a_flow_can_be_continued_from_any_state_to_the_last_bit(method: str, kin
     assert torch.equal(whole.points[3], later.points[1])
 
 
-def test_progress_tells_every_state_as_it_is_reached() -> None:
-    told: list[tuple[float, Tensor]] = []
-    f, x = random_attention(14), tokens(14, 3, D)
-    got = flow(f, x, [0, 0.25, 1], on_progress=lambda t, state: told.append((t, state)))
-    assert [t for t, _ in told] == [0.25, 1.0]
-    assert torch.equal(torch.stack([state for _, state in told]), got.states[1:])
-
-
 @pytest.mark.parametrize("method", ["dopri5", "rk4", "residual"])
 def test_gradients_are_kept_where_the_start_asks_for_them(method: str) -> None:
     f, x, e = plain_attention, tokens(15, 3, D), tokens(16, 3, D)

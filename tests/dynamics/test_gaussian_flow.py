@@ -197,12 +197,6 @@ def test_a_covariance_that_overflows_in_the_last_step_is_not_kept() -> None:
     assert got.times.tolist() == [0.0]
 
 
-def test_progress_tells_gaussians() -> None:
-    told: list[object] = []
-    flow(random_attention(17), random_gaussian(18), [0, 0.1], on_progress=lambda t, s: told.append(s))
-    assert isinstance(told[0], Gaussian)
-
-
 @pytest.mark.parametrize(
     ("field", "start", "argument", "words"),
     [

@@ -120,23 +120,6 @@ def test_a_gram_product_goes_through_each_member() -> None:
     assert asked == [(0, slice(0, 40)), (1, slice(0, 40))]
 
 
-def test_some_rows_of_a_sequence() -> None:
-    """Queries numbered from another row on, as a shard of a sequence holds them."""
-    generator = torch.Generator().manual_seed(8)
-    q, k, v = (torch.randn(1, 1, n, 16, generator=generator, dtype=torch.float64) for n in (30, 90, 90))
-    q, k, v = q[:, :, None].to(DEVICE), k.to(DEVICE), v.to(DEVICE)
-    operands = Operands.of_heads(q, k, v, 0.25, ScoreFeatures())
-    single, double = (
-        streamed_derivative(operands, Visibility(90, causal=True), dtype, first_row=41)
-        for dtype in (torch.float32, torch.float64)
-    )
-    at, moved = by_kernels(single, 3), tangents(9, single)
-    wanted = double.product(*(t.double() for t in moved))
-    assert relative(at.product(*moved), wanted) < DIGITS[3]
-    for found, want in zip(at.adjoint(wanted.float()), double.adjoint(wanted), strict=True):
-        assert relative(found, want) < DIGITS[3]
-
-
 def test_some_members_keep_their_kernels() -> None:
     single, double = derivative(10, 20, members=3)
     at, chosen = by_kernels(single, 2), torch.tensor([4, 5, 0, 1], device=DEVICE)

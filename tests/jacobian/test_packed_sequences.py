@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,6 @@ import howsmooth as hs
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import closed_form_jacobian
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
-from tests._selection import others_slow
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,42 +55,6 @@ LENGTHS = (3, 7, 1, 7, 5, 2)
 
 def unequal(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [tokens(seed + i, n, D, dtype=dtype) for i, n in enumerate(LENGTHS)]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    others_slow(
-        itertools.product(
-            (torch.float64, torch.float32),
-            ("multi-head", "rotary, partial, grouped, causal", "post-norm", "pre-norm"),
-        ),
-        [
-            (torch.float64, "rotary, partial, grouped, causal"),
-            (torch.float32, "multi-head"),
-            (torch.float32, "post-norm"),
-        ],
-    ),
-)
-def test_each_sequence_gets_the_numbers_that_it_gets_alone(name: str, dtype: torch.dtype) -> None:
-    f = CASES[name](7).to(dtype=dtype)
-    xs, seeds = unequal(0, dtype), [10 + i for i in range(len(LENGTHS))]
-    rtol = 1e-9 if dtype == torch.float64 else 1e-4
-    together = hs.local_lipschitz(f, xs, rtol=rtol, seed=seeds)
-    assert isinstance(together, hs.LipschitzEstimates)
-    assert together.value.shape == (len(xs),)
-    for i, x in enumerate(xs):
-        alone = hs.local_lipschitz(f, x, rtol=rtol, seed=seeds[i : i + 1])
-        # The steps, and with them the quantile of its own N = n d, are those of the sequence alone.
-        assert int(together.iterations[i]) == int(alone.iterations)
-        torch.testing.assert_close(together.value[i], alone.value, rtol=1e-10, atol=0)
-        loss = 1e-9 if dtype == torch.float64 else 1e-5
-        torch.testing.assert_close(together.upper[i], alone.upper, rtol=loss, atol=0)
-        assert together.input_direction[i].shape == x.shape
-        cosine = (together.input_direction[i] * alone.input_direction).sum()
-        assert float(cosine.abs()) > 1 - 1e-4
-        truth = dense_jacobian(f.to(dtype=torch.float64), x.double())
-        image = (truth @ together.input_direction[i].double().flatten()).norm()
-        torch.testing.assert_close(image, together.value[i], rtol=1e-5, atol=0)
 
 
 def test_one_seed_gives_every_sequence_its_own_start_and_autodiff_agrees() -> None:

@@ -99,11 +99,6 @@ def test_without_a_cap_one_tensor_serves_for_probabilities_and_slope() -> None:
     assert core.slope is core.p
 
 
-def test_an_operator_alone_is_left_as_it_is() -> None:
-    made = operators("multi-head")
-    assert joined(made[:1]) is made[0]
-
-
 def test_operators_of_unlike_kinds_are_refused() -> None:
     attention, norm = operators("multi-head"), operators("LayerNorm")
     with pytest.raises(TypeError, match=r"no common operator of .'AttentionJacobian', 'NormJacobian'."):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,26 +117,6 @@ def test_one_head_is_cut_into_rows_of_each_thread(
     check_fine_cuts(random_attention(1, **{"heads": 1, "kv_heads": 1} | keywords), tokens(2, 2, 14, D))
 
 
-@pytest.mark.parametrize("cut", [4, 7])
-def test_a_shard_of_one_heads_rows_has_its_squares_at_the_diagonal(
-    cut: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_finely(monkeypatch, threads=2)
-    f, x = random_attention(7, heads=1, causal=True), tokens(0, 1, 12, D)
-    operands, rules = Operands.of_tokens(f, x), (Visibility(12, True), torch.float64)
-    whole = streamed_derivative(operands, *rules)
-    shard = streamed_derivative(replace(operands, q=operands.q[..., cut:, :]), *rules, first_row=cut)
-    pieces = [piece for block in shard.tiling.blocks() for piece in shard.tiling.pieces(block)]
-    assert any(isinstance(piece.block, tiling.DiagonalSquares) for piece in pieces) == (cut == 4)
-    do = tokens(4, 1, 12, f.value_dim)
-    do[:, :cut] = 0
-    for found, expected in zip(shard.adjoint(do[:, cut:]), whole.adjoint(do), strict=True):
-        torch.testing.assert_close(found, expected[:, -found.shape[1] :])
-    tangents = tokens(5, 1, 12, f.key_dim), tokens(6, 1, 12, f.key_dim), tokens(7, 1, 12, f.value_dim)
-    image = shard.product(tangents[0][:, cut:], *tangents[1:])
-    torch.testing.assert_close(image, whole.product(*tangents)[:, cut:])
-
-
 def pieces_of_one_head(n: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> list[tiling.Piece]:
     cut_finely(monkeypatch, threads)
     op = closed_form_jacobian(random_attention(1, heads=1, causal=True), tokens(2, 1, n, D), streamed=True)
@@ -188,31 +167,6 @@ def test_float32_products_keep_their_digits_whatever_the_scores(
     # Without float64 scores the error at the higher temperature is 2e-5 of the norm.
     assert off <= 1.5e-6 * torch.linalg.matrix_norm(dense, 2)
     assert float(off / torch.linalg.matrix_norm(dense, 2)) <= float(op.rounding)
-
-
-def test_shards_of_the_query_rows_add_up() -> None:
-    n, cut = 9, 4
-    f, x = (
-        random_attention(7, heads=4, kv_heads=2, causal=True, window=5, sinks=torch.ones(4).double()),
-        tokens(0, 1, 9, D),
-    )
-    operands, rules = Operands.of_tokens(f, x), (Visibility(n, True, 5), torch.float64)
-    whole = streamed_derivative(operands, *rules)
-    shards = [
-        streamed_derivative(replace(operands, q=operands.q[..., :cut, :]), *rules),
-        streamed_derivative(replace(operands, q=operands.q[..., cut:, :]), *rules, first_row=cut),
-    ]
-    do = tokens(4, 2, 2 * n, f.value_dim)
-    rows = do.unflatten(1, (2, n))
-    dq, dk, dv = whole.adjoint(do)
-    parts = [
-        shard.adjoint(part.flatten(1, 2))
-        for shard, part in zip(shards, (rows[:, :, :cut], rows[:, :, cut:]), strict=True)
-    ]
-    torch.testing.assert_close(parts[0][1] + parts[1][1], dk)
-    torch.testing.assert_close(parts[0][2] + parts[1][2], dv)
-    found = torch.cat([part[0].unflatten(1, (2, -1)) for part in parts], dim=2)
-    torch.testing.assert_close(found.flatten(1, 2), dq)
 
 
 @pytest.mark.usefixtures("small_tiles")

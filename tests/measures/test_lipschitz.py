@@ -127,13 +127,6 @@ def test_one_atom_is_moved_by_the_values_alone() -> None:
     assert float(autodiff.value) == pytest.approx(found.value, rel=1e-9)
 
 
-def test_equal_weights_give_the_constant_of_tokens() -> None:
-    f, x = random_attention(6, causal=True), tokens(22, 7, D)
-    at_tokens = hs.local_lipschitz(f, x, rtol=1e-10, seed=3)
-    at_measure = hs.local_lipschitz(f, DiscreteMeasure.sequence(x), rtol=1e-10, seed=3)
-    assert float(at_measure.value) == pytest.approx(float(at_tokens.value), rel=1e-10)
-
-
 def test_repeated_tokens_and_weights_agree() -> None:
     """‖D_X f‖ at tokens repeated 1, 3 and 2 times is the constant in W₂ where each of these may split."""
     f, x, counts = random_attention(7, temperature=3.0), tokens(23, 3, D), torch.tensor([2, 3, 4])

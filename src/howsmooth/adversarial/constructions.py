@@ -180,7 +180,8 @@ def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int
     """
     R, (chosen, give) = check_radius(radius), _of_head(attention, head)
     check_length(length, least=3)
-    found = searched_pairs(chosen, length, R, masked=_is_causal(attention))
+    causal = parameters_of(attention).masking == "causal"
+    found = searched_pairs(chosen, length, R, masked=causal)
     if not found:
         raise ArgumentError(
             "attention",
@@ -282,19 +283,10 @@ def constructions(
             found.append(heavy_token(attention, n, R, head=h))
             if (spread := _balanced(chosen, give, n, R)) is not None:
                 found.append(spread)
-        if n >= 3 and _has_tie(chosen):
+        # Two tokens of equal attention need two dimensions, scores and values.
+        if n >= 3 and chosen.d >= 2 and chosen.A_norm + chosen.b_norm > 0 and chosen.V_norm > 0:
             found.append(two_heavy_tokens(attention, n, R, head=h))
     return found
-
-
-def _has_tie(head: Head) -> bool:
-    """Return True if, for the given head, an input can be constructed at which two tokens get equal
-    attention.
-
-    Such inputs are built by :func:`two_heavy_tokens`. They need d >= 2, scores that are not all zero, and a
-    value matrix that is not zero.
-    """
-    return head.d >= 2 and head.A_norm + head.b_norm > 0 and head.V_norm > 0
 
 
 class _Builder:
@@ -327,7 +319,3 @@ def _of_head(attention: object, head: int) -> tuple[Head, _Builder]:
 
 def _map_of(attention: object) -> object:
     return getattr(attention, "map", attention)
-
-
-def _is_causal(attention: object) -> bool:
-    return parameters_of(attention).masking == "causal"

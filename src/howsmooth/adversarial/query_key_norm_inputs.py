@@ -87,7 +87,8 @@ class _Side:
             return cls(W, b, torch.ones(dim, dtype=torch.float64), torch.zeros(d, dtype=torch.float64), long)
         if norm.centred:
             W, b = W - W.mean(dim=0), b - b.mean()
-        zero = _shrunk(-torch.linalg.pinv(W) @ b, radius)
+        zero = -torch.linalg.pinv(W) @ b
+        zero = zero * min(1.0, radius / max(float(zero.norm()), 1e-300))
         long = max(_LONG * math.sqrt(norm.d * norm.eps), 3.0 * float(b.norm()))
         return cls(W[mine], b[mine], norm.weight[mine], zero, long)
 
@@ -192,8 +193,3 @@ def _with_images(
     x = x * torch.clamp(radius / length.clamp_min(1e-300), max=1.0)
     left: Tensor = (radius**2 - x.square().sum(dim=-1, keepdim=True)).clamp_min(0.0).sqrt()
     return x + signs * left * z
-
-
-def _shrunk(x: Tensor, radius: float) -> Tensor:
-    result: Tensor = x * min(1.0, radius / max(float(x.norm()), 1e-300))
-    return result

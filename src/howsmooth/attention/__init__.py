@@ -8,9 +8,8 @@ projections, and ``custom_code_attention`` arbitrary PyTorch code before and aft
 from howsmooth.attention.compositions import Compose, Residual
 from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.l2_attention import L2Attention
-from howsmooth.attention.layer_scale import LayerScale
 from howsmooth.attention.map import TokenMap
-from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
+from howsmooth.attention.norm_layers import LayerNorm, LayerScale, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.self_attention import SelfAttention
 from howsmooth.attention.sinkhorn_attention import SinkhornAttention

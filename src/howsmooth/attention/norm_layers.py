@@ -1,4 +1,6 @@
-"""LayerNorm and RMSNorm as maps on tokens (Definition 2.3 of Castin et al., 2024)."""
+"""Norm layers (Definition 2.3 of Castin et al., 2024) and layer scale (Touvron et al., 2021)
+as maps on tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import TokenMap, as_parameter
 from howsmooth.errors import ArgumentError
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__ = ["LayerNorm", "LayerScale", "RMSNorm"]
 
 
 class _Norm(TokenMap):
@@ -119,3 +121,53 @@ class RMSNorm(_Norm):
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> RMSNorm:
         """Return the norm layer with its parameters converted to another dtype or device."""
         return RMSNorm(self.weight.to(dtype=dtype, device=device), self.eps)
+
+
+class LayerScale(TokenMap):
+    """The map X ↦ λ∘X that multiplies each channel by a factor, as in CaiT, BEiT and DINOv2.
+
+    The scaled residual α∘X + λ∘f(X) is ``Compose(LayerScale(α), Residual(Compose(LayerScale(λ / α), f)))``.
+
+    Parameters
+    ----------
+    weight
+        The factors λ, (d,).
+
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = as_parameter("weight", weight, ("d",))
+
+    @property
+    def d(self) -> int:
+        """Dimension of the tokens, which is the number of channels."""
+        return self.weight.shape[0]
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of the output tokens, which is the number of channels."""
+        return self.d
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the factors of the channels."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the factors of the channels."""
+        return self.weight.device
+
+    def __repr__(self) -> str:
+        return f"LayerScale(d={self.d})"
+
+    def describe(self) -> str:
+        """Return a phrase that describes the map, for messages and reports."""
+        return "layer scale"
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerScale:
+        """Return the map with its factors converted to another dtype or device."""
+        return LayerScale(self.weight.to(dtype=dtype, device=device))
+
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        return self.weight * x

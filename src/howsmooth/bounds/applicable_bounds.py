@@ -31,7 +31,6 @@ from howsmooth.bounds.bound_problem import Problem
 from howsmooth.bounds.certificates import certificate
 from howsmooth.bounds.large_radius_bounds import theorem_3_7, theorem_4_5
 from howsmooth.bounds.local_upper_bounds import (
-    covariance_upper_bound,
     diameter_upper_bound,
     theorem_c_3,
     yudin_theorem_3,
@@ -131,7 +130,7 @@ def _at_tokens(problem: Problem, *, rotary: bool) -> list[tuple[str, Statement]]
     if rotary or _heads(attention) > 1:
         return certified
     limit = theorem_4_5 if _parameters(problem).masking == "causal" else theorem_3_7
-    local = (theorem_c_3, diameter_upper_bound, covariance_upper_bound, yudin_theorem_3)
+    local = (theorem_c_3, diameter_upper_bound, yudin_theorem_3)
     return [*certified, *_each((limit,), attention, X, 1.0), *_each(local, attention, X)]
 
 

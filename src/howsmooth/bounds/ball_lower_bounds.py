@@ -350,31 +350,7 @@ def equal_tokens_lower_bound(attention: object, length: int, radius: float) -> B
 
     It is ‖Σ_h W_h V_h‖ ‖P‖, where P is uniform over the visible tokens. Without a mask ‖P‖ = 1. With a causal
     mask P is the Cesàro matrix, whose norm grows from 1 to 2 with n (Hardy's inequality). Under a window, the
-    norm of the first rows of P is used.
-
-    Parameters
-    ----------
-    attention
-        Any number of heads, any mask.
-    length
-        Number of tokens n >= 1, which must be the size of a mask that is given as a matrix.
-    radius
-        Radius R > 0 of the ball. The bound does not depend on it.
-
-    Returns
-    -------
-    Bound
-        Lower bound on Lip(f on B_R^n), with the mask of the attention.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument is out of range.
-
-    References
-    ----------
-    Documentation page "Worst inputs, and lower bounds".
-
+    norm of the first rows of P is used. The bound does not depend on the radius.
     """
     p, n = parameters_of(attention), check_length(length)
     check_radius(radius)

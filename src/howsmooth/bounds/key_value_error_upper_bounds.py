@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
@@ -101,7 +101,8 @@ def kv_error_upper_bound(
     q, k, v = f.projections(x)
     key_errors = _Errors.of("keys", keys, k)
     value_errors = _Errors.of("values", values, v)
-    if not all(bool((t.abs() <= LARGEST).all()) for t in (q, k, v, q.abs() @ _for_heads(f, k.abs()).mT)):
+    scores = q.abs() @ k.abs().repeat_interleave(f.heads // f.kv_heads, dim=0).mT
+    if not all(bool((t.abs() <= LARGEST).all()) for t in (q, k, v, scores)):
         raise NonFiniteError(
             "X",
             expected="queries, keys, values and scores below 2^200 in float64",
@@ -155,10 +156,6 @@ def _checked(attention: object, X: object) -> tuple[SelfAttention, Float64[Tenso
 def _row_blocks(n: int, width: int) -> list[slice]:
     step = max(1, _ENTRIES // width)
     return [slice(i, min(n, i + step)) for i in range(0, n, step)]
-
-
-def _for_heads(f: SelfAttention, t: Float[Tensor, "kv_heads n k"]) -> Float[Tensor, "heads n k"]:
-    return t.repeat_interleave(f.heads // f.kv_heads, dim=0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,6 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = [
     "OneHead",
-    "covariance_upper_bound",
     "diameter_upper_bound",
     "theorem_c_3",
     "yudin_theorem_3",
@@ -126,62 +125,6 @@ def diameter_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
         "diameter_upper_bound",
         _OURS.format("Theorem C.3 sharpened"),
         at.head.log_V_norm + _log_sum(rows, diagonal),
-    )
-
-
-def covariance_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound ‖D_X f‖ of one head by covariance matrices of the given tokens, as in the proof of Theorem 3.3.
-
-    The bound is √3 ‖V‖ (max_i ‖C_i A‖² + n r² max_i |A x_i + b|² + n)^½, the step of the proof of Theorem 3.3
-    before the radius R replaces the tokens. C_i and m_i are the covariance and the mean of the tokens under
-    row i of P, and r is the largest distance |x_j − m_i| between the mean and a token j that row i sees.
-
-    Parameters
-    ----------
-    attention, X
-        As for :func:`theorem_c_3`.
-
-    Returns
-    -------
-    Bound
-        Upper bound on ‖D_X f‖.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, rotary positions, or an argument does not fit.
-    NonFiniteError
-        If an entry of X is NaN or infinite.
-
-    References
-    ----------
-    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, the proof of
-    Theorem 3.3.
-
-    """
-    at = OneHead.at(attention, X, "covariance_upper_bound")
-    n = len(at.X)
-    P = at.weights
-    means = P @ at.X
-    distances = torch.cdist(means, at.X, compute_mode="donot_use_mm_for_euclid_dist")
-    r = float(distances[at.visible].amax())
-    diagonal = 0.0
-    for i in range(n):
-        seen = at.visible[i]
-        z, p = at.X[seen] - means[i], P[i, seen]
-        # C_i A = Σ_j (√P_ij z_ij)(√P_ij Aᵀz_ij)ᵀ with z_ij = x_j − m_i is a product of two thin matrices.
-        root = p.sqrt()[:, None]
-        left, right = root * z, root * _apply_transposed(at.head, z)
-        diagonal = max(diagonal, _norm_of_product(left, right))
-    log = _log_sum(
-        2 * _log(diagonal),
-        math.log(n) + 2 * (_log(r) + _log(_largest(at.y))),
-        math.log(n),
-    )
-    return _upper(
-        "covariance_upper_bound",
-        _PAPER.format("proof of Theorem 3.3"),
-        0.5 * (math.log(3) + log) + at.head.log_V_norm,
     )
 
 
@@ -298,17 +241,6 @@ class OneHead:
 def _apply_transposed(head: Head, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
     """Return the vectors Aᵀ x_i of a head for tokens x_i, as rows."""
     return (x @ head.left) @ head.right
-
-
-def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) -> float:
-    """Return the spectral norm of leftᵀ right, from QR factors if the matrices have fewer rows than
-    columns.
-    """
-    m = len(left)
-    if m < min(left.shape[1], right.shape[1]):
-        left = torch.linalg.qr(left.mT, mode="r").R.mT
-        right = torch.linalg.qr(right.mT, mode="r").R.mT
-    return spectral_norm(left.mT @ right)
 
 
 def _diameter(rows: Float[Tensor, "n d"]) -> float:

@@ -1,14 +1,12 @@
 """Upper bounds on the Lipschitz constant of multi-head attention f(X) = Σ_h W_h f_h(X) on a ball.
 
-Each function combines upper bounds L_h on the heads f_h, which include their value matrices V_h. They come
-from ``head_bound``, a function of (attention, length, radius) for one head. Proofs: documentation page
-"Bounds on a ball", section "Several heads".
+Each function combines upper bounds L_h on the heads f_h, which include their value matrices V_h
+(:func:`head_upper_bound`). Proofs: documentation page "Bounds on a ball", section "Several heads".
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -32,10 +30,8 @@ from howsmooth.bounds.ball_upper_bounds import (
 )
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
 from howsmooth.bounds.masked_ball_upper_bounds import causal_mean_field_upper_bound, masked_ball_upper_bound
-from howsmooth.errors import ArgumentError
 
 __all__ = [
-    "HeadBound",
     "folded_gram_upper_bound",
     "gram_upper_bound",
     "head_upper_bound",
@@ -43,31 +39,10 @@ __all__ = [
     "output_norm_upper_bound",
 ]
 
-HeadBound = Callable[[object, int, float], Bound]
-
 
 def head_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Return the smallest upper bound on Lip(f on B_R^n) for one head with its mask.
-
-    Parameters
-    ----------
-    attention
-        One head; a bare :class:`~howsmooth.bounds.Head` is taken as unmasked.
-    length
-        Number n >= 1 of tokens.
-    radius
-        Largest norm R > 0 of a token.
-
-    Returns
-    -------
-    Bound
-        Theorem A with the head's mask, or the bound that does not depend on n, whichever is smaller.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, rotary positions, or length or radius do not fit.
-
+    """Return the smallest upper bound on Lip(f on B_R^n) for one head with its mask: Theorem A, or the bound
+    that does not depend on n. A bare :class:`~howsmooth.bounds.Head` is taken as unmasked.
     """
     candidates = [masked_ball_upper_bound(attention, length, radius)]
     if isinstance(attention, Head):
@@ -80,9 +55,7 @@ def head_upper_bound(attention: object, length: object, radius: object) -> Bound
     return min(candidates, key=lambda bound: bound.log_value)
 
 
-def lemma_3_8(
-    attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
-) -> Bound:
+def lemma_3_8(attention: object, length: object, radius: object) -> Bound:
     """Bound the Lipschitz constant of multi-head attention by Lemma 3.8 of the paper.
 
     The bound is Σ_h ‖W_h‖ L_h, where W_h is the output map of head h and L_h an upper bound on the head.
@@ -96,8 +69,6 @@ def lemma_3_8(
         Number n >= 1 of tokens.
     radius
         Largest norm R > 0 of a token.
-    head_bound
-        Function that bounds one head with its value matrix V_h; default: ``head_upper_bound``.
 
     Returns
     -------
@@ -107,7 +78,7 @@ def lemma_3_8(
     Raises
     ------
     ArgumentError
-        If there are rotary positions, length or radius do not fit, or ``head_bound`` is not an upper bound.
+        If there are rotary positions, or length or radius do not fit.
 
     References
     ----------
@@ -115,23 +86,21 @@ def lemma_3_8(
 
     """
     parameters = parameters_of(attention)
-    logs, hypotheses = _bounds_of_heads(parameters, length, radius, head_bound)
+    logs, hypotheses = _bounds_of_heads(parameters, length, radius)
     terms = [
         log_product(log_spectral_norm(W), log_l) for W, log_l in zip(parameters.outputs, logs, strict=True)
     ]
     return upper("lemma_3_8", _quantity(parameters), f"{PAPER}, Lemma 3.8", log_sum(*terms), *hypotheses)
 
 
-def output_norm_upper_bound(
-    attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
-) -> Bound:
+def output_norm_upper_bound(attention: object, length: object, radius: object) -> Bound:
     """Bound the Lipschitz constant of multi-head attention by the norm of its output projection W_O.
 
     The bound is ‖W_O‖ (Σ_h L_h²)^{1/2}, where L_h is an upper bound on head h.
 
     Parameters
     ----------
-    attention, length, radius, head_bound
+    attention, length, radius
         As for :func:`lemma_3_8`.
 
     Returns
@@ -150,7 +119,7 @@ def output_norm_upper_bound(
 
     """
     parameters = parameters_of(attention)
-    logs, hypotheses = _bounds_of_heads(parameters, length, radius, head_bound)
+    logs, hypotheses = _bounds_of_heads(parameters, length, radius)
     squares = log_sum(*(2 * log_l for log_l in logs))
     return upper(
         "output_norm_upper_bound",
@@ -161,9 +130,7 @@ def output_norm_upper_bound(
     )
 
 
-def gram_upper_bound(
-    attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
-) -> Bound:
+def gram_upper_bound(attention: object, length: object, radius: object) -> Bound:
     """Bound the Lipschitz constant of multi-head attention by upper bounds on its heads and the norms
     ‖W_hᵀ W_g‖, where W_h is the output map of head h.
 
@@ -173,7 +140,7 @@ def gram_upper_bound(
 
     Parameters
     ----------
-    attention, length, radius, head_bound
+    attention, length, radius
         As for :func:`lemma_3_8`.
 
     Returns
@@ -192,7 +159,7 @@ def gram_upper_bound(
 
     """
     parameters = parameters_of(attention)
-    logs, hypotheses = _bounds_of_heads(parameters, length, radius, head_bound)
+    logs, hypotheses = _bounds_of_heads(parameters, length, radius)
     return upper(
         "gram_upper_bound",
         _quantity(parameters),
@@ -202,36 +169,14 @@ def gram_upper_bound(
     )
 
 
-def folded_gram_upper_bound(
-    attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
-) -> Bound:
+def folded_gram_upper_bound(attention: object, length: object, radius: object) -> Bound:
     """Bound the Lipschitz constant of multi-head attention by upper bounds on its heads and the norms
     ‖(W_h V_h)ᵀ W_g V_g‖, where W_h is the output map of head h and V_h its value matrix.
 
-    The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2}
-    with O_h = W_h V_h. V_h is factorised into a triangular matrix, which moves to the output map, and a
-    matrix of orthonormal rows. c_h is the upper bound on head h with this matrix in place of V_h. For bounds
-    proportional to ‖V‖, as all of this library are, the result is at most :func:`gram_upper_bound`.
-
-    Parameters
-    ----------
-    attention, length, radius, head_bound
-        As for :func:`lemma_3_8`.
-
-    Returns
-    -------
-    Bound
-        Upper bound on Lip(f on B_R^n), with the hypotheses of the bounds on the heads.
-
-    Raises
-    ------
-    ArgumentError
-        As for :func:`lemma_3_8`.
-
-    References
-    ----------
-    Documentation page "Bounds on a ball", section "Several heads".
-
+    The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h. V_h is factorised into a triangular
+    matrix, which moves to the output map, and a matrix of orthonormal rows. c_h is the upper bound on head h
+    with this matrix in place of V_h. For bounds proportional to ‖V‖, as all of this library are, the result
+    is at most :func:`gram_upper_bound`.
     """
     parameters = parameters_of(attention)
     heads, maps, sizes = [], [], []
@@ -241,7 +186,7 @@ def folded_gram_upper_bound(
         maps.append(unit(W) @ triangle.mT)
         sizes.append(log_size(W) + log_size(head.V))
     balanced = replace(parameters, heads=tuple(heads), outputs=tuple(maps))
-    logs, hypotheses = _bounds_of_heads(balanced, length, radius, head_bound)
+    logs, hypotheses = _bounds_of_heads(balanced, length, radius)
     logs = [log_product(*pair) for pair in zip(logs, sizes, strict=True)]
     return upper(
         "folded_gram_upper_bound",
@@ -269,7 +214,7 @@ def log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
 
 
 def _bounds_of_heads(
-    parameters: Parameters, length: object, radius: object, head_bound: HeadBound
+    parameters: Parameters, length: object, radius: object
 ) -> tuple[list[float], tuple[Hypothesis, ...]]:
     """Return an upper bound for each head, as a logarithm, and all hypotheses of these bounds."""
     n, R = check_length(length), check_radius(radius)
@@ -278,9 +223,7 @@ def _bounds_of_heads(
     for head in parameters.heads:
         identity = torch.eye(head.V.shape[0], dtype=torch.float64)
         alone = replace(parameters, heads=(head,), outputs=(identity,))
-        bound = head_bound(alone, n, R)
-        if bound.side != "upper":
-            raise ArgumentError("head_bound", expected="an upper bound", got=repr(bound))
+        bound = head_upper_bound(alone, n, R)
         logs.append(bound.log_formula)
         for hypothesis in bound.hypotheses:
             holds[hypothesis.statement] = holds.get(hypothesis.statement, True) and hypothesis.holds

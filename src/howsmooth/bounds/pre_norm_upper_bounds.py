@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.attention import LayerNorm, RMSNorm
+from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.attention.theorem_preconditions import require_plain_scores
 from howsmooth.bounds.applicable_bounds import best
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length
-from howsmooth.bounds.norm_layer_outputs import absorb_norm
+from howsmooth.bounds.norm_layer_outputs import ellipsoid
 from howsmooth.errors import ArgumentError
 
 __all__ = ["pre_norm_upper_bound"]
@@ -73,4 +73,40 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor
         f'howsmooth documentation, "Norm layers: radius, ellipsoid, absorption", with {inner.name}',
         log_formula=inner.log_value - math.log(shortest) if shortest > 0 else math.inf,
         hypotheses=(smooth,),
+    )
+
+
+def absorb_norm(attention: object, norm: object) -> SelfAttention:
+    """Return an attention with the gain and the shift of the preceding norm layer multiplied into its
+    matrices, in float64 on the CPU.
+
+    Its output at the normalised tokens u_i = h_i/s_i equals attention(N(X)). In the paper's notation its
+    parameters are A' = d ΓAΓ, V' = √d VΓ, b' = √d Γ(Aβ + b) and b_v' = Vβ + b_v, for LayerNorm restricted to
+    mean-zero vectors.
+    """
+    if not isinstance(attention, SelfAttention):
+        raise ArgumentError(
+            "attention",
+            expected="a SelfAttention",
+            got=type(attention).__name__,
+            remedy="Of a captured site, pass site.map and site.norm.",
+        )
+    centre, axes = ellipsoid(norm)
+    if centre.shape[0] != attention.d:
+        raise ArgumentError(
+            "norm", expected=f"a norm of tokens of dimension {attention.d}", got=f"{centre.shape[0]}"
+        )
+    f = attention.to(dtype=torch.float64, device="cpu")
+
+    def shifted(weight: Tensor, bias: Tensor | None) -> Tensor:
+        moved = weight @ centre
+        return moved if bias is None else moved + bias
+
+    return f._rebuilt(
+        query=f.query @ axes,
+        key=f.key @ axes,
+        value=f.value @ axes,
+        query_bias=shifted(f.query, f.query_bias),
+        key_bias=shifted(f.key, f.key_bias),
+        value_bias=shifted(f.value, f.value_bias),
     )

@@ -29,6 +29,10 @@ __all__ = [
     "two_cluster_points",
 ]
 
+# Steps of the searches for one heavy token and for two.
+_GAP_STEPS = 200
+_PAIR_STEPS = 150
+
 
 @dataclass(frozen=True, eq=False)
 class HeavyTokens:
@@ -137,7 +141,7 @@ def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneH
     return OneHeavyToken.of(heavy, ratio * heavy)
 
 
-def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneHeavyToken]:
+def searched_tokens(head: Head, radius: float) -> list[OneHeavyToken]:
     """Search the ball for pairs of a light token w and a heavy token z, such that w gives most of its
     attention to z.
 
@@ -149,7 +153,7 @@ def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneH
     size = 0.25 * radius / max(head.A_norm + head.b_norm / radius, 1e-300) / radius
     step = torch.full((len(w), 1), size, dtype=torch.float64)
     value = _gap(head, w, radius)
-    for _ in range(steps):
+    for _ in range(_GAP_STEPS):
         y = _forms(head, w)
         z = radius * _unit(y)
         gradient = ((z - w) @ head.left) @ head.right - y
@@ -163,9 +167,7 @@ def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneH
     return [OneHeavyToken.of(radius * _unit(_forms(head, w[i : i + 1]))[0], w[i]) for i in order]
 
 
-def searched_pairs(
-    head: Head, length: int, radius: float, *, masked: bool, steps: int = 150
-) -> list[TwoHeavyTokens]:
+def searched_pairs(head: Head, length: int, radius: float, *, masked: bool) -> list[TwoHeavyTokens]:
     """Search for sequences in which two tokens get equal and large attention weights from all other tokens.
 
     They give a large lower bound on ‖D_X f‖. The sequences are sorted, best first. The lower bound of
@@ -193,7 +195,7 @@ def searched_pairs(
     best = torch.full((len(w0),), -math.inf, dtype=torch.float64)
     kept = [torch.zeros_like(w0) for _ in range(3)]
     top, waited = -math.inf, 0
-    for _ in range(steps + 1):
+    for _ in range(_PAIR_STEPS + 1):
         with torch.enable_grad():
             light = radius * _into_ball(w, 1.0)
             y = _forms(head, light)
@@ -224,7 +226,7 @@ def searched_pairs(
         optimiser.step()
     order = torch.argsort(best, descending=True, stable=True).tolist()
     return [
-        TwoHeavyTokens.of(*(_within(t[i], radius) for t in kept))
+        TwoHeavyTokens.of(*(_into_ball(t[i : i + 1], radius)[0] for t in kept))  # rounding may have passed it
         for i in order
         if bool(torch.isfinite(best[i]))
     ]
@@ -329,8 +331,3 @@ def _into_ball(x: Tensor, radius: float) -> Tensor:
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     inside: Tensor = x * torch.where(length > radius, radius / length.clamp_min(1e-300), 1.0)
     return inside
-
-
-def _within(x: Tensor, radius: float) -> Tensor:
-    """Scale a vector down to norm ``radius`` if rounding has made its norm larger than that."""
-    return _into_ball(x[None], radius)[0]

@@ -8,15 +8,13 @@ convergence rates of integrators, layers and particles.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from howsmooth.dynamics.arguments import check_plan, check_times
 from howsmooth.dynamics.flow_equations import System, system_of
 from howsmooth.dynamics.integrate import ORDERS, Plan, Run, Status, integrate
-from howsmooth.dynamics.trajectory import State, Trajectory
+from howsmooth.dynamics.trajectory import Trajectory
 from howsmooth.dynamics.velocity_fields import Velocity, as_field
 from howsmooth.errors import NonFiniteError
 
@@ -38,7 +36,6 @@ def flow(
     atol: object = None,
     estimate_error: bool = False,
     max_steps: int = 100_000,
-    on_progress: Callable[[float, State], None] | None = None,
 ) -> Trajectory:
     """Integrate tokens or a measure along a velocity field, such as attention, and return the states at the
     given times.
@@ -73,8 +70,6 @@ def flow(
         tolerances.
     max_steps
         The largest number of steps between two times.
-    on_progress
-        A function that is called with the time and the state at each of the times after the first.
 
     Returns
     -------
@@ -108,13 +103,9 @@ def flow(
     moments = check_times(times, velocity)
     plan = check_plan(velocity, moments, system.start.dtype, method, step, rtol, atol, max_steps)
 
-    def tell(time: float, y: Tensor) -> None:
-        if on_progress is not None:
-            on_progress(time, system.state(y))
-
     with contextlib.nullcontext() if system.start.requires_grad else torch.no_grad():
         _check_first_velocity(system, moments)
-        run = integrate(system, system.start, moments, plan, tell)
+        run = integrate(system, system.start, moments, plan)
         second: Run | None = None
         blows_up = run.status == "blew up" and plan.method != "residual"
         # A second, finer run estimates the error, and confirms or rejects a blow-up.

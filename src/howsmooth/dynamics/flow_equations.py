@@ -83,10 +83,6 @@ class System(abc.ABC):
         """
 
     @abc.abstractmethod
-    def state(self, y: Tensor) -> Tensor | AbstractMeasure:
-        """Return the tokens, measure or Gaussian that the tensor ``y`` represents."""
-
-    @abc.abstractmethod
     def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
         """Convert the tensors ``ys``, which represent the states at all output times, to the tokens, measures
         or Gaussians that a trajectory stores.
@@ -135,10 +131,6 @@ class Tokens(System):
             mean = squares @ self.weighting.log_weights.detach().exp().to(squares.dtype)
         return float(mean.max().sqrt())
 
-    def state(self, y: Tensor) -> Tensor | AbstractMeasure:
-        """Return the tensor ``y`` itself, since it consists of the tokens."""
-        return y
-
     def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
         """Return the tokens at all times, stacked along a new first axis."""
         return torch.stack(ys)
@@ -149,14 +141,11 @@ class Atoms(Tokens):
     consists of its atoms (n, d).
     """
 
-    def state(self, y: Tensor) -> AbstractMeasure:
-        """Return the discrete measure whose atoms are the rows of the tensor ``y``."""
-        assert self.weighting is not None
-        return DiscreteMeasure(y, log_weights=self.weighting.log_weights, positions=self.weighting.positions)
-
     def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
         """Return one discrete measure for each tensor in ``ys``, whose rows are the atoms of the measure."""
-        return tuple(self.state(y) for y in ys)
+        assert self.weighting is not None
+        weights = {"log_weights": self.weighting.log_weights, "positions": self.weighting.positions}
+        return tuple(DiscreteMeasure(y, **weights) for y in ys)
 
 
 class Moments(System):
@@ -234,13 +223,9 @@ class Moments(System):
         """
         return float(torch.linalg.vector_norm(y - other))
 
-    def state(self, y: Tensor) -> AbstractMeasure:
-        """Return the Gaussian that the tensor ``y`` represents by its mean and a root of its covariance."""
-        return Gaussian(*_unpack(y))
-
     def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
         """Return one Gaussian for each tensor in ``ys``, which represents the Gaussian at one time."""
-        return tuple(self.state(y) for y in ys)
+        return tuple(Gaussian(*_unpack(y)) for y in ys)
 
 
 def system_of(field: Field, start: object) -> System:

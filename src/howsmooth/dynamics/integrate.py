@@ -174,13 +174,7 @@ class _CheckedVelocity:
         )
 
 
-def integrate(
-    system: System,
-    start: Tensor,
-    times: list[float],
-    plan: Plan,
-    on_output: Callable[[float, Tensor], None] | None = None,
-) -> Run:
+def integrate(system: System, start: Tensor, times: list[float], plan: Plan) -> Run:
     """Integrate a flow from the first time to the last, or until it blows up, and return the state at each
     time.
     """
@@ -210,8 +204,6 @@ def integrate(
             reached = system.project(y)
             y = system.restart(reached)
         run.states.append(reached)
-        if on_output is not None:
-            on_output(end, reached)
     return run
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention, TokenMap
 from howsmooth.attention.atom_weights import Weighting
-from howsmooth.dynamics.butcher_tableaux import TABLEAUX
 from howsmooth.dynamics.flow_equations import Tokens
 from howsmooth.dynamics.flow_jacobian import (
+    TABLEAUX,
     ChainJacobian,
     ProjectionJacobian,
     StepJacobian,

@@ -188,7 +188,10 @@ def growth(
         If the field cannot be differentiated.
 
     """
-    _check_solver(rtol, confidence, max_iterations, seed)
+    check_accuracy(rtol, confidence, "float64")
+    for name, number, least in (("max_iterations", max_iterations, 1), ("seed", seed, 0)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
     if method not in FIXED:
         raise ArgumentError(
             "method",
@@ -387,10 +390,3 @@ def _field_in_double(field: Field) -> Field:
                 got="float32",
                 remedy="Write the function for float64 and give start.double().",
             )
-
-
-def _check_solver(rtol: float, confidence: float, max_iterations: object, seed: object) -> None:
-    check_accuracy(rtol, confidence, "float64")
-    for name, number, least in (("max_iterations", max_iterations, 1), ("seed", seed, 0)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))

@@ -187,7 +187,7 @@ class FusedDerivative(StreamedDerivative):
             m,
             self.k.shape[1],
             group,
-            self.first_row,
+            0,  # the number of the first query row
             self.visibility.window or 0,
         )
 

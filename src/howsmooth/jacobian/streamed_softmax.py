@@ -56,7 +56,7 @@ class StreamedDerivative:
     Parameters
     ----------
     q
-        Scaled queries of the rows from ``first_row`` on.
+        Scaled queries.
     k, v
         Keys and values, centred as for :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
     lse
@@ -72,13 +72,11 @@ class StreamedDerivative:
     kappa
         κ = max|q| max|k| of each member, float64 on the CPU.
     visibility
-        Rules that say which keys a query sees, with queries numbered as in the sequence.
+        Rules that say which keys a query sees.
     features
         Cap, biases, masks and sinks of the scores.
     kv_heads
         Key heads of a member.
-    first_row
-        Number in the sequence of the first query in ``q``.
     moments
         Moments under P in float64, for the proof of the rounding error; None in float32.
 
@@ -95,7 +93,6 @@ class StreamedDerivative:
     visibility: Visibility
     features: ScoreFeatures
     kv_heads: int
-    first_row: int = 0
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
@@ -203,7 +200,6 @@ class StreamedDerivative:
             self.q.itemsize,
             self.q.device,
             self.visibility,
-            self.first_row,
             bool(self.features),
         )
 
@@ -213,7 +209,7 @@ class StreamedDerivative:
             return self.features
         heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
         member = torch.full_like(heads, block.heads.start // self.kv_heads)
-        return self.features.block(member, heads, block.numbers(self.first_row), keys)
+        return self.features.block(member, heads, block.rows, keys)
 
 
 # The name under which a tile is kept until the adjoint: the number of its piece in the block, its number in
@@ -479,7 +475,7 @@ class _Tiles:
         if p.dtype != at.q.dtype:
             p = self._empty(("p", place), p.shape, at.q.dtype).copy_(p)
         p.exp2_()
-        at.visibility.clear(block.grid(p, at.q.shape[1]), block.numbers(at.first_row), keys)
+        at.visibility.clear(block.grid(p, at.q.shape[1]), block.rows, keys)
         if slope is None:
             return p, p
         return p, torch.mul(p, slope, out=self._empty(("slope", place), p.shape, at.q.dtype))
@@ -502,7 +498,7 @@ class _Tiles:
         """
         at = self.at
         features, mask = at._features(block, keys), at.visibility.mask
-        shown = None if mask is None else mask[block.numbers(at.first_row), keys]
+        shown = None if mask is None else mask[block.rows, keys]
         if not all(t is None or bool(t.any()) for t in (shown, features.seen)):
             return None
         q, k, less = scored.q, self._keys(scored.k, block, keys).mT, scored.less
@@ -558,13 +554,13 @@ class _Tiles:
             total.add_(p.sum(dim=-1).view(total.shape))
             out.add_((p @ values.to(p.dtype)).view(out.shape))
 
-        rows, scored = block.numbers(at.first_row), self._scored(block, normalised=False)
-        for keys in self.tiling.tiles(at.visibility.keys(rows)):
+        scored = self._scored(block, normalised=False)
+        for keys in self.tiling.tiles(at.visibility.keys(block.rows)):
             found = self._scores(_ONE_PLACE, block, keys, scored)
             if found is None:
                 continue
             grid = block.grid(found[0], at.q.shape[1])
-            seen = at.visibility.block(rows, keys, q.device)
+            seen = at.visibility.block(block.rows, keys, q.device)
             add(grid if seen is None else grid.masked_fill_(~seen, float("-inf")), v[:, keys])
         score: Tensor | None = None
         if sinks is not None:
@@ -585,9 +581,7 @@ class _Tiles:
         return self.scratch.empty(name, shape, dtype, self.at.q.device)
 
 
-def streamed_derivative(
-    operands: Operands, visibility: Visibility, dtype: torch.dtype, first_row: int = 0
-) -> StreamedDerivative:
+def streamed_derivative(operands: Operands, visibility: Visibility, dtype: torch.dtype) -> StreamedDerivative:
     """Return the derivative of softmax attention at float64 queries, keys and values, as an object that keeps
     no n × n matrix.
 
@@ -599,8 +593,6 @@ def streamed_derivative(
         Rules that say which keys a query sees.
     dtype
         float32 or float64.
-    first_row
-        Number in the sequence of the first query of ``operands``.
 
     """
     batch, kv_heads = operands.q.shape[:2]
@@ -628,7 +620,7 @@ def streamed_derivative(
     lse, sink_p = (queries.new_zeros(queries.shape[:-1]) for _ in range(2))
     averages = queries.new_empty((*queries.shape[:-1], table.shape[-1]))
     at = StreamedDerivative(
-        *rounded, lse, averages[..., :width], exact, None, kappa, visibility, features, kv_heads, first_row
+        *rounded, lse, averages[..., :width], exact, None, kappa, visibility, features, kv_heads
     )
     # ``lse`` and ``averages``, which ``at`` holds views of, are written here block by block.
     tiles = _Tiles(at, keep=False)

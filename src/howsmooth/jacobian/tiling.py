@@ -95,7 +95,7 @@ class Block:
     heads
         Range of the axis b of the derivative: key heads of one member.
     rows
-        Range of the queries that the derivative holds, numbered from 0.
+        Range of the queries.
     batches
         Number of parts of the rows; more than 1 for one head only.
 
@@ -144,13 +144,6 @@ class Block:
         """
         return t.view(self.heads.stop - self.heads.start, group, self.length, t.shape[-1])
 
-    def numbers(self, first_row: int) -> slice:
-        """Return the positions in the sequence of the queries of this block.
-
-        The first query has the position ``first_row``.
-        """
-        return shifted(self.rows, first_row)
-
     def part_of(self, t: Tensor, block: Block) -> Tensor:
         """Return the rows of this block from a tensor that has the query rows of a larger block.
 
@@ -178,16 +171,13 @@ class DiagonalSquares(Block):
     Parameters
     ----------
     origin
-        Number of the first row of the first square.
-    key_origin
-        Number of the first key of the first square.
+        Number of the first row, and of the first key, of the first square.
     side
         Rows, and keys, of a square.
 
     """
 
     origin: int = 0
-    key_origin: int = 0
     side: int = 0
 
     @property
@@ -195,7 +185,7 @@ class DiagonalSquares(Block):
         """A tuple that identifies the keys of this block; blocks with equal tuples can share their key
         tensors.
         """
-        return *super().keys_of, self.key_origin, self.side
+        return *super().keys_of, self.origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
         """Return the rows of this block's queries from a tensor that has one row for each query.
@@ -212,7 +202,7 @@ class DiagonalSquares(Block):
         The keys are numbered within the square.
         """
         start, row, entry = t.stride()
-        return self._strips(t, self.heads.start * start, self.key_origin, keys, row, entry)
+        return self._strips(t, self.heads.start * start, self.origin, keys, row, entry)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
         """Insert an axis of length 1, in the position of the query heads of a group, into a tensor with one
@@ -221,10 +211,6 @@ class DiagonalSquares(Block):
         The tensor ``t`` has the shape that :meth:`of_rows` returns.
         """
         return t.unsqueeze(1)
-
-    def numbers(self, first_row: int) -> slice:
-        """Return the indices of the query rows of this block, counted from the first row of their square."""
-        return self.rows
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
         """Return the rows of this block from a tensor that has the query rows of a larger block.
@@ -240,7 +226,7 @@ class DiagonalSquares(Block):
 
         The argument ``keys`` is numbered from the first key of each square.
         """
-        return [(i, shifted(keys, self.key_origin + i * self.side)) for i in range(self.batches)]
+        return [(i, shifted(keys, self.origin + i * self.side)) for i in range(self.batches)]
 
     def _strips(
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
@@ -286,15 +272,13 @@ class Tiling:
     members, kv_heads, group
         Number of batch members, of key heads of a member, and of query heads that share a key head.
     m, n
-        Number of queries that are held, and of keys.
+        Number of queries, and of keys.
     itemsize
         Bytes of a probability.
     device
         Device of the tiles.
     visibility
-        Rules that say which keys a query sees, with queries numbered as in the sequence.
-    first_row
-        Number in the sequence of the first query that is held.
+        Rules that say which keys a query sees.
     features
         Whether the scores have a cap, a bias, sinks or masks of their own.
 
@@ -308,7 +292,6 @@ class Tiling:
     itemsize: int
     device: torch.device
     visibility: Visibility
-    first_row: int
     features: bool
 
     @cached_property
@@ -369,11 +352,11 @@ class Tiling:
         strips = self.strips(block)
         # Squares at the diagonal, one for each thread, preceded by the keys before the block's first row.
         if len(strips) > 1 and self._has_diagonal_squares(block):
-            first = block.rows.start + self.first_row
+            first = block.rows.start
             before = [Piece(block, self.tiles(slice(0, first)))] if first else []
             return before + self._diagonal_squares(block)
-        seen = [self.visibility.keys(strip.numbers(self.first_row)) for strip in strips]
-        shared = self.visibility.shared_keys(block.numbers(self.first_row))
+        seen = [self.visibility.keys(strip.rows) for strip in strips]
+        shared = self.visibility.shared_keys(block.rows)
         # Only whole tiles are shared; a tile that not all rows see belongs to the strips.
         start = -(-shared.start // self.columns) * self.columns  # rounded up
         stop = shared.stop // self.columns * self.columns
@@ -391,7 +374,7 @@ class Tiling:
         plain = self.visibility.triangle and self.group == 1 and not self.features
         side = block.length // block.batches
         # A tile of a square must lie within one tile of the sequence, where its cotangents are added.
-        aligned = (block.rows.start + self.first_row) % self.columns == 0
+        aligned = block.rows.start % self.columns == 0
         aligned &= side % self.columns == 0 or self.columns % side == 0
         return bool(block.batches > 1 and plain and aligned)
 
@@ -409,13 +392,12 @@ class Tiling:
         below = [
             Piece(
                 self._block(block.heads, i, i + side),
-                self.tiles(slice(first + self.first_row, i + self.first_row)),
+                self.tiles(slice(first, i)),
             )
             for i in range(first + side, block.rows.stop, side)
         ]
         strips = [slice(i, min(i + self._strip, side)) for i in range(0, side, self._strip)]
-        origins = (first, first + self.first_row)
-        squares = [DiagonalSquares(block.heads, rows, block.batches, *origins, side) for rows in strips]
+        squares = [DiagonalSquares(block.heads, rows, block.batches, first, side) for rows in strips]
         return below + [Piece(strip, self.tiles(slice(0, strip.rows.stop))) for strip in squares]
 
     def tiles(self, keys: slice) -> list[slice]:

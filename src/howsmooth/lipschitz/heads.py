@@ -1,24 +1,33 @@
-"""Measurement of the local Lipschitz constants of all heads of one attention layer at one sequence."""
+"""Measurement of the local Lipschitz constants of all heads of one attention layer at one sequence.
+
+Head h depends on its tokens through W_h alone, the matrix of its queries, keys and values, which has fewer
+rows than the token has entries. With W_hᵀ = B_h R_h, where B_h (d, r) has orthonormal columns, the Jacobian
+of the head is E ↦ J_h (E B_h), and has the same singular values as J_h. A Krylov basis of J_h takes r/d of
+the memory and time, so that all heads together cost about as much as their layer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import SelfAttention, TokenMap
+from howsmooth.attention import SelfAttention, StagedAttention, TokenMap
 from howsmooth.batching import footprint
-from howsmooth.errors import ArgumentError
+from howsmooth.jacobian.attention import AttentionJacobian
 from howsmooth.jacobian.closed_form import in_double
-from howsmooth.jacobian.heads import HeadsJacobian, heads_jacobians
+from howsmooth.jacobian.padded_jacobian_batch import joined
+from howsmooth.jacobian.projections import Projections
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.local import local_lipschitz
 from howsmooth.lipschitz.mixed_precision import check_in_float64
 from howsmooth.lipschitz.singular_value_solver import Solver, independent_seeds, member_seeds
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.memory import memory_budget
+from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator
 
 __all__ = ["head_lipschitz"]
@@ -30,7 +39,7 @@ _VERDICT_VECTORS = 6
 
 
 def head_lipschitz(
-    attention: TokenMap,
+    attention: SelfAttention | StagedAttention,
     x: Tensor,
     *,
     rtol: float = 1e-4,
@@ -42,44 +51,13 @@ def head_lipschitz(
     """Measure the local Lipschitz constant ‖D_X f_h‖₂ of each head f_h of an attention layer.
 
     It replaces one call of :func:`howsmooth.local_lipschitz` for each ``attention.head(h)``, with intervals
-    of the same kind, and takes about as long as one call for the whole layer. A head depends on its tokens
-    only through its queries, keys and values, so float32 products have that many coordinates. The check in
-    float64 is over the tokens themselves.
-
-    Parameters
-    ----------
-    attention
-        A layer whose heads can be taken alone: a :class:`~howsmooth.attention.SelfAttention` without a norm
-        layer over all heads, or a :class:`~howsmooth.attention.StagedAttention` of one softmax.
-    x
-        The tokens (n, d) of one sequence, float32 or float64.
-    rtol, confidence, max_iterations, memory
-        As for :func:`howsmooth.local_lipschitz`. Where the probabilities of a head do not fit, and from
-        1,024 tokens on, heads are measured one by one.
-    seed
-        Seed of the random starts; head h uses its own stream h.
-
-    Returns
-    -------
-    LipschitzEstimate
-        With one member a head: ``value`` has shape (heads,), the directions (heads, n, d) and (heads, n,
-        value_dim).
-
-    Raises
-    ------
-    ArgumentError
-        If an argument does not fit, or the heads cannot be taken alone; the message names the argument.
-    NonFiniteError
-        If ``x`` or a product is not finite.
-
+    of the same kind, and takes about as long as one call for the whole layer. The check in float64 is over
+    the tokens themselves. The layer is a SelfAttention without a norm layer over all heads, or a
+    StagedAttention of one softmax; ``x`` are the tokens (n, d) of one sequence. Where the probabilities of a
+    head do not fit, and from 1,024 tokens on, heads are measured one by one. Head h uses its own stream h of
+    the seed. The estimate has one member a head.
     """
-    if not hasattr(attention, "heads") or not hasattr(attention, "head"):
-        raise ArgumentError("attention", expected="attention with heads", got=type(attention).__name__)
     check_arguments(attention, x, rtol, confidence, max_iterations)
-    if x.ndim != 2:
-        raise ArgumentError("x", expected="the tokens (n, d) of one sequence", got=f"shape {tuple(x.shape)}")
-    if not 0 <= seed < 2**64:
-        raise ArgumentError("seed", expected="an integer from 0 to 2**64 - 1", got=repr(seed))
     x, n = x.detach(), x.shape[0]
     seeds = independent_seeds(member_seeds(seed, attention.heads), [x] * attention.heads)
     solver = Solver(rtol, confidence, max_iterations, seeds, [n] * attention.heads)
@@ -89,7 +67,9 @@ def head_lipschitz(
     if one.streamed or not isinstance(attention, SelfAttention):
         parts = [_alone(attention.head(h), x, h, solver, memory) for h in range(attention.heads)]
     else:
-        most = max(1, budget // (one.size + _vector_bytes(first, x)))
+        # The Krylov basis of a head, and the vectors (n, d) of the final check in float64
+        basis = _EXPECTED_STEPS * x.itemsize + _VERDICT_VECTORS * torch.float64.itemsize
+        most = max(1, budget // (one.size + n * (first.d + first.d_out) * basis))
         double = in_double(attention)
         assert isinstance(double, SelfAttention)
         parts = [_together(double, x, heads, solver) for heads in torch.arange(attention.heads).split(most)]
@@ -151,16 +131,6 @@ def _alone(head: TokenMap, x: Tensor, h: int, solver: Solver, memory: int | None
     return {name: getattr(found, name)[None] for name in names}
 
 
-def _vector_bytes(head: TokenMap, x: Tensor) -> int:
-    """Return the number of bytes of all vectors in memory while the Lipschitz constant of one head is
-    measured.
-
-    They are the Krylov basis of the head, and the vectors (n, d) of the final check in float64.
-    """
-    basis = _EXPECTED_STEPS * x.itemsize + _VERDICT_VECTORS * torch.float64.itemsize
-    return x.shape[0] * (head.d + head.d_out) * basis
-
-
 class _JacobiansInTokens(LinearOperator):
     """The Jacobians of all heads with respect to the tokens. A head depends only on the projection of the
     tokens onto a subspace, and its Jacobian is computed from the Jacobian in coordinates of this subspace.
@@ -179,3 +149,60 @@ class _JacobiansInTokens(LinearOperator):
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         return self.reduced.adjoint_product(u) @ self.bases.mT
+
+
+def heads_jacobians(
+    f: SelfAttention, x: Float[Tensor, "n d"], heads: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> dict[torch.dtype, HeadsJacobian]:
+    """Return the Jacobians of some heads of an attention layer at one sequence, once for each of several
+    dtypes.
+
+    The layer and its tokens are float64. The rounding errors of float64 products are bounded for each head as
+    for a layer with one head.
+    """
+    tokens, norms = x[None], MatrixNorms()
+    off = tokens.new_zeros(tokens.shape[:-1]) if torch.float64 in dtypes else None
+    of_heads: dict[torch.dtype, list[LinearOperator]] = {dtype: [] for dtype in dtypes}
+    for h in heads:
+        made = [Projections(dtype, x.shape[0]) for dtype in dtypes]
+        for operator in AttentionJacobian.at(f.head(h), tokens, off, None, made, norms):
+            of_heads[operator.dtype].append(operator)
+    return {dtype: HeadsJacobian.of_heads(operators) for dtype, operators in of_heads.items()}
+
+
+class HeadsJacobian(AttentionJacobian):
+    """The Jacobians of single heads of one attention layer at one sequence, as a batch with one member for
+    each head.
+    """
+
+    @classmethod
+    def of_heads(cls, heads: Sequence[LinearOperator]) -> HeadsJacobian:
+        """Join the Jacobians of single heads of one layer at one sequence to one batched operator."""
+        matrices = [head.projection.weight for head in heads if isinstance(head, AttentionJacobian)]
+        whole = joined(heads)
+        assert isinstance(whole, AttentionJacobian)
+        return cls._with(whole, torch.stack(matrices))
+
+    @classmethod
+    def _with(cls, whole: AttentionJacobian, weight: Float[Tensor, "heads rows d"]) -> HeadsJacobian:
+        """Return a copy of the Jacobians ``whole`` with the query, key and value matrices of each head
+        replaced by ``weight``.
+        """
+        projection = replace(whole.projection, weight=weight)
+        return cls(projection, whole.core, whole.norms, whole.proved)
+
+    def reduced(self) -> tuple[HeadsJacobian, Float[Tensor, "heads d r"]]:
+        """Return, for each head, a smaller Jacobian with the same singular values, and an orthonormal basis
+        of the subspace of token space on which the head depends.
+
+        A head with matrix W_h depends on r = min(d, rows of W_h) coordinates of a token, so its Jacobian is
+        E ↦ J_h(E B_h), where J_h and the basis B_h are returned.
+        """
+        weight = self.projection.weight.double()
+        bases, triangles = torch.linalg.qr(weight.mT)
+        projection = replace(self.projection, weight=triangles.mT.to(self.dtype).contiguous())
+        return HeadsJacobian(projection, self.core, self.norms), bases.to(self.dtype)
+
+    def select(self, members: Tensor) -> HeadsJacobian:
+        """Return the Jacobians of the chosen heads."""
+        return self._with(super().select(members), self.projection.weight[members.to(self.device)])

@@ -15,10 +15,9 @@ from torch import Tensor
 from howsmooth.attention import TokenMap
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import AbstractMeasure, check_measure
-from howsmooth.errors import ArgumentError
-from howsmooth.measures.tensor_checks import check_numbers
+from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["DiscreteMeasure"]
+__all__ = ["DiscreteMeasure", "check_numbers"]
 
 # The sum of the given weights may differ from one by this much; the weights are then normalised.
 _MASS = 1e-6
@@ -323,3 +322,19 @@ def _check_positions(positions: Tensor) -> Tensor:
             remedy="For tokens in their order write DiscreteMeasure.sequence(X).",
         )
     return positions.detach()
+
+
+def check_numbers(name: str, value: Tensor) -> None:
+    """Raise ArgumentError unless the tensor ``value`` is float32 or float64, and NonFiniteError unless its
+    numbers are finite.
+    """
+    if value.dtype not in (torch.float32, torch.float64):
+        raise ArgumentError(
+            name,
+            expected="float32 or float64",
+            got=str(value.dtype),
+            remedy="Convert it, for instance with .double().",
+        )
+    if not bool(torch.isfinite(value).all()):
+        remedy = "Leave out atoms of weight zero." if name == "log_weights" else ""
+        raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity", remedy=remedy)

@@ -87,8 +87,8 @@ def check_same_space(mu: AbstractMeasure, nu: AbstractMeasure) -> None:
         )
 
 
-def check_positive(name: str, value: object, expected: str = "a finite number > 0") -> float:
+def check_positive(name: str, value: object) -> float:
     """Return the argument as a float after checking that it is a finite number above zero."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ArgumentError(name, expected=expected, got=repr(value))
+        raise ArgumentError(name, expected="a finite number > 0", got=repr(value))
     return float(value)

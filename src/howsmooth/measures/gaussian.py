@@ -14,8 +14,7 @@ from howsmooth.attention import Compose, L2Attention, LayerScale, Residual, Self
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import AbstractMeasure, check_measure
 from howsmooth.errors import ArgumentError
-from howsmooth.measures.discrete import DiscreteMeasure
-from howsmooth.measures.tensor_checks import check_numbers
+from howsmooth.measures.discrete import DiscreteMeasure, check_numbers
 from howsmooth.seeds import torch_seed
 
 __all__ = ["Gaussian", "affine_action", "affine_action_at"]

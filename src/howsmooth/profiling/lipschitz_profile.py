@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from howsmooth.accuracy_limits import check_accuracy
+from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.lipschitz.heads import head_lipschitz
@@ -381,7 +382,7 @@ class _Measured:
             yield None, found
             return
         attention, x = layer.found.map, layer.tokens[0]
-        if not hasattr(attention, "head"):
+        if not isinstance(attention, SelfAttention | StagedAttention):
             raise CaptureError(f"its heads cannot be taken alone ({layer.found.reason}).")
         heads = head_lipschitz(attention, x, seed=seed, **self.how)
         yield from ((head, heads[head]) for head in range(len(heads.value)))

@@ -215,7 +215,8 @@ def golub_kahan(
         alpha = _lengths(w)
         check_finite(alpha)
         largest = np.maximum(alphas[active].max(axis=1), betas[active].max(axis=1))
-        alpha = _zero_below(alpha, slack[active] * largest)
+        floor = torch.as_tensor(slack[active] * largest, dtype=alpha.dtype, device=alpha.device)
+        alpha = torch.where(alpha <= floor, torch.zeros_like(alpha), alpha)
         u = u_basis.append(w, alpha)
 
         # β_k and, in the next step, v_{k+1} from Jᵀu_k − α_k v_k
@@ -344,11 +345,3 @@ def _lengths(x: Tensor) -> Tensor:
 
 def _length(x: Tensor) -> Tensor:
     return _lengths(x[None])[0]
-
-
-def _zero_below(
-    values: Float[Tensor, " member"], floor: Float[np.ndarray, " member"]
-) -> Float[Tensor, " member"]:
-    """Set to zero each entry of a tensor that is at most the corresponding entry of ``floor``."""
-    threshold = torch.as_tensor(floor, dtype=values.dtype, device=values.device)
-    return torch.where(values <= threshold, torch.zeros_like(values), values)

@@ -246,7 +246,9 @@ def _run(
     if settings.judged:
         left, lengths = right.new_zeros(operator.batch, operator.out_size), None
     else:
-        left, lengths = _left_vectors(operator, right)
+        image = operator.product(right.view(len(right), *operator.in_shape)).reshape(len(right), -1)
+        lengths = row_lengths(image)
+        left = image * inverse(lengths).to(image.dtype)[:, None]
     found = members.triplet(operator, right, left, lengths)
     return found if gram is None else replace(found, gram=gram.view(found.right.shape))
 
@@ -285,7 +287,10 @@ class _Members:
         self._rtol = settings.rtol
         self._steps_allowed = steps_allowed
         self._in_sizes = in_sizes
-        self._quantile = _quantiles(in_sizes, settings.confidence)
+        # Maps of equal dimension share the computation.
+        distinct, places = np.unique(in_sizes, return_inverse=True)
+        found = [start_quantile(size, settings.confidence) for size in distinct.tolist()]
+        self._quantile = np.array(found)[places]
         self.slack = checked_rounding(operator).copy()
         # The proof needs a basis with all digits of the operator.
         own_digits = dtype == operator.dtype
@@ -374,28 +379,6 @@ class _Members:
             right=right.view(len(right), *operator.in_shape),
             left=left.view(len(left), *operator.out_shape),
         )
-
-
-def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float[np.ndarray, " member"]:
-    """Return for each map of a batch a lower limit of the squared cosine between its random start vector and
-    any fixed direction.
-
-    Maps of equal dimension share the computation.
-    """
-    distinct, places = np.unique(in_sizes, return_inverse=True)
-    return np.array([start_quantile(size, confidence) for size in distinct.tolist()])[places]
-
-
-def _left_vectors(
-    operator: LinearOperator, right: Float[Tensor, "member in_size"]
-) -> tuple[Float[Tensor, "member out_size"], Float[Tensor, " member"]]:
-    """Return J v / |J v| and |J v| for the right singular vectors v of the maps J of a batch.
-
-    The vectors v are ``right``. The unit vector is zero where J v is zero.
-    """
-    image = operator.product(right.view(len(right), *operator.in_shape)).reshape(len(right), -1)
-    lengths = row_lengths(image)
-    return image * inverse(lengths).to(image.dtype)[:, None], lengths
 
 
 def _proved_limits(

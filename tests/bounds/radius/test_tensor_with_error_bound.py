@@ -36,7 +36,7 @@ from howsmooth.bounds.radius.ellipsoid_arithmetic import (
     mixture,
     product,
 )
-from howsmooth.bounds.radius.network_rounding_errors import rounding_loss
+from howsmooth.bounds.radius.error_propagation import rounding_loss
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.spectral_norm_bounds import (
     each_form_norm,

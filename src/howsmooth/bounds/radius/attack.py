@@ -15,6 +15,8 @@ from howsmooth.bounds.radius.transformer_network import Network
 __all__ = ["attack_radius"]
 
 _TOGETHER = 16  # number of gradients that are computed at once
+_STARTS = 4
+_STEPS = 30
 
 
 def attack_radius(
@@ -26,8 +28,6 @@ def attack_radius(
     first: float,
     *,
     norm: float = 2,
-    starts: int = 4,
-    steps: int = 30,
     seed: int = 0,
 ) -> float:
     """Search for the smallest change of the tokens that changes the answer of a classifier, and return its
@@ -47,10 +47,10 @@ def attack_radius(
         return functionals @ network.logits(x + injection @ delta) + offsets
 
     gradients = torch.func.vmap(torch.func.grad_and_value(lambda delta: margins(delta).min()))
-    found = torch.randn(starts, k, generator=noise, dtype=x.dtype)
+    found = torch.randn(_STARTS, k, generator=noise, dtype=x.dtype)
     still = torch.zeros(k, dtype=x.dtype)
     slopes = torch.func.jacrev(margins, chunk_size=_TOGETHER)(still)
-    nearest = (margins(still) / slopes.norm(dim=1)).argsort()[: max(1, starts - 1)]
+    nearest = (margins(still) / slopes.norm(dim=1)).argsort()[: _STARTS - 1]
     found[: len(nearest)] = -slopes[nearest]
 
     def length(delta: Tensor) -> Tensor:
@@ -63,12 +63,12 @@ def attack_radius(
     def reached(radius: float, delta: Tensor) -> tuple[bool, Tensor]:
         nonlocal best
         delta = on_sphere(radius, delta)
-        for step in range(steps):
+        for step in range(_STEPS):
             slope, value = gradients(delta)
             if bool((value <= 0).any()):
                 best = min(best, float(length(delta[value <= 0]).min()))
                 return True, delta
-            size = radius * 0.5 * (1 - step / steps)
+            size = radius * 0.5 * (1 - step / _STEPS)
             if norm == 2:
                 delta = on_sphere(radius, delta - size * on_sphere(1.0, slope))
             else:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoid_arithmetic import balls, ellipsoid_sum, radii
-from howsmooth.bounds.radius.error_propagation import Errors, PartialJacobians
-from howsmooth.bounds.radius.network_rounding_errors import Residuals, rounding_loss
+from howsmooth.bounds.radius.error_propagation import Errors, PartialJacobians, Residuals, rounding_loss
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.second_order_remainders import Left, remainder_of
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm
@@ -258,19 +257,12 @@ class ThirdOrder(SecondOrder):
             cubic += remainder.cubic + torch.einsum("ndk,ndp->kp", exact(first.bent[place]), second) / 2
             self.residuals[place] = self.residuals[place]._replace(forms=of_forms, size_of_forms=size)
         self.residuals[-1] = self.residuals[-1]._replace(size_of_forms=float(forms.norm()))
-        self.cubic = float(_symmetric_norm(cubic, pairs))
+        # |c[δ, δ, δ]| for |δ| ≤ 1 is at most the norm of the unfolded symmetric part of c.
+        full = pairs.matrices(cubic)
+        symmetric = (full + full.permute(1, 0, 2) + full.permute(2, 1, 0)) / 3
+        symmetric = (symmetric + symmetric.mT) / 2
+        self.cubic = float(spectral_norm(symmetric.flatten(1)))
         return found
-
-
-def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:
-    """Bound the absolute value of the cubic form c[δ, δ, δ] over all |δ| ≤ 1.
-
-    The bound is the spectral norm of the unfolded symmetric part of c, which has the shape (k, p).
-    """
-    full = pairs.matrices(cubic)
-    symmetric = (full + full.permute(1, 0, 2) + full.permute(2, 1, 0)) / 3
-    symmetric = (symmetric + symmetric.mT) / 2
-    return spectral_norm(symmetric.flatten(1))
 
 
 def _narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:

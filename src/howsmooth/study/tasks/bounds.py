@@ -33,7 +33,7 @@ _SEARCHES = frozenset(
 )
 # The largest numbers of tokens at which bounds are computed that take long. The last one takes a singular
 # value decomposition of the (n, n) probabilities.
-_MOST_TOKENS = {"certificate": 256, "covariance_upper_bound": 256, "yudin_theorem_3": 1024}
+_MOST_TOKENS = {"certificate": 256, "yudin_theorem_3": 1024}
 _WIDE, _MOST_TOKENS_IF_WIDE = 512, 64
 # Errors that mean "no bound": a hypothesis fails, eigenvalues do not converge, or a formula overflows.
 _NO_BOUND = (HowsmoothError, torch.linalg.LinAlgError, ArithmeticError)  # type: ignore[attr-defined]
@@ -91,9 +91,9 @@ class BoundsTask(SequenceTask):
 def bound_site(site: Any) -> tuple[float, list[SiteBound]]:
     """Compute the bounds on one attention layer or head of a model at the tokens that it receives.
 
-    Some bounds are left out to save time: searches over inputs; the certificate and
-    ``covariance_upper_bound`` at more than 256 tokens; in 512 or more dimensions, the certificate of
-    several heads at more than 64 tokens; and ``yudin_theorem_3`` at more than 1,024 tokens. The command
+    Some bounds are left out to save time: searches over inputs; the certificate at more than 256 tokens; in
+    512 or more dimensions, the certificate of several heads at more than 64 tokens; and
+    ``yudin_theorem_3`` at more than 1,024 tokens. The command
     ``howsmooth bound`` computes these bounds too. The other bounds form no (n, n) matrix.
 
     Parameters
