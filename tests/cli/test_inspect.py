@@ -111,7 +111,7 @@ def test_cross_attention_is_listed_with_its_scope(
     assert code == 0
     assert said[0] == "t5-like, T5Model: 5 attention layers"
     (cross,) = [line for line in said if line.startswith("2, 4 decoder.block.*.layer.1.EncDecAttention")]
-    assert cross.endswith("(2 alike) none none scope cross-attention")
+    assert cross.endswith("(2 alike) none none autodiff scope cross-attention")
     assert "No layer is refused." in said
 
 

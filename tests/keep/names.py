@@ -5,7 +5,7 @@ Of two places, divided by " | ", the first is where a name stands now and the se
 
 from __future__ import annotations
 
-__all__ = ["NAMES"]
+__all__ = ["NAMES", "PLACES"]
 
 _BY_PLACE = {
     # What is measured, and maps.
@@ -15,8 +15,12 @@ _BY_PLACE = {
     "HowsmoothError",
     "hs.errors": "ArgumentError CaptureError CertificateError DerivativeError ModelError NonFiniteError "
     "StoreError TextError WorkerError",
-    "hs.models": "inspect_model Inspection LoadedModel builtin_names",
-    "hs.texts": "load_text",
+    "hs.attention": "TokenMap StagedAttention",
+    "hs.jacobian": "AutodiffJacobian closed_form_jacobian",
+    "hs.spectral": "LinearOperator LeadingTriplet golub_kahan lanczos",
+    "hs.models": "inspect_model Inspection InspectedSite Refusal CrossSite LoadedModel "
+    "builtin_names image_inputs",
+    "hs.texts": "load_text Text TEXTS",
     # Statements of the paper; of this library's documentation; of other papers.
     "hs.bounds": "theorem_3_3 theorem_3_5 theorem_3_7 theorem_4_3 theorem_4_4 theorem_4_5 theorem_c_3 "
     "theorem_e_3 lemma_3_8 proposition_3_4 proposition_3_6 proposition_3_6_rate "
@@ -30,6 +34,7 @@ _BY_PLACE = {
     "l2_attention l2_attention_upper_bound scaled_cosine scaled_cosine_upper_bound "
     "lipschitz_norm lipschitz_norm_upper_bound "
     "best table norm_radius Bound Quantity Hypothesis Head Certificate OutputErrorBound RobustRadius",
+    "hs.bounds.radius": "Network Stage Attention FeedForward GatedFeedForward Norm Activation ACTIVATIONS",
     "hs.adversarial": "ascend Ascent Ball Around Ellipsoid constructions Construction balanced heavy_token "
     "two_cluster two_heavy_tokens",
     "hs.measures": "DiscreteMeasure Gaussian wasserstein conditional_wasserstein Transport "
@@ -42,14 +47,16 @@ _BY_PLACE = {
     "CosineAttention SinkhornAttention LipschitzNormAttention SigmoidAttention SelfAttentionBlock "
     "OrthogonalLinear SpectralLinear CenterNorm LipschitzLayerNorm LipschitzRMSNorm Residual "
     "AverageResidual GroupSort MaxMin AddPositions PrependToken TakeToken MeanPool Patches ClipTokens "
-    "certify ModelCertificate deploy LipschitzMonitor MonitorCallback MonitorRecord lightning_callback",
-    "hs.nn.penalty": "SpectralPenalty JasminPenalty jasmin",
+    "certify ModelCertificate evaluate Evaluation deploy LipschitzMonitor MonitorCallback "
+    "MonitorRecord lightning_callback",
+    "hs.nn.penalty": "SpectralPenalty JasminPenalty jasmin PenaltyReport LayerReport",
 }
+
+PLACES = tuple(place for place in _BY_PLACE if place != "hs.errors")
 
 NAMES = (
     *(f"{place}.{name}" for place, names in _BY_PLACE.items() for name in names.split()),
     "hs.bounds.robust_radius | hs.robust_radius",
     "hs.study.exponents.fit_exponent | hs.fit_exponent",
-    # Four names become one.
-    "hs.bounds.certificate_heads | hs.bounds.certificate",
+    "hs.bounds.certificate",
 )

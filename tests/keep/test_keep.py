@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import warnings
 from importlib import import_module
+from types import ModuleType
 
 import pytest
 
 from tests.keep.cases import CASES
-from tests.keep.names import NAMES
+from tests.keep.names import NAMES, PLACES
 from tests.keep.numbers import AtLeast, AtMost, Close, Interval, Kind, as_number
 from tests.keep.write import merged, read
 
@@ -41,7 +42,12 @@ def test_the_name_stays(name: str) -> None:
     assert any(_is_there(place) for place in name.split(" | ")), f"{name} is gone"
 
 
-# When the cuts are done: nothing but NAMES is public (the names in every __all__ are those of the list).
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_else_is_public(place: str) -> None:
+    module = import_module(place.replace("hs", "howsmooth", 1))
+    stays = {name.rsplit(".", 1)[1] for name in NAMES}
+    public = {name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)}
+    assert not public - stays, "a new public name replaces one, or names.py says why it is there"
 
 
 def _is_there(path: str) -> bool:
