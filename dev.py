@@ -186,7 +186,6 @@ CHECKS: tuple[tuple[str, ...], ...] = (
     ("mypy",),
 )
 # -E: every page anew, so that a warning of the last build is not forgotten; and pages that went are deleted.
-BUILT = ROOT / "docs" / "_build" / "html"
 DOCS = ("sphinx-build", "-E", "-W", "--keep-going", "-n", "-b", "html", "docs", "docs/_build/html")
 
 # The documentation's blocks of code and the notebooks, which pytest runs where it is given their paths.
@@ -218,7 +217,7 @@ def steps(commands: Sequence[tuple[str, ...]], *, threads: int | None = None) ->
     failed = []
     for command in commands:
         if command[: len(DOCS)] == DOCS:
-            shutil.rmtree(BUILT, ignore_errors=True)
+            shutil.rmtree(ROOT / DOCS[-1], ignore_errors=True)
         say(" ".join(command))
         if run(command, threads=threads):
             failed.append(command)
@@ -269,7 +268,7 @@ def main(arguments: Sequence[str]) -> int:
     if command == "check":
         code = max(code, size())
     if command == "docs" and not code:
-        say(f"the pages start at {BUILT / 'index.html'}")
+        say(f"the pages start at {ROOT / DOCS[-1] / 'index.html'}")
     return code
 
 
