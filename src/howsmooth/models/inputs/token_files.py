@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError, reason
 
-__all__ = ["DataSource", "TokenStream", "load_embeddings", "load_token_ids", "shown"]
+__all__ = ["DataSource", "TokenStream", "load_embeddings", "load_token_ids"]
 
 
 @dataclass(frozen=True, eq=False)

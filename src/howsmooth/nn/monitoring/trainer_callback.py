@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import TrainerCallback
 
 from howsmooth.errors import ArgumentError
@@ -34,8 +35,8 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         under the names of :meth:`~howsmooth.nn.MonitorRecord.tagged`. None to log nothing.
     penalty
         A penalty in the training loss whose singular vectors are saved in every checkpoint, in a file
-        ``penalty.pt`` (``penalty_1.pt`` and so on of further processes). A training that is resumed reads
-        them from ``checkpoint-<step>`` in ``output_dir``; if they are elsewhere, it warns.
+        ``penalty.safetensors`` (``penalty_1.safetensors`` and so on of further processes). A training that
+        is resumed reads them from ``checkpoint-<step>`` in ``output_dir``; if they are elsewhere, it warns.
 
     Raises
     ------
@@ -88,7 +89,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         """Save the state of the penalty in the checkpoint."""
         file = _state_file(args, state)
         if self.penalty is not None and file.parent.is_dir():
-            torch.save(self.penalty.state_dict(), file)
+            save_file(_flat(self.penalty.state_dict()), file)
 
     def _send(self, records: list[MonitorRecord], control: Any) -> None:
         if self.log is None or not records:
@@ -103,11 +104,11 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
             return
         file = _state_file(args, state)
         if file.is_file():
-            self.penalty.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            self.penalty.load_state_dict(_nested(load_file(file)))
         elif not self.penalty.state_dict():
             warnings.warn(
                 f"The penalty begins anew at step {state.global_step}: there is no file {file}. If the "
-                "checkpoint is elsewhere, call penalty.load_state_dict(torch.load(...)) before the training.",
+                "checkpoint is elsewhere, copy its file there.",
                 stacklevel=2,
             )
 
@@ -118,4 +119,23 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
 
 def _state_file(args: Any, state: Any) -> Path:
     process = "" if args.process_index == 0 else f"_{args.process_index}"
-    return Path(args.output_dir, f"checkpoint-{state.global_step}", f"penalty{process}.pt")
+    return Path(args.output_dir, f"checkpoint-{state.global_step}", f"penalty{process}.safetensors")
+
+
+def _flat(state: dict[str, dict[str, Tensor | None]]) -> dict[str, Tensor]:
+    """Return the state of a penalty as tensors with names, as a file of safetensors holds them."""
+    return {
+        f"{part}:{layer}": tensor.contiguous()
+        for layer, parts in state.items()
+        for part, tensor in parts.items()
+        if tensor is not None
+    }
+
+
+def _nested(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor | None]]:
+    """Return the state of a penalty of which :func:`_flat` made ``tensors``."""
+    state: dict[str, dict[str, Tensor | None]] = {}
+    for name, tensor in tensors.items():
+        part, _, layer = name.partition(":")
+        state.setdefault(layer, {"left": None})[part] = tensor
+    return state
