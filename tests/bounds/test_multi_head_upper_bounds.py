@@ -179,7 +179,6 @@ def test_the_best_bound_of_a_head_knows_its_mask() -> None:
             (random_attention(0, heads=1, causal=True), n, 1.0),
             (random_attention(0, heads=1, causal=True), 10**30, 0.1),
             (random_attention(0, heads=1, mask=window), n, 1.0),
-            (Head(torch.eye(2), torch.eye(2)), n, 1.0),
         )
     }
     assert names == {"masked_ball_upper_bound", "causal_mean_field_upper_bound"}

@@ -296,7 +296,7 @@ class _Builder:
     """
 
     def __init__(self, attention: object, head: int) -> None:
-        f = _map_of(attention)
+        f = getattr(attention, "map", attention)
         self.like = f.query if isinstance(f, SelfAttention) else None
         self.head = head
 
@@ -315,7 +315,3 @@ def _of_head(attention: object, head: int) -> tuple[Head, _Builder]:
     if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < count:
         raise ArgumentError("head", expected=f"a head from 0 to {count - 1}", got=repr(head))
     return parameters.folded(head), _Builder(attention, head)
-
-
-def _map_of(attention: object) -> object:
-    return getattr(attention, "map", attention)

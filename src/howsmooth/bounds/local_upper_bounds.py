@@ -224,7 +224,7 @@ class OneHead:
         seen = parameters.visibility(n).whole()
         visible = torch.ones(n, n, dtype=torch.bool) if seen is None else seen
         y = (x @ head.right.mT) @ head.left.mT + head.b
-        transposed = _apply_transposed(head, x)
+        transposed = (x @ head.left) @ head.right
         if not bool(torch.isfinite(y).all() & torch.isfinite(transposed).all()):
             raise NonFiniteError("X", expected="scores below the largest float64", got="larger ones")
         return cls(head, x, y, transposed, visible)
@@ -236,11 +236,6 @@ class OneHead:
         if not bool(torch.isfinite(scores).all()):
             raise NonFiniteError("X", expected="scores below the largest float64", got="larger ones")
         return torch.softmax(scores.masked_fill(~self.visible, -torch.inf), dim=1)
-
-
-def _apply_transposed(head: Head, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Return the vectors Aᵀ x_i of a head for tokens x_i, as rows."""
-    return (x @ head.left) @ head.right
 
 
 def _diameter(rows: Float[Tensor, "n d"]) -> float:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import (
     Head,
     Parameters,
@@ -40,18 +41,15 @@ __all__ = [
 ]
 
 
-def head_upper_bound(attention: object, length: object, radius: object) -> Bound:
+def head_upper_bound(attention: SelfAttention | Parameters, length: object, radius: object) -> Bound:
     """Return the smallest upper bound on Lip(f on B_R^n) for one head with its mask: Theorem A, or the bound
-    that does not depend on n. A bare :class:`~howsmooth.bounds.Head` is taken as unmasked.
+    that does not depend on n.
     """
-    candidates = [masked_ball_upper_bound(attention, length, radius)]
-    if isinstance(attention, Head):
-        candidates.append(mean_field_upper_bound(attention, radius))
-    else:
-        candidates += [
-            mean_field_upper_bound(attention, radius),
-            causal_mean_field_upper_bound(attention, radius),
-        ]
+    candidates = (
+        masked_ball_upper_bound(attention, length, radius),
+        mean_field_upper_bound(attention, radius),
+        causal_mean_field_upper_bound(attention, radius),
+    )
     return min(candidates, key=lambda bound: bound.log_value)
 
 

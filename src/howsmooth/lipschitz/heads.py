@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention import SelfAttention, StagedAttention, TokenMap
+from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.batching import footprint
 from howsmooth.jacobian.attention import AttentionJacobian
 from howsmooth.jacobian.closed_form import in_double
@@ -36,6 +36,8 @@ __all__ = ["head_lipschitz"]
 _EXPECTED_STEPS = 32
 # Float64 tensors (n, d) of a head that the check in float64 holds at once, with the head's two directions.
 _VERDICT_VECTORS = 6
+# The fields of an estimate that have one entry a head.
+_FIELDS = ("value", "lower", "upper", "converged", "iterations", "input_direction", "output_direction")
 
 
 def head_lipschitz(
@@ -65,7 +67,19 @@ def head_lipschitz(
     first = attention.head(0)
     one = footprint(first, (n, attention.d), dtype=x.dtype, device=x.device, memory=budget)
     if one.streamed or not isinstance(attention, SelfAttention):
-        parts = [_alone(attention.head(h), x, h, solver, memory) for h in range(attention.heads)]
+        alone = [
+            local_lipschitz(
+                attention.head(h),
+                x,
+                rtol=rtol,
+                confidence=confidence,
+                max_iterations=max_iterations,
+                seed=seeds[h],
+                memory=memory,
+            )
+            for h in range(attention.heads)
+        ]
+        parts = [{name: getattr(found, name)[None] for name in _FIELDS} for found in alone]
     else:
         # The Krylov basis of a head, and the vectors (n, d) of the final check in float64
         basis = _EXPECTED_STEPS * x.itemsize + _VERDICT_VECTORS * torch.float64.itemsize
@@ -111,24 +125,6 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
         "input_direction": found.right,
         "output_direction": found.left,
     }
-
-
-def _alone(head: TokenMap, x: Tensor, h: int, solver: Solver, memory: int | None) -> dict[str, Tensor]:
-    """Measure the local Lipschitz constant of one head of an attention layer.
-
-    Return the fields of the estimate by name.
-    """
-    found = local_lipschitz(
-        head,
-        x,
-        rtol=solver.rtol,
-        confidence=solver.confidence,
-        max_iterations=solver.max_iterations,
-        seed=solver.seeds[h],
-        memory=memory,
-    )
-    names = ("value", "lower", "upper", "converged", "iterations", "input_direction", "output_direction")
-    return {name: getattr(found, name)[None] for name in names}
 
 
 class _JacobiansInTokens(LinearOperator):

@@ -139,10 +139,8 @@ def _taken(model: LoadedModel) -> str:
     return words.get(model.modality, model.modality)
 
 
-def _tokens_at(
-    model: LoadedModel, inputs: Tensor | dict[str, Tensor], layers: Sequence[int] | None, what: str
-) -> int:
-    """Return the number of tokens that each selected attention layer has for an input. Raise CaptureError if
+def _tokens_at(model: LoadedModel, inputs: dict[str, Tensor], layers: Sequence[int] | None) -> int:
+    """Return the number of tokens that each selected attention layer has for an image. Raise CaptureError if
     this number differs between the layers.
     """
     sites = capture(model, inputs, None if layers is None else list(layers))
@@ -153,7 +151,7 @@ def _tokens_at(
             groups.setdefault(n, []).append(layer)
         listed = "; ".join(f"{n} in layers {', '.join(map(str, of))}" for n, of in groups.items())
         raise CaptureError(
-            f"{model.name!r} has different numbers of tokens in its layers for one {what}: {listed}. Choose "
+            f"{model.name!r} has different numbers of tokens in its layers for one image: {listed}. Choose "
             "layers that have the same number, with layers (--layers)."
         )
     return next(iter(counts.values()))
@@ -257,7 +255,7 @@ class ImageDataset(Dataset):
     def __init__(self, images: Images, model: LoadedModel, layers: Sequence[int] | None) -> None:
         self._images, self._model, self.count = images, model, len(images)
         self._preparation = made = _preparation(model)
-        self._own = n = _tokens_at(model, self._inputs([0], made.size), layers, "image")
+        self._own = n = _tokens_at(model, self._inputs([0], made.size), layers)
         self._sizes = {n: made.size}
         self._added: int | None = None
         patch = made.patch

@@ -44,9 +44,7 @@ __all__ = [
     "condition_of",
     "heads_in",
     "hypotheses",
-    "matrix_of",
     "norms_all_heads",
-    "of_one_sequence",
     "tail_of",
     "width_of",
 ]
@@ -122,10 +120,13 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
         raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
     projection = output.projection
     module = layer.module if isinstance(layer.module, nn.MultiheadAttention) else None
-    softmax = of_one_sequence(trace.softmaxes[0])
-    if softmax is None or softmax.query is None or softmax.key is None:
+    softmax = trace.softmaxes[0]
+    operands = {name: getattr(softmax, name) for name in ("query", "key", "value", "output")}
+    if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands.values()):
         raise CaptureError(f"The softmax of {layer} acts on windows of the tokens.")
-    queries, keys = softmax.query.shape[2], softmax.key.shape[2]
+    operands = {name: t.reshape(1, *t.shape[-3:]) for name, t in operands.items()}
+    softmax = replace(softmax, **operands)
+    queries, keys = operands["query"].shape[2], operands["key"].shape[2]
     if not queries == keys == n:
         raise CaptureError(f"{layer} is given {n} tokens and attends from {queries} to {keys}.")
     visible, bias = split_mask(layer, softmax.mask)
@@ -134,7 +135,7 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
         projections, weight, output_bias = multihead_parameters(module, softmax)
     elif projection is not None:
         projections = read_projections(trace, softmax)
-        weight, output_bias = weight_and_bias(matrix_of(trace, projection))
+        weight, output_bias = weight_and_bias(_matrix_of(trace, projection))
     else:
         raise CaptureError(output.unclear)
     return SelfAttention(
@@ -166,9 +167,20 @@ def _staged(
 
     The Jacobian of a SoftmaxCore has a closed form.
     """
+    cores = []
+    for softmax in trace.softmaxes:
+        visible, bias = split_mask(trace.layer, softmax.mask)
+        bias = None if bias is None else bias.to(trace.x.dtype)
+        sinks = None if softmax.sinks is None else softmax.sinks.detach().to(trace.x.dtype).clone()
+        rules = None if visible is None else order_and_window(visible)  # rules need no (n, n) matrix
+        ordered, window = (False, None) if rules is None else (rules.causal, rules.window)
+        mask = visible if rules is None else None
+        cores.append(
+            SoftmaxCore(softmax.scale, softmax.causal or ordered, mask, bias, softmax.softcap, sinks, window)
+        )
     return StagedAttention(
         CopiedModule.of(self_attention.alone, tail_of(self_attention, output), self_attention.implementation),
-        tuple(softmax_cores(trace)),
+        tuple(cores),
         d=trace.x.shape[-1],
         d_out=width_of(output.call.output, output.call),
         heads=heads_in(trace),
@@ -178,19 +190,6 @@ def _staged(
         device=trace.x.device,
         description=type(self_attention.alone.module).__name__,
     )
-
-
-def softmax_cores(trace: LayerTrace) -> Iterator[SoftmaxCore]:
-    """Yield each softmax of a traced layer as a function of its queries, keys and values."""
-    for softmax in trace.softmaxes:
-        visible, bias = split_mask(trace.layer, softmax.mask)
-        bias = None if bias is None else bias.to(trace.x.dtype)
-        sinks = None if softmax.sinks is None else softmax.sinks.detach().to(trace.x.dtype).clone()
-        rules = None if visible is None else order_and_window(visible)  # rules need no (n, n) matrix
-        ordered, window = (False, None) if rules is None else (rules.causal, rules.window)
-        mask = visible if rules is None else None
-        causal = softmax.causal or ordered
-        yield SoftmaxCore(softmax.scale, causal, mask, bias, softmax.softcap, sinks, window)
 
 
 def _replayed(
@@ -224,7 +223,7 @@ def _replayed(
     return replayed(layer, width_of(output.call.output, output.call), heads)
 
 
-def matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
+def _matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
     """Return the linear layer that is applied to the concatenated heads. It is the output projection, or a
     module inside the output projection.
     """
@@ -272,17 +271,6 @@ def heads_in(trace: LayerTrace) -> int:
     """Return the number of heads of the first softmax of a layer."""
     shape = output_of(trace.softmaxes[0]).shape
     return shape[-3] if len(shape) > 2 else 1
-
-
-def of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
-    """Reshape the tensors of a softmax call for one sequence to (1, heads, n, dim).
-
-    The result is None if the attention acts within windows of tokens.
-    """
-    operands = {name: getattr(softmax, name) for name in ("query", "key", "value", "output")}
-    if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands.values()):
-        return None
-    return replace(softmax, **{name: t.reshape(1, *t.shape[-3:]) for name, t in operands.items()})
 
 
 def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
