@@ -12,10 +12,11 @@ from rich.text import Text
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command, folder_option
+from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command
 from howsmooth.study.execution_options import Execution
+from howsmooth.study.options import OUTPUT
 from howsmooth.study.plans import BoundPlan
-from howsmooth.study.text_formatting import mask_in_words, readable
+from howsmooth.study.text_formatting import readable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,8 +46,11 @@ def bound(
     shown: Shown,
     out: Annotated[
         Path | None,
-        folder_option(
-            "Also write bounds.csv into this folder; with --search also the worst tokens, worst.npz."
+        typer.Option(
+            metavar="FOLDER",
+            help="Also write bounds.csv into this folder; with --search also the worst tokens, worst.npz.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
 ) -> int:
@@ -113,8 +117,9 @@ def _show(source: AttentionSource, bounded: Sequence[Bounded]) -> None:
     sources: list[str] = []
     for one in bounded:
         where = f"{readable(source.label)}, {one.target.place}, scope {one.target.scope}"
+        masking = "unmasked" if one.target.masking == "none" else one.target.masking
         ball = f"R = {one.ball.radius:.4g} ({one.ball.origin})"
-        heading(f"\n{where}, {mask_in_words(one.target.masking)}, n = {one.n}, {ball}")
+        heading(f"\n{where}, {masking}, n = {one.n}, {ball}")
         rows, logs = one.rows, pd.Series(one.rows.attrs["log_values"])
         is_measured = (rows["name"] == "measured").to_numpy()
         local = (rows.index == LOCAL) & ~is_measured

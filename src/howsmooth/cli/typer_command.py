@@ -33,7 +33,6 @@ __all__ = [
     "ShownOrQuiet",
     "as_typed",
     "command",
-    "folder_option",
     "means_of",
     "resumable",
 ]
@@ -71,11 +70,6 @@ class ShownOrQuiet(Shown):
     quiet: bool = option(
         False, flag(), "Show no progress, and print no result: it is in the files.", short="-q"
     )
-
-
-def folder_option(help: str) -> Any:
-    """Return the typer option ``--out`` for a command that writes files only if this option is given."""
-    return typer.Option(metavar="FOLDER", help=help, show_default=False, rich_help_panel=OUTPUT)
 
 
 def command(

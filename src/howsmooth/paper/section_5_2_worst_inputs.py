@@ -99,11 +99,7 @@ class _Layer:
 
     def tasks(self) -> list[UnitTask]:
         """Return the tasks that measure constants and bounds, for each ball and each number of tokens."""
-        radii = dict.fromkeys((*RADII, self.radius))
-        return [task for radius, n in product(radii, self.lengths) for task in self._tasks(radius, n)]
-
-    def _tasks(self, radius: float, n: int) -> Iterator[UnitTask]:
-        options, label = self.model.context.options, self.model.label
+        label = self.model.label
         steps, starts = (_OTHER_STEPS, _OTHER_STARTS) if self.heads else (_STEPS, 0)
         effort = {
             "steps": steps,
@@ -111,17 +107,20 @@ class _Layer:
             "atom_restarts": _RESTARTS,
             "atom_steps": _ATOM_STEPS,
         }
-        kinds = [partial(_rows, self.attention, self.heads.get(n), effort)]
-        if options.as_published and not self.heads:
-            kinds.append(partial(_published_rows, self.attention, self.fused))
-        for published, measure in enumerate(kinds):
-            search = ",".join(map(str, effort.values()))
-            place: Key = {"layer": self.layer, "ball": repr(radius), "n": n}
-            key = self.model.key(published=published, search=search, **place)
-            seed = derive_seed(purpose="adversarial", **key)
-            words = f"{label}, layer {self.layer}, R = {radius:.4g}, n = {n}"
-            alike = (label, self.layer, published)
-            yield UnitTask(key, partial(measure, radius, n, seed), words, alike, n)
+        search = ",".join(map(str, effort.values()))
+        tasks = []
+        for radius, n in product(dict.fromkeys((*RADII, self.radius)), self.lengths):
+            kinds = [partial(_rows, self.attention, self.heads.get(n), effort)]
+            if self.model.context.options.as_published and not self.heads:
+                kinds.append(partial(_published_rows, self.attention, self.fused))
+            for published, measure in enumerate(kinds):
+                place: Key = {"layer": self.layer, "ball": repr(radius), "n": n}
+                key = self.model.key(published=published, search=search, **place)
+                seed = derive_seed(purpose="adversarial", **key)
+                words = f"{label}, layer {self.layer}, R = {radius:.4g}, n = {n}"
+                alike = (label, self.layer, published)
+                tasks.append(UnitTask(key, partial(measure, radius, n, seed), words, alike, n))
+        return tasks
 
 
 def plan(context: FigureContext) -> FigurePlan:

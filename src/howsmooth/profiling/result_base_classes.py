@@ -22,12 +22,11 @@ from howsmooth.study.figures.drawing import save
 from howsmooth.study.file_writing import (
     csv_of,
     replace_file,
-    text_or_file,
     writable_folder,
     write_parquet,
 )
 from howsmooth.study.html_assets import data_url, digest, png, style_sheet, templates_of
-from howsmooth.study.text_formatting import counted, precision_in_words
+from howsmooth.study.text_formatting import counted
 
 __all__ = ["Result", "in_interval"]
 
@@ -81,7 +80,7 @@ class Result(ABC):
         """
         table, caption = self._in_latex()
         made_by = f"howsmooth {version('howsmooth')}, digest {self.digest}"
-        words: str = table.to_latex(
+        tabular = table.to_latex(
             index=False,
             float_format="%.6g",
             formatters={
@@ -95,7 +94,11 @@ class Result(ABC):
             caption=re.sub(r"([&%$#_{}])", r"\\\1", f"{caption} ({made_by})."),
             label=f"tab:howsmooth-{self.digest}",
         )
-        return text_or_file(f"% {' '.join(self.citation.split())}\n{words}", path)
+        words = f"% {' '.join(self.citation.split())}\n{tabular}"
+        if path is None:
+            return words
+        Path(path).write_text(words, encoding="utf-8", newline="\n")
+        return None
 
     def _in_latex(self) -> tuple[pd.DataFrame, str]:
         """Return the table that ``to_latex`` writes, and the sentence of its caption without a full stop."""
@@ -109,7 +112,8 @@ class Result(ABC):
     @property
     def precision(self) -> str:
         """A phrase that names the dtype of the stored weights and the dtype of the computation."""
-        return precision_in_words(self.stored, self.computed)
+        computed = "" if self.stored == self.computed else f", computed in {self.computed}"
+        return f"weights in {self.stored}{computed}"
 
     @property
     def digest(self) -> str:

@@ -19,7 +19,6 @@ __all__ = [
     "check_parquet",
     "csv_of",
     "replace_file",
-    "text_or_file",
     "writable_folder",
     "write_parquet",
     "write_table",
@@ -65,14 +64,6 @@ def written_beside(folder: str | os.PathLike[str], kept: str) -> Iterator[None]:
 def csv_of(table: pd.DataFrame) -> str:
     """Return a table as CSV text."""
     return table.to_csv(index=False, lineterminator="\n")
-
-
-def text_or_file(words: str, path: str | os.PathLike[str] | None) -> str | None:
-    """Write text to a file; without a path, return the text."""
-    if path is None:
-        return words
-    Path(path).write_text(words, encoding="utf-8", newline="\n")
-    return None
 
 
 def check_parquet(name: str) -> None:

@@ -24,9 +24,7 @@ __all__ = [
     "encodable",
     "file_stem",
     "kind_in_words",
-    "mask_in_words",
     "place_in_words",
-    "precision_in_words",
     "readable",
     "scope_in_words",
     "sentence",
@@ -96,11 +94,6 @@ def sentence(words: str) -> str:
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
 
 
-def precision_in_words(stored: str, computed: str) -> str:
-    """Return a phrase that names the dtype of the stored weights and the dtype of the computation."""
-    return f"weights in {stored}" + ("" if stored == computed else f", computed in {computed}")
-
-
 def counted(number: int, what: str) -> str:
     """Return a number followed by a noun in the singular or plural, such as "3 tokens"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
@@ -131,11 +124,6 @@ def scope_in_words(row: Mapping[Any, Any] | pd.Series) -> str:
     "scope model, output logits".
     """
     return ", ".join(f"{name} {row[name]}" for name in ("scope", "output", "side") if row.get(name))
-
-
-def mask_in_words(masking: str) -> str:
-    """Return the name of a mask, with "unmasked" for no mask."""
-    return "unmasked" if masking == "none" else masking
 
 
 def readable(words: str, longest: int = _LONGEST_NAME) -> str:

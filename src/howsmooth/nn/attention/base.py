@@ -223,12 +223,9 @@ class LipschitzAttention(LipschitzModule):
     def _named_bound(self, log_formula: float, radius: float) -> Bound:
         return Bound.upper(self._bound_name, self._quantity(radius), self._source, log_formula=log_formula)
 
-    def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        return self._bound(rows_of(self.masking, length), radius, in_double(weights)).log()
-
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
         """Return the Lipschitz bound that the layer has before its output is rescaled."""
-        log = log_value(lambda given: self._log_bound_at(length, radius, given), weights)
+        log = log_value(lambda given: self._log_bound(length, radius, given), weights)
         return self._named_bound(log, radius)
 
     @torch.no_grad()
@@ -374,17 +371,19 @@ class LipschitzAttention(LipschitzModule):
 
         The bound is taken at the layer's length and radius. The result is differentiable in the weights.
         """
-        return self._log_bound_at(self.length, self._bound_radius, weights)
+        return self._log_bound(self.length, self._bound_radius, weights)
 
-    def _log_bound_at(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return :meth:`_log_bound`, with the output projection divided by its largest entry meanwhile.
+    def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
+        """Return the logarithm of :meth:`_bound` under the layer's masks at a length.
 
-        The bound is proportional to this projection, and products of small weights would underflow.
+        The output projection is divided by its largest entry meanwhile: the bound is proportional to it, and
+        products of small weights would underflow.
         """
         output = weights["out_proj.weight"].to("cpu", torch.float64)
         size = output.detach().abs().amax()
         size = torch.where(size > 0, size, 1.0)
-        return self._log_bound(length, radius, {**weights, "out_proj.weight": output / size}) + size.log()
+        scaled = in_double({**weights, "out_proj.weight": output / size})
+        return self._bound(rows_of(self.masking, length), radius, scaled).log() + size.log()
 
     def _log_quotient(self, log_formula: float) -> float:
         """Return log(bound / constant) for the Lipschitz bound and the target constant of the layer.

@@ -20,7 +20,7 @@ from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.nn.penalty.singular_vector_storage import Directions
 from howsmooth.spectral import LinearOperator, golub_kahan
 
-__all__ = ["Pair", "begin", "check_finite", "check_steps", "relative_residual", "unit"]
+__all__ = ["Pair", "begin", "check_finite", "relative_residual", "unit"]
 
 # Confidence of the upper limits at random starts, which are reported only.
 CONFIDENCE = 0.999
@@ -180,15 +180,6 @@ def check_finite(value: Tensor) -> None:
     """Raise NonFiniteError if a singular value is NaN or infinite."""
     if not bool(torch.isfinite(value.detach()).all()):
         raise NonFiniteError("X", expected="finite derivatives", got="NaN or infinity")
-
-
-def check_steps(steps: object, first_steps: object, rtol: object) -> None:
-    """Raise ArgumentError unless ``steps``, ``first_steps`` and ``rtol`` are valid."""
-    for name, number, least in (("steps", steps, 1), ("first_steps", first_steps, 2)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
-    if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 < rtol < 1:
-        raise ArgumentError("rtol", expected="a number between 0 and 1", got=repr(rtol))
 
 
 class _as_derivative_errors:  # noqa: N801 - reads as the function of the same name in jacobian

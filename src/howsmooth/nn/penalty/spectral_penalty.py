@@ -20,7 +20,6 @@ from howsmooth.nn.penalty.singular_value import (
     Pair,
     begin,
     check_finite,
-    check_steps,
     relative_residual,
     unit,
 )
@@ -126,7 +125,11 @@ class SpectralPenalty(Attached):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
-        check_steps(steps, first_steps, rtol)
+        for name, number, least in (("steps", steps, 1), ("first_steps", first_steps, 2)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
+        if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 < rtol < 1:
+            raise ArgumentError("rtol", expected="a number between 0 and 1", got=repr(rtol))
         if members is not None and (isinstance(members, bool) or not isinstance(members, int) or members < 1):
             raise ArgumentError("members", expected="an integer >= 1, or None for all", got=repr(members))
         for name, given in (("over_members", over_members), ("over_layers", over_layers)):
