@@ -23,16 +23,8 @@ def tokens(seed: int, n: int, d: int, radius: float) -> Tensor:
 
 
 def certificate(f: Any, x: Tensor) -> Number:
-    """The sharpest certificate: one function gives it, or is about to.
-
-    For several heads a search chooses weights of the bound.
-    """
-    if hasattr(hs.bounds, "certificate"):
-        value = float(hs.bounds.certificate(f, x).value)
-    else:
-        several = isinstance(f, hs.SelfAttention) and (f.heads > 1 or f.feature_names())
-        names = ["heads"] if several else ["heads", "rows", "parts", "frobenius"]
-        value = min(float(getattr(hs.bounds, f"certificate_{name}")(f, x).value) for name in names)
+    """The certificate; for several heads a search chooses weights of the bound."""
+    value = float(hs.bounds.certificate(f, x).value)
     return value if f.heads == 1 else AtMost(value, float(hs.local_lipschitz(f, x).lower))
 
 

@@ -16,7 +16,33 @@ from howsmooth.errors import ArgumentError
 __all__ = ["LayerNorm", "LayerScale", "RMSNorm"]
 
 
-class _Norm(TokenMap):
+class _OfChannels(TokenMap):
+    """Base class of maps that act on each token separately, with a parameter ``weight`` of each channel."""
+
+    weight: Tensor
+
+    @property
+    def d(self) -> int:
+        """Dimension of the tokens, which is the number of channels."""
+        return self.weight.shape[0]
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of the output tokens, which is the number of channels."""
+        return self.d
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameters."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.weight.device
+
+
+class _Norm(_OfChannels):
     """Base class of the norm layers LayerNorm and RMSNorm, which act on each token separately.
 
     It maps a token x to N(x) = √d · h / √(|h|² + dε) ∘ γ + β, with gain γ (``weight``), bias β and ε =
@@ -31,26 +57,6 @@ class _Norm(TokenMap):
         self.eps = float(eps)
         if not (math.isfinite(self.eps) and self.eps >= 0):
             raise ArgumentError("eps", expected="a finite number >= 0", got=str(eps))
-
-    @property
-    def d(self) -> int:
-        """Dimension of the tokens that the norm layer takes."""
-        return self.weight.shape[0]
-
-    @property
-    def d_out(self) -> int:
-        """Dimension of the tokens that the norm layer returns."""
-        return self.d
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the norm layer's parameters."""
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the norm layer's parameters."""
-        return self.weight.device
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
@@ -123,7 +129,7 @@ class RMSNorm(_Norm):
         return RMSNorm(self.weight.to(dtype=dtype, device=device), self.eps)
 
 
-class LayerScale(TokenMap):
+class LayerScale(_OfChannels):
     """The map X ↦ λ∘X that multiplies each channel by a factor, as in CaiT, BEiT and DINOv2.
 
     The scaled residual α∘X + λ∘f(X) is ``Compose(LayerScale(α), Residual(Compose(LayerScale(λ / α), f)))``.
@@ -137,26 +143,6 @@ class LayerScale(TokenMap):
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = as_parameter("weight", weight, ("d",))
-
-    @property
-    def d(self) -> int:
-        """Dimension of the tokens, which is the number of channels."""
-        return self.weight.shape[0]
-
-    @property
-    def d_out(self) -> int:
-        """Dimension of the output tokens, which is the number of channels."""
-        return self.d
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the factors of the channels."""
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the factors of the channels."""
-        return self.weight.device
 
     def __repr__(self) -> str:
         return f"LayerScale(d={self.d})"

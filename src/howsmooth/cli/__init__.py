@@ -35,7 +35,7 @@ GONE = {
     "attack": "Tokens with a large constant are searched by howsmooth bound MODEL --search.",
     "certify": "In Python, hs.nn.certify bounds a model, and hs.nn.evaluate gives its certified accuracy.",
     "flow": 'Tokens flow in Python: hs.dynamics.flow, in the guide "Flows".',
-    "influence": "howsmooth influence is now howsmooth profile MODEL --influence.",
+    "influence": "Which token moves which is told by howsmooth profile MODEL --influence.",
     "merge": "Machines share one store by howsmooth measure --plan FILE --executor dask.",
     "status": "A run tells its progress, and howsmooth measure --plan FILE --dry-run counts what is left.",
     "study": "A plan file is carried out, and continued, by howsmooth measure --plan FILE.",
@@ -118,9 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         The exit code. 0: the command succeeded. 2: the command refused its arguments or inputs, and printed
-        the reason to standard error. 3: some measurements or figures failed. 130: the
-        user interrupted the command, or a batch system ended it with SIGTERM. 141: the program that reads the
-        output, such as ``head``, has ended. A traceback with exit code 1 is a bug of howsmooth.
+        the reason to standard error. 3: some measurements or figures failed. 130: the user interrupted the
+        command, or a batch system ended it with SIGTERM. 141: the program that reads the output, such as
+        ``head``, has ended. A traceback with exit code 1 is a bug of howsmooth.
 
     """
     # Without arguments, show the help. TYPED is recorded in the store with each run.

@@ -196,18 +196,7 @@ class ResultWithInfluence(Result):
         return {"influence": data_url(png(found.plot(words))), "place": place, "token_wise": ends}
 
     def write(self, folder: str | os.PathLike[str], *, parquet: bool = False) -> list[Path]:
-        """Write the page, the figures (PNG and PDF) and the tables (CSV) into a folder; return the paths.
-
-        With ``parquet`` the tables are also written as parquet files.
-
-        Raises
-        ------
-        StoreError
-            If the folder cannot be written.
-        ArgumentError
-            If pandas has no engine for parquet.
-
-        """
+        """Write what every result writes, and the figure of the influence; return the paths."""
         paths = super().write(folder, parquet=parquet)
         if self._moved is not None:
             found, _, words = self._moved
