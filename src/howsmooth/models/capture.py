@@ -22,8 +22,7 @@ from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
-from howsmooth.models.tracing.layer_trace import AttentionLayer
-from howsmooth.models.tracing.module_call_tracer import trace_forward_pass
+from howsmooth.models.tracing.recorder import AttentionLayer, trace_forward_pass
 from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES
 
 __all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]
@@ -384,7 +383,7 @@ def _layers(
 def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
     none = f"No softmax attention of {type(model).__name__} was seen"
     tracer = NonSoftmaxTracer(most=4)
-    with tracer.hooked(model):
+    with tracer.watching(model):
         trace_forward_pass(model, given.named, ())
     other = next(tracer.find(given.batch), None)
     if other is not None:

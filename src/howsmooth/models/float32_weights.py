@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from howsmooth.watching import Call, watched
+
 __all__ = [
     "HALF",
     "computing_dtype",
@@ -220,14 +222,15 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
         return
     running: dict[int, list[ExitStack]] = {}
 
-    def starts(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def starts(call: Call) -> None:
         stack = ExitStack()
-        running.setdefault(id(module), []).append(stack)
-        stack.enter_context(weights_in_memory(module))
-        return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF else t, (args, kwargs))
+        running.setdefault(id(call.module), []).append(stack)
+        stack.enter_context(weights_in_memory(call.module))
+        given = call.args, call.kwargs
+        call.args, call.kwargs = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF else t, given)
 
-    def ends(module: nn.Module, args: Any, output: Any) -> None:
-        running[id(module)].pop().close()
+    def ends(call: Call) -> None:
+        running[id(call.module)].pop().close()
 
     layers = list(_layers(model))
     of_layers = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
@@ -237,13 +240,9 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
             if _offloads(getattr(part, "_hf_hook", None)):
                 hooks.enter_context(_unhooked(part))
         try:
-            for layer in layers:
-                before = layer.register_forward_pre_hook(starts, prepend=True, with_kwargs=True)
-                hooks.enter_context(before)
-                # The weights go back also after a layer that raises an exception.
-                hooks.enter_context(layer.register_forward_hook(ends, always_call=True))
-            yield
-        finally:
+            with watched({str(i): layer for i, layer in enumerate(layers)}, starts, ends):
+                yield
+        finally:  # the weights go back also after a layer that raises an exception
             for stack in chain.from_iterable(running.values()):
                 stack.close()
 

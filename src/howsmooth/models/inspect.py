@@ -26,8 +26,7 @@ from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import one_by_one
-from howsmooth.models.tracing.layer_trace import AttentionLayer
-from howsmooth.models.tracing.module_call_tracer import TracedLayer, trace_forward_pass
+from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
 
 __all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]
@@ -163,7 +162,7 @@ def inspect_model(
 
 def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, int], None]) -> Inspection:
     tracer = NonSoftmaxTracer()
-    with tracer.hooked(model):
+    with tracer.watching(model):
         layers, kept = trace_forward_pass(model, given.named, None, tracer.on_layer)
     non_softmax = list(tracer.find(given.batch))
     if not layers and not non_softmax:

@@ -17,7 +17,7 @@ from howsmooth.models.inputs.model_inputs import model_inputs
 from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.tolerance import relative_error
 from howsmooth.models.tracing.attention_hooks import plain_attention
-from howsmooth.models.tracing.module_call_tracer import run, run_with_attention
+from howsmooth.models.tracing.recorder import run, run_with_attention
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 from howsmooth.seeds import torch_seed
 

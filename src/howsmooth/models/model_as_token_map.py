@@ -34,14 +34,13 @@ from howsmooth.models.identification.model_part_map import (
     rows,
 )
 from howsmooth.models.identification.self_attention_module import moved_tokens
-from howsmooth.models.identification.verification import notice_downcasts
 from howsmooth.models.inputs.model_inputs import ModelInputs, embedding_of, takes_decoder_ids
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import one_by_one, padding_of
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import AttentionLayer
-from howsmooth.models.tracing.module_call_tracer import StopForward, run, trace_forward_pass
 from howsmooth.models.tracing.module_replay import first_tensor
+from howsmooth.models.tracing.recorder import AttentionLayer, run, trace_forward_pass
+from howsmooth.watching import Call, StopForward, notice_downcasts, watched
 
 __all__ = ["ModelParts"]
 
@@ -92,21 +91,19 @@ class ModelParts:
         self._embedded: list[tuple[nn.Embedding, int, object]] = []
         self._ids = given.named.get("input_ids") if self._known else next(iter(given.named.values()))
 
-        def starts(module: nn.Module, args: Any) -> None:
-            calls[module] = calls.get(module, -1) + 1
-            if isinstance(module, nn.Embedding):
-                self._embedded.append((module, calls[module], args[0] if args else None))
+        def starts(call: Call) -> None:
+            calls[call.module] = call.number
+            if isinstance(call.module, nn.Embedding):
+                self._embedded.append((call.module, call.number, call.args[0] if call.args else None))
 
-        def ends(module: nn.Module, args: Any, output: Any) -> None:
-            self._returns_hidden = getattr(output, "last_hidden_state", None) is not None
+        def ends(call: Call) -> None:
+            if call.module is model:
+                self._returns_hidden = getattr(call.output, "last_hidden_state", None) is not None
 
         def seen(layer: AttentionLayer) -> None:
             self.blocks.append(Place(layer.root_name, "output", calls[layer.root]))
 
-        with ExitStack() as stack:
-            for module in model.modules():
-                stack.enter_context(module.register_forward_pre_hook(starts))
-            stack.enter_context(model.register_forward_hook(ends))
+        with watched(dict(model.named_modules()), starts, ends):
             self.layers, _ = trace_forward_pass(model, given.named, (), seen)
         self._calls = calls  # the number of the last call of each module that ran
 

@@ -19,8 +19,8 @@ from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.module_call_tracer import TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
+from howsmooth.models.tracing.recorder import TracedLayer
 
 __all__ = ["Padding", "one_by_one", "padding_of", "reproduces", "without_padding"]
 

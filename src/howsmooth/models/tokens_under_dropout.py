@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.measurement_mode import measurement_mode
-from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
-from howsmooth.models.tracing.module_call_tracer import run
+from howsmooth.models.tracing.recorder import run
 from howsmooth.seeds import torch_seed
+from howsmooth.watching import Call, watched
 
 __all__ = ["DropoutRates", "dropout_rates", "training_tokens"]
 
@@ -68,19 +66,11 @@ def training_tokens(
     """
     seen: dict[str, list[Tensor]] = {site.name: [] for site in sites}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tokens = first_tokens(bound_arguments(module, args, kwargs))
-            if tokens is not None:
-                seen[name].append(tokens.detach().clone())
+    def keep(call: Call) -> None:
+        if call.inputs is not None:
+            seen[call.name].append(call.inputs.detach().clone())
 
-        return hook
-
-    with ExitStack() as stack:
-        for name in seen:
-            module = model.get_submodule(name)
-            stack.enter_context(module.register_forward_pre_hook(keep(name), with_kwargs=True))
-        stack.enter_context(measurement_mode(model))
+    with watched({name: model.get_submodule(name) for name in seen}, keep), measurement_mode(model):
         for module in model.modules():
             module.training = True
         for sequence, seed in zip(inputs, seeds, strict=True):

@@ -32,6 +32,7 @@ from howsmooth.bounds.radius.transformer_layers import (
 from howsmooth.bounds.radius.transformer_network import Network, Stage
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError, reason
 from howsmooth.force_float64 import WithoutDowncast
+from howsmooth.watching import Call, watched
 
 __all__ = [
     "OF_ITS_OWN",
@@ -519,18 +520,16 @@ def embedded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
         _check_token_ids(model, given)
     seen: list[Tensor] = []
 
-    def keep(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        seen.append(args[0] if args else named["hidden_states"])
+    def keep(call: Call) -> None:
+        seen.append(call.args[0] if call.args else call.kwargs["hidden_states"])
 
     layers = attrgetter(found.layers)(_base(model))
-    hook = layers[0].register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        _logits(model, inputs)
+        with watched({"": layers[0]}, keep):
+            _logits(model, inputs)
     except (IndexError, RuntimeError, ValueError) as error:
         got = f"{name} of shape {tuple(given.shape)}, up to {given.max()} ({reason(error)})"
         raise ArgumentError("inputs", expected="inputs that the model takes", got=got) from None
-    finally:
-        hook.remove()
     return seen[0][0]
 
 
@@ -576,21 +575,16 @@ def _logits_from(model: nn.Module, tokens: Tensor, given: Mapping[str, Tensor]) 
     """Return the logits of a model, with other tokens (1, n, d) in place of those that enter its first layer
     for the first time.
     """
-    replacing = [tokens]
 
-    def replaced(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        if not replacing:
-            return args, named
-        if args:
-            return (replacing.pop(), *args[1:]), named
-        return args, named | {"hidden_states": replacing.pop()}
+    def replaced(call: Call) -> None:
+        if call.number == 0 and call.args:
+            call.args = tokens, *call.args[1:]
+        elif call.number == 0:
+            call.kwargs = call.kwargs | {"hidden_states": tokens}
 
     layers = attrgetter(_arrangement(model).layers)(_base(model))
-    hook = layers[0].register_forward_pre_hook(replaced, with_kwargs=True)
-    try:
+    with watched({"": layers[0]}, replaced):
         return _logits(model, given)
-    finally:
-        hook.remove()
 
 
 def _symbolic_logits(
@@ -610,15 +604,12 @@ def _symbolic_logits(
     tokens = symbolic(torch.arange(x.numel()).view(1, *x.shape))
     if main:
         return _logits_from(model, tokens, given)
-    hook = (
-        cast("Any", model)
-        .get_input_embeddings()
-        .register_forward_hook(lambda module, args, output: other(output))
-    )
-    try:
+
+    def embedded(call: Call) -> None:
+        call.output = other(call.output)
+
+    with watched({"": cast("Any", model).get_input_embeddings()}, ends=embedded):
         return _logits_from(model, tokens, given)
-    finally:
-        hook.remove()
 
 
 def _difference(model: nn.Module, network: Network, x: Tensor, inputs: Mapping[str, Tensor] | None) -> float:

@@ -17,12 +17,12 @@ from howsmooth.attention.custom_code_attention import Core
 from howsmooth.errors import CaptureError, HowsmoothError
 from howsmooth.models.captured_layer import CrossSite
 from howsmooth.models.identification.candidate_maps import condition_of, heads_in, tail_of, width_of
-from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.replayed_attention import CopiedModule, ReplayedAttention
 from howsmooth.models.identification.self_attention_module import (
     RandomAttention,
     SelfAttentionModule,
+    attention_run,
     check_finite,
     first_line,
     has_weights_for,
@@ -30,16 +30,16 @@ from howsmooth.models.identification.self_attention_module import (
     moved_tokens,
     obstacle_of,
     refuse_randomness,
-    softmaxes_of,
+    repeated,
 )
-from howsmooth.models.identification.verification import compare, model_values
+from howsmooth.models.identification.verification import compare, own_values
 from howsmooth.models.tolerance import precision, tolerance
-from howsmooth.models.tracing.layer_trace import LayerTrace
+from howsmooth.models.tracing.layer_trace import LayerTrace, trace_layer, whole_layer
 from howsmooth.models.tracing.mask_and_bias import split_mask
-from howsmooth.models.tracing.module_call_tracer import TracedCall, TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, token_arguments
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.models.tracing.recorder import TracedLayer
 from howsmooth.scopes import CROSS_SCOPE
+from howsmooth.watching import Call
 
 __all__ = ["OneSequence", "VerifiedCrossLayer", "read_cross_layer"]
 
@@ -180,7 +180,7 @@ def _read(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
     module = _find(traced_layer, user)
     root = whole_layer(traced_layer, 1)
     trace = trace_layer(module, traced_layer, root)
-    output = find_output(trace, module, lambda: trace_layer(module, traced_layer, root))
+    output = find_output(trace, module)
     if output.obstacle:
         raise CaptureError(f"{module.layer} has no scope {CROSS_SCOPE!r}: {output.obstacle}.")
     copied = CopiedModule.of(module.alone, tail_of(module, output), module.implementation)
@@ -228,21 +228,19 @@ def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule
     )
 
 
-def _moved_by(
-    traced_layer: TracedLayer, call: TracedCall, tokens: Tensor, implementation: str
-) -> list[set[str]]:
+def _moved_by(traced_layer: TracedLayer, call: Call, tokens: Tensor, implementation: str) -> list[set[str]]:
     """Return for each softmax in a module call which of its operands (queries, keys, values) change if the
     argument ``tokens`` of the call is changed.
     """
     replay = ModuleReplay(call, tokens, 1)
-    way, before = _implementation_and_softmaxes(replay, implementation)
-    if len(before) != traced_layer.softmaxes:
+    way, before = repeated(replay, implementation)
+    if len(before.softmaxes) != traced_layer.softmaxes:
         return []  # this module contains several layers
-    refuse_randomness(traced_layer.layer, before, softmaxes_of(replay, replay.x, way))
-    after = softmaxes_of(replay, moved_tokens(replay.x), way)
-    if len(after) != len(before):
+    refuse_randomness(traced_layer.layer, replay, before, way)
+    after = attention_run(replay, moved_tokens(replay.x), way)
+    if len(after.softmaxes) != len(before.softmaxes):
         return []
-    moved = [moved_operands(a, b) for a, b in zip(before, after, strict=True)]
+    moved = [moved_operands(a, b) for a, b in zip(before.softmaxes, after.softmaxes, strict=True)]
     if all(one == _QUERIES | _MEMORY for one in moved):
         raise OneSequence(
             f"{traced_layer.layer} is self-attention: its queries, keys and values come from the same "
@@ -251,32 +249,21 @@ def _moved_by(
     return moved
 
 
-def _implementation_and_softmaxes(
-    call: ModuleReplay, implementation: str
-) -> tuple[str | None, list[SoftmaxCall]]:
-    """Repeat a module call. The first result is the attention implementation, or None if the module does not
-    use the attention interface of transformers. The second result is the list of the softmaxes in the call.
-    """
-    seen = softmaxes_of(call, call.x, implementation)
-    if any(softmax.kind == "interface" for softmax in seen):
-        return implementation, seen
-    return None, softmaxes_of(call, call.x, None)
-
-
 def _module_of(
-    traced_layer: TracedLayer, call: TracedCall, roles: dict[str, Tensor], implementation: str
+    traced_layer: TracedLayer, call: Call, roles: dict[str, Tensor], implementation: str
 ) -> SelfAttentionModule:
     """Return the cross-attention module of a layer with its call. Raise CaptureError if the tokens or the
     memory determine which keys a query sees.
     """
     layer = replace(traced_layer.layer, name=call.name, module=call.module)
     replay = ModuleReplay(call, roles["queries"], 1, roles["memory"])
-    way, before = _implementation_and_softmaxes(replay, implementation)
-    check_finite(layer, replay.x, before)
+    way, before = repeated(replay, implementation)
+    check_finite(layer, replay.x, before.softmaxes)
     other = replay.with_memory(moved_tokens(roles["memory"]))
-    for after in (softmaxes_of(replay, moved_tokens(replay.x), way), softmaxes_of(other, other.x, way)):
-        obstacle_of(layer, before, after)
-    return SelfAttentionModule(layer, replay, replay, before, way, "")
+    moved = attention_run(replay, moved_tokens(replay.x), way)
+    for after in (moved, attention_run(other, other.x, way)):
+        obstacle_of(layer, before.softmaxes, after.softmaxes)
+    return SelfAttentionModule(layer, replay, replay, before, moved, way, "")
 
 
 def _masking(trace: LayerTrace) -> str:
@@ -307,7 +294,7 @@ def _verify(found: VerifiedCrossLayer, output: AttentionOutput, condition: float
         y = moved_tokens(memory) if of_memory else memory
         at = call.with_memory(y)
         x = moved_tokens(call.x) if of_queries else call.x
-        own = model_values(replace(module, replay=at, alone=at), output, x)
+        own = own_values(at, output, attention_run(at, x, module.implementation))
         eps = precision(own.x.dtype, downcast=own.downcast)
         # On changed tokens queries and keys may each have grown by a factor of two.
         tol = tolerance(eps, condition * 2.0 ** (of_queries + of_memory))

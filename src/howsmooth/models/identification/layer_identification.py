@@ -14,7 +14,6 @@ from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.candidate_maps import Hypothesis, hypotheses, norms_all_heads
-from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
 from howsmooth.models.identification.norm_and_residual_placement import Block, read_block, token_norm
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.self_attention_module import (
@@ -24,9 +23,9 @@ from howsmooth.models.identification.self_attention_module import (
 )
 from howsmooth.models.identification.verification import verify, verify_block
 from howsmooth.models.tolerance import precision
-from howsmooth.models.tracing.layer_trace import LayerTrace
-from howsmooth.models.tracing.module_call_tracer import TracedLayer
+from howsmooth.models.tracing.layer_trace import LayerTrace, trace_layer, whole_layer
 from howsmooth.models.tracing.module_replay import ModuleReplay
+from howsmooth.models.tracing.recorder import TracedLayer
 
 __all__ = ["VerifiedLayer", "indices_of", "read_layer"]
 
@@ -150,7 +149,7 @@ def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
     call = whole_layer(traced_layer, batch)
     alone = call.of_first_sequence()
     trace = trace_layer(self_attention, traced_layer, alone)
-    output = find_output(trace, self_attention, lambda: trace_layer(self_attention, traced_layer, alone))
+    output = find_output(trace, self_attention)
     verified = _verified(trace, self_attention, output)
     found = next(verified)
     block = read_block(trace, found.map, output.call)

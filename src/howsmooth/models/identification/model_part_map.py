@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -27,9 +27,9 @@ from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.models.measurement_mode import set_permanently
-from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
-from howsmooth.models.tracing.module_call_tracer import own_copies
 from howsmooth.models.tracing.module_replay import first_tensor
+from howsmooth.models.tracing.recorder import own_copies
+from howsmooth.watching import Call, StopForward, first_tokens, watched
 
 __all__ = ["ModelMap", "Output", "Passage", "Place", "copied", "frozen_copy", "observed", "replaced", "rows"]
 
@@ -139,44 +139,24 @@ def rows(tokens: Tensor) -> Tensor:
     return tokens.reshape(-1, tokens.shape[-1])
 
 
-class _StopRun(BaseException):
-    """The exception that ends a forward pass at the last point of the map; ``except Exception`` does not
-    catch it.
-    """
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
-
-
-@contextmanager
-def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> Iterator[None]:
+def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Return a context manager that calls the function ``see`` with the tensor at a given point of the
     forward pass.
     """
-    calls = itertools.count()
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if next(calls) == place.call:
-            see(place.taken(bound_arguments(module, args, kwargs)))
+    def starts(call: Call) -> None:
+        if place.side == "input" and call.number == place.call:
+            see(place.taken(call.arguments()))
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if next(calls) == place.call:
-            see(output)
+    def ends(call: Call) -> None:
+        if place.side == "output" and call.number == place.call:
+            see(call.output)
 
-    module = model.get_submodule(place.module)
-    with (
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        if place.side == "input"
-        else module.register_forward_hook(after)
-    ):
-        yield
+    return watched({place.module: model.get_submodule(place.module)}, starts, ends)
 
 
-@contextmanager
-def replaced(model: nn.Module, place: Place, x: Tensor) -> Iterator[None]:
+def replaced(model: nn.Module, place: Place, x: Tensor) -> AbstractContextManager[None]:
     """Return a context manager that replaces the tokens at a point of one forward pass by ``x`` (n, d)."""
-    calls = itertools.count()
 
     def swapped(old: Any, where: Any) -> Any:
         if not isinstance(old, Tensor) or old.numel() != x.numel():
@@ -184,43 +164,25 @@ def replaced(model: nn.Module, place: Place, x: Tensor) -> Iterator[None]:
         new = x.reshape(old.shape).clone()  # the model may change it in place
         return tree_map(lambda leaf: new if leaf is old else leaf, where)
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if next(calls) != place.call:
-            return None
-        return swapped(place.taken(bound_arguments(module, args, kwargs)), (args, kwargs))
+    def starts(call: Call) -> None:
+        if place.side == "input" and call.number == place.call:
+            call.args, call.kwargs = swapped(place.taken(call.arguments()), (call.args, call.kwargs))
 
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        return swapped(first_tensor(output), output) if next(calls) == place.call else None
+    def ends(call: Call) -> None:
+        if place.side == "output" and call.number == place.call:
+            call.output = swapped(first_tensor(call.output), call.output)
 
-    module = model.get_submodule(place.module)
-    with (
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        if place.side == "input"
-        else module.register_forward_hook(after)
-    ):
-        yield
+    return watched({place.module: model.get_submodule(place.module)}, starts, ends)
 
 
-@contextmanager
-def _answered(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
+def _answered(model: nn.Module, path: str, outputs: Sequence[Any]) -> AbstractContextManager[None]:
     """Return a context manager in which the first calls of a module return given outputs and do not run."""
-    calls = itertools.count()
-    own: Any = module.forward
 
-    @wraps(own)  # the arguments of a later call of the module are found by the names of its signature
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        number = next(calls)
-        return copied(outputs[number]) if number < len(outputs) else own(*args, **kwargs)
+    def starts(call: Call) -> None:
+        if call.number < len(outputs):
+            call.output, call.answered = copied(outputs[call.number]), True
 
-    before = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
+    return watched({path: model.get_submodule(path)}, starts)
 
 
 def frozen_copy(
@@ -368,18 +330,18 @@ class ModelMap(TokenMap):
         part = self.passage
 
         def reached(value: Any) -> None:
-            raise _StopRun(value)
+            raise StopForward(value)
 
         with ExitStack() as stack:
             stack.enter_context(one_backend())
             if x.dtype == torch.float64:
                 stack.enter_context(WithoutDowncast())
             for path, outputs in part.answers.items():
-                stack.enter_context(_answered(self.model.get_submodule(path), outputs))
+                stack.enter_context(_answered(self.model, path, outputs))
             stack.enter_context(replaced(self.model, part.start, x))
             stack.enter_context(observed(self.model, part.end, reached))
             try:
                 self.model(**own_copies(self.inputs))
-            except _StopRun as end:
+            except StopForward as end:
                 return part.output.of(end.value)
         raise CaptureError(f"The forward pass did not reach {part.end}.")

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +18,9 @@ from torch import Tensor, nn
 from howsmooth.errors import CaptureError
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.self_attention_module import moved_tokens
-from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
-from howsmooth.models.tracing.module_call_tracer import TracedCall
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
+from howsmooth.models.tracing.recorder import AttentionLayer
+from howsmooth.watching import Call, watched
 
 __all__ = ["NO_SOFTMAX", "NonSoftmaxLayer", "NonSoftmaxTracer"]
 
@@ -45,14 +43,14 @@ class NonSoftmaxLayer:
 class _Running:
     """A layer whose call has not ended yet, with a flag for whether softmax attention has run in it."""
 
-    call: TracedCall
+    call: Call
     first: int  # how many candidates there were when its call began
     has_softmax: bool = False  # whether a softmax attention ran inside it
     is_attention_layer: bool = False  # whether it is the innermost list member around that attention
 
 
 class NonSoftmaxTracer:
-    """Forward hooks that collect the layers in which no softmax attention runs.
+    """A watcher that collects the layers in which no softmax attention runs.
 
     A layer is here a module in a ModuleList or ModuleDict.
 
@@ -66,19 +64,13 @@ class NonSoftmaxTracer:
     def __init__(self, most: int | None = None) -> None:
         self._most = most
         self._running: list[_Running] = []
-        self._candidates: list[tuple[TracedCall, int]] = []
+        self._candidates: list[tuple[Call, int]] = []
         self._attention = 0
 
-    @contextmanager
-    def hooked(self, model: nn.Module) -> Iterator[None]:
+    def watching(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager that observes all numbered modules of a model, such as ``layers.3``."""
-        with ExitStack() as stack:
-            for name, module in model.named_modules():
-                if _MEMBER.search(name):
-                    starts = partial(self._starts, name)
-                    stack.enter_context(module.register_forward_pre_hook(starts, with_kwargs=True))
-                    stack.enter_context(module.register_forward_hook(self._ends))
-            yield
+        numbered = {name: module for name, module in model.named_modules() if _MEMBER.search(name)}
+        return watched(numbered, self._starts, self._ends)
 
     def on_layer(self, layer: AttentionLayer) -> None:
         """Record that softmax attention has run inside every module whose call has not ended yet."""
@@ -92,7 +84,7 @@ class NonSoftmaxTracer:
         exception is skipped.
         """
         for call, after in self._candidates:
-            x = first_tokens(call.arguments())
+            x = call.inputs
             try:
                 with weights_in_memory(call.module):
                     found = (
@@ -105,29 +97,26 @@ class NonSoftmaxTracer:
             except Exception:  # a module may raise any error when it runs by itself
                 continue
 
-    def _starts(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = TracedCall(name, module, args, kwargs)
+    def _starts(self, call: Call) -> None:
         if self._most is None or len(self._candidates) < self._most:
             call.keep()
         self._running.append(_Running(call, len(self._candidates)))
 
-    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _ends(self, call: Call) -> None:
         # If a module raised an exception that the model caught, its call is still in the list.
-        while self._running and self._running[-1].call.module is not module:
-            self._running.pop()
-        if not self._running:
-            return
         running = self._running.pop()
+        while running.call is not call:
+            running = self._running.pop()
         if running.is_attention_layer:
             del self._candidates[running.first :]  # these are parts of an attention layer
-        elif running.call.kept and not running.has_softmax and _keeps_shape(running.call, output):
-            self._candidates[running.first :] = [(running.call, self._attention)]
+        elif call.kept and not running.has_softmax and _keeps_shape(call):
+            self._candidates[running.first :] = [(call, self._attention)]
 
 
-def _keeps_shape(call: TracedCall, output: Any) -> bool:
-    x = first_tokens(call.arguments())
+def _keeps_shape(call: Call) -> bool:
+    x = call.inputs
     try:
-        y = first_tensor(output)
+        y = first_tensor(call.output)
     except CaptureError:
         return False
     return x is not None and x.ndim >= 2 and y.shape == x.shape

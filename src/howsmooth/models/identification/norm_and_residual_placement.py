@@ -28,7 +28,8 @@ from howsmooth.models.identification.residual_sums import (
     scaled_sum,
 )
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_norm
+from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
+from howsmooth.models.tracing.recorder import is_norm
 
 __all__ = [
     "Block", "FoundSum", "ValueLocation", "later_calls", "norm_map", "read_block", "sums_of", "token_norm",

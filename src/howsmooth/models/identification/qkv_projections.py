@@ -21,7 +21,8 @@ from howsmooth.models.identification.query_key_transforms import (
     reordered,
 )
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_linear, is_norm
+from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
+from howsmooth.models.tracing.recorder import is_linear, is_norm
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
 __all__ = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.watching import Call, StopForward, watched
 
 __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
@@ -55,17 +55,6 @@ class Tail:
             return heads
         out = first_tensor(self.projection(heads[None]))
         return out.reshape(-1, out.shape[-1])
-
-
-class _StopRun(BaseException):
-    """The exception that ends a run of a module as soon as the tensor that was asked for has been computed.
-
-    It is a BaseException, so that no model catches it with ``except Exception``.
-    """
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.value = value
 
 
 class CopiedModule:
@@ -129,23 +118,22 @@ class CopiedModule:
                     )
                 )
             if self.tail.module is not None:
-                stack.enter_context(self._tap(self.call.module.get_submodule(self.tail.module)))
+                part = self.call.module.get_submodule(self.tail.module)
+                stack.enter_context(
+                    watched({self.tail.module: part}, self._stop_at_input, self._stop_at_output)
+                )
             try:
                 output = self.call(self.call.shaped(x[None]))
-            except _StopRun as reached:
-                return reached.value
+            except StopForward as reached:
+                return self.call.rows(reached.value)[0]
             return self.tail.applied(self.call.rows(first_tensor(output))[0])
 
-    def _tap(self, module: nn.Module) -> Any:
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            raise _StopRun(self.call.rows(args[0])[0])
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            raise _StopRun(self.call.rows(first_tensor(output))[0])
-
+    def _stop_at_input(self, call: Call) -> None:
         if self.tail.of_input:
-            return module.register_forward_pre_hook(before)
-        return module.register_forward_hook(after)
+            raise StopForward(call.inputs)
+
+    def _stop_at_output(self, call: Call) -> None:
+        raise StopForward(first_tensor(call.output))
 
 
 class ReplayedAttention(TokenMap):

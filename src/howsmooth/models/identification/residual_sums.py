@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from howsmooth.attention import Compose, LayerScale, Residual, TokenMap
 from howsmooth.models.tolerance import one_operation, precision
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_linear, is_norm
+from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
+from howsmooth.models.tracing.recorder import is_linear, is_norm
 
 __all__ = [
     "Factors",

@@ -8,24 +8,28 @@ cross-attention may have as many keys as queries.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import CaptureError, NonFiniteError
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
-from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.mask_and_bias import split_mask
-from howsmooth.models.tracing.module_call_tracer import TracedCall, TracedLayer
-from howsmooth.models.tracing.module_replay import ModuleReplay, token_arguments
+from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor, token_arguments
+from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.watching import Call, notice_downcasts
 
 __all__ = [
+    "AttentionRun",
     "CrossAttention",
     "RandomAttention",
     "SelfAttentionModule",
+    "attention_run",
     "check_finite",
     "find_self_attention",
     "first_line",
@@ -34,7 +38,7 @@ __all__ = [
     "moved_tokens",
     "obstacle_of",
     "refuse_randomness",
-    "softmaxes_of",
+    "repeated",
 ]
 
 
@@ -52,17 +56,37 @@ class RandomAttention(CaptureError):  # noqa: N818 - says what was found
 
 
 @dataclass(frozen=True, eq=False)
+class AttentionRun:
+    """A repeated call of an attention module with tokens ``x``, its softmaxes and what it returned."""
+
+    x: Tensor
+    softmaxes: list[SoftmaxCall]
+    returned: Any
+    downcast: bool  # whether a float64 module computed something in float32
+
+
+@dataclass(frozen=True, eq=False)
 class SelfAttentionModule:
     """The self-attention module of one layer, with a recorded call of the module that can be repeated."""
 
     layer: AttentionLayer
     replay: ModuleReplay  # the call for all sequences
     alone: ModuleReplay  # the call for the first sequence alone
-    softmaxes: list[SoftmaxCall]  # its softmax attentions for the first sequence
+    before: AttentionRun  # the call for the first sequence, repeated with its own tokens
+    after: AttentionRun  # and with moved tokens
     #: The user's attention implementation if the module uses transformers' interface, else None.
     implementation: str | None
     #: Why the softmaxes are no fixed functions of queries, keys and values, in a phrase; "" if they are.
     obstacle: str
+
+    @property
+    def softmaxes(self) -> list[SoftmaxCall]:
+        """The softmax attentions of the module for the first sequence."""
+        return self.before.softmaxes
+
+    def run(self, x: Tensor) -> AttentionRun:
+        """Repeat the call for all sequences with tokens ``x`` of its shape."""
+        return attention_run(self.replay, x, self.implementation)
 
 
 def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: str) -> SelfAttentionModule:
@@ -87,64 +111,89 @@ def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: s
         If its input or its output contains NaN or infinity.
 
     """
-    reasons: list[str] = []
+    layer, reasons = traced_layer.layer, list[str]()
     partly = mixed = False
-    for call in reversed(traced_layer.calls):
-        if not call.unchanged():
-            reasons.append(f"{call.name} ({type(call.module).__name__}) changes its arguments in place")
+    for call, x in _candidates(traced_layer, reasons):
+        try:
+            replay = ModuleReplay(call, x, batch)
+            alone = replay.of_first_sequence()
+            owned = _tensors_of(call.module)
+            way, before = repeated(alone, implementation)
+            if len(before.softmaxes) != traced_layer.softmaxes:
+                continue  # this module contains several layers
+            _refuse_cache(layer, owned, before.softmaxes)
+            refuse_randomness(layer, alone, before, way)
+            after = attention_run(alone, moved_tokens(alone.x), way)
+        except (RandomAttention, _Cached):
+            raise
+        except Exception as error:  # a module may raise any error when it runs by itself
+            reasons.append(first_line(error))
             continue
-        for x in token_arguments(call):
-            if not has_weights_for(call, x):
-                continue
-            try:
-                replay = ModuleReplay(call, x, batch)
-                alone = replay.of_first_sequence()
-                before = softmaxes_of(alone, alone.x, implementation)
-                way = implementation if any(softmax.kind == "interface" for softmax in before) else None
-                if way is None:
-                    before = softmaxes_of(alone, alone.x, None)
-                if len(before) != traced_layer.softmaxes:
-                    continue  # this module contains several layers
-                refuse_randomness(traced_layer.layer, before, softmaxes_of(alone, alone.x, way))
-                after = softmaxes_of(alone, moved_tokens(alone.x), way)
-            except RandomAttention:
-                raise
-            except Exception as error:  # a module may raise any error when it runs by itself
-                reasons.append(first_line(error))
-                continue
-            if len(after) != len(before):
-                reasons.append("it computes another number of softmaxes for other tokens")
-                continue
-            check_finite(traced_layer.layer, alone.x, before)
-            moved = [moved_operands(a, b) for a, b in zip(before, after, strict=True)]
-            if all(m == _ALL for m in moved):
-                layer = replace(traced_layer.layer, name=call.name, module=call.module)
-                _refuse_chosen_masks(layer, traced_layer, call, x, batch, way)
-                return SelfAttentionModule(
-                    layer, replay, alone, before, way, obstacle_of(layer, before, after)
-                )
-            partly = partly or any(moved)
-            mixed = mixed or _ALL in moved
-    layer = traced_layer.layer
+        if len(after.softmaxes) != len(before.softmaxes):
+            reasons.append("it computes another number of softmaxes for other tokens")
+            continue
+        check_finite(layer, alone.x, before.softmaxes)
+        moved = [moved_operands(a, b) for a, b in zip(before.softmaxes, after.softmaxes, strict=True)]
+        if all(m == _ALL for m in moved):
+            layer = replace(layer, name=call.name, module=call.module)
+            _refuse_chosen_masks(layer, traced_layer, call, x, batch, way)
+            obstacle = obstacle_of(layer, before.softmaxes, after.softmaxes)
+            return SelfAttentionModule(layer, replay, alone, before, after, way, obstacle)
+        partly = partly or any(moved)
+        mixed = mixed or _ALL in moved
     if mixed:
         raise CrossAttention(
             f"{layer} mixes two streams of tokens (cross-attention between them): one of its softmaxes takes "
             "queries, keys and values from the one, another from both, which is not captured."
         )
-    if not partly and not reasons:
-        reasons = ["none of its arguments holds tokens (..., n, d) that a matrix of it acts on"]
     if partly:
         raise CrossAttention(
             f"{layer} is cross-attention: no single argument of it, or of the modules around it up to its "
             "layer, gives queries, keys and values alike. Capture it with scope 'cross-attention'."
         )
+    reasons = reasons or ["none of its arguments holds tokens (..., n, d) that a matrix of it acts on"]
     raise CaptureError(f"{layer} cannot be run by itself: {'; '.join(dict.fromkeys(reasons))[:300]}.")
+
+
+def _candidates(traced_layer: TracedLayer, reasons: list[str]) -> Iterator[tuple[Call, Tensor]]:
+    """Yield the module calls around the softmaxes, from the innermost, each with an argument that may be its
+    tokens. Why a call has none is added to ``reasons``.
+    """
+    for call in reversed(traced_layer.calls):
+        if not call.unchanged():
+            reasons.append(f"{call.name} ({type(call.module).__name__}) changes its arguments in place")
+            continue
+        yield from ((call, x) for x in token_arguments(call) if has_weights_for(call, x))
+
+
+def attention_run(call: ModuleReplay, x: Tensor, implementation: str | None) -> AttentionRun:
+    """Repeat a module call with tokens ``x`` and record the softmax attentions that it computes."""
+    seen: list[SoftmaxCall] = []
+    with (
+        notice_downcasts(x.dtype) as downcasts,
+        intercept_softmaxes(call.module, seen.append, implementation=implementation),
+    ):
+        returned = call(x)
+    return AttentionRun(x, seen, returned, downcasts.seen)
+
+
+def repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, AttentionRun]:
+    """Repeat a module call with its own tokens. The first result is the attention implementation, or None if
+    the module does not use the attention interface of transformers.
+    """
+    run = attention_run(call, call.x, implementation)
+    if any(softmax.kind == "interface" for softmax in run.softmaxes):
+        return implementation, run
+    if any(getattr(module, "config", None) is not None for module in call.module.modules()):
+        # Some modules choose their code by the name of the implementation.
+        run = attention_run(call, call.x, None)
+    return None, run
 
 
 def _refuse_chosen_masks(
     layer: AttentionLayer,
     traced_layer: TracedLayer,
-    call: TracedCall,
+    call: Call,
     x: Tensor,
     batch: int,
     implementation: str | None,
@@ -162,15 +211,14 @@ def _refuse_chosen_masks(
         return
     try:
         whole = ModuleReplay(root, tokens, batch).of_first_sequence()
-        before = softmaxes_of(whole, whole.x, implementation)
-        after = softmaxes_of(whole, moved_tokens(whole.x), implementation)
+        runs = [attention_run(whole, t, implementation) for t in (whole.x, moved_tokens(whole.x))]
     except Exception:  # the layer runs again when it is traced; the error is reported there
         return
-    for a, b in zip(before, after, strict=False):
+    for a, b in zip(runs[0].softmaxes, runs[1].softmaxes, strict=False):
         _refuse_sparsity(layer, a, b)
 
 
-def has_weights_for(call: TracedCall, x: Tensor) -> bool:
+def has_weights_for(call: Call, x: Tensor) -> bool:
     """Return True if a module has a weight matrix for tokens of the dimension of ``x``.
 
     A module without such a matrix is given queries, keys and values, not tokens.
@@ -195,16 +243,6 @@ def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
     return moved
 
 
-def softmaxes_of(call: ModuleReplay, x: Tensor, implementation: str | None) -> list[SoftmaxCall]:
-    """Repeat a module call with tokens ``x``, and return the softmax attentions that it computes."""
-    seen: list[SoftmaxCall] = []
-    with intercept_softmaxes(
-        call.module, lambda softmax: seen.append(softmax), implementation=implementation
-    ):
-        call(x)
-    return seen
-
-
 def moved_operands(a: SoftmaxCall, b: SoftmaxCall) -> set[str]:
     """Return which operands ("queries", "keys" or "values") differ between two softmax calls.
 
@@ -225,12 +263,23 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape != b.shape or not torch.equal(a, b)
 
 
-def refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: list[SoftmaxCall]) -> None:
-    """Raise RandomAttention if two runs on the same tokens differ, for example because keys are sampled at
-    random.
+def refuse_randomness(
+    layer: AttentionLayer, call: ModuleReplay, run: AttentionRun, implementation: str | None
+) -> None:
+    """Raise RandomAttention if a call that is repeated with its own tokens gives something else, for example
+    because keys are sampled at random.
     """
-    pairs = [(a.output, b.output) for a, b in zip(first, second, strict=False)]
-    if len(first) != len(second) or not all(a is b or _alike(a, b) for a, b in pairs):
+    own = call.output
+    try:
+        same = own is not None and _alike(first_tensor(own), first_tensor(run.returned))
+    except CaptureError:  # it returns no tensor
+        same = False
+    if same:
+        return
+    # The output alone may differ for other reasons, such as a cache that the first call has filled.
+    again = attention_run(call, call.x, implementation)
+    pairs = [(a.output, b.output) for a, b in zip(run.softmaxes, again.softmaxes, strict=False)]
+    if len(run.softmaxes) != len(again.softmaxes) or not all(a is b or _alike(a, b) for a, b in pairs):
         raise RandomAttention(
             f"{layer} gives another output for the same tokens, in evaluation mode: it draws something at "
             "random, as data-dependent sparsity with sampled keys does, and is not captured."
@@ -247,6 +296,34 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
         return False
     a, b = a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0)
     return bool(((a - b).abs() <= 1e-3 * a.abs().amax()).all())
+
+
+class _Cached(CaptureError):  # noqa: N818 - says what was found
+    """The exception for a layer that reads its keys or values from a tensor that it keeps."""
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a module keeps and that are no weights of it, by their names."""
+    return {
+        f"{path}.{name}".strip("."): tensor
+        for path, part in module.named_modules()
+        for name, tensor in (*vars(part).items(), *part._buffers.items())
+        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
+    }
+
+
+def _refuse_cache(layer: AttentionLayer, owned: dict[str, Tensor], softmaxes: list[SoftmaxCall]) -> None:
+    """Raise an error if keys or values lie in a tensor that the module had before it computed them."""
+    own = {tensor.untyped_storage().data_ptr(): name for name, tensor in owned.items()}
+    operands = [t for softmax in softmaxes for t in (softmax.key, softmax.value) if t is not None]
+    found = [own[p] for t in operands if (p := t.untyped_storage().data_ptr()) in own]
+    if found:
+        names = " and ".join(dict.fromkeys(found))
+        raise _Cached(
+            f"{layer} writes its keys and values into a tensor that it keeps ({names}) and reads them from "
+            "there, so that it has a state. Switch this cache off for the measurement: let the module attend "
+            "to the keys and values that it has just computed."
+        )
 
 
 def obstacle_of(layer: AttentionLayer, before: list[SoftmaxCall], after: list[SoftmaxCall]) -> str:

@@ -7,102 +7,71 @@ the outputs of a causal layer really do not depend on later tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from jaxtyping import Float
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.candidate_maps import Hypothesis
 from howsmooth.models.identification.norm_and_residual_placement import Block
 from howsmooth.models.identification.output_projection import AttentionOutput
-from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
+from howsmooth.models.identification.self_attention_module import (
+    AttentionRun,
+    SelfAttentionModule,
+    moved_tokens,
+)
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import AttentionLayer, bound_arguments, first_tokens
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
+from howsmooth.models.tracing.recorder import AttentionLayer, output_of
+from howsmooth.watching import Call, first_tokens, notice_downcasts, watched
 
-__all__ = ["ModelValues", "compare", "model_values", "notice_downcasts", "verify", "verify_block"]
+__all__ = ["OwnValues", "compare", "own_values", "verify", "verify_block"]
 
 
 @dataclass(frozen=True, eq=False)
-class ModelValues:
+class OwnValues:
     """The inputs and outputs of the original attention module of the model in one run, for all sequences."""
 
     x: Float[Tensor, "batch n d"]
-    heads: (
-        Tensor | None
-    )  # input of the output projection, (batch, n, heads * value_dim); None if it is unknown
+    heads: Tensor | None  # the concatenated heads, (batch, n, heads * value_dim); None if they are unknown
     attention: Tensor  # the output of the attention
     downcast: bool  # whether a float64 module computed something in float32
 
     @property
     def inner(self) -> Tensor:
-        """Return the concatenated outputs of the heads, or the attention output if they are unknown."""
+        """The concatenated outputs of the heads, or the attention output if they are unknown."""
         return self.attention if self.heads is None else self.heads
 
 
-class _Downcasts(TorchDispatchMode):
-    """A dispatch mode that records whether any operation converts float64 to float32 or back."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        other = {torch.float32: torch.float64, torch.float64: torch.float32}
-        if isinstance(result, Tensor) and result.dtype in other:
-            given = (value for value in args if isinstance(value, Tensor))
-            self.seen = self.seen or any(value.dtype == other[result.dtype] for value in given)
-        return result
-
-
-@contextmanager
-def notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
-    """Return a context manager that records whether a computation in float64 converts numbers to float32.
-
-    For other dtypes nothing is recorded.
-    """
-    downcasts = _Downcasts()
-    mode: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
-    with mode:
-        yield downcasts
-
-
-def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x: Tensor) -> ModelValues:
-    """Run the attention module of the model on tokens ``x``, and return its output and the outputs of its
-    heads.
-    """
-    call, projection = self_attention.replay, output.projection
-    taken: list[tuple[Tensor, Tensor]] = []  # heads, and what the projection makes of them
-
-    def tap(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        given = first_tokens(bound_arguments(module, args, kwargs))
-        if not taken and given is not None:
-            taken.append((call.rows(given).clone(), call.rows(first_tensor(result)).clone()))
-
-    with ExitStack() as stack:
-        if projection is not None:
-            stack.enter_context(projection.module.register_forward_hook(tap, with_kwargs=True))
-        downcasts = stack.enter_context(notice_downcasts(x.dtype))
-        result = first_tensor(call(x))
-    returned = call.rows(result).clone()
-    # If the projection did not run, it is outside the attention module, which then returns the heads.
-    heads, attention = taken[0] if taken else (None if projection is None else returned, None)
+def own_values(call: ModuleReplay, output: AttentionOutput, run: AttentionRun) -> OwnValues:
+    """Return the heads and the attention output of the model's own module in a run of it."""
+    heads = None
+    if output.projection is not None:
+        heads = output_of(run.softmaxes[0])
+        # Code with a common axis of sequences and heads has the sequences outermost.
+        heads = heads.reshape(call.batch, -1, *heads.shape[-2:]).transpose(1, 2).flatten(2)
     if output.outside:
         width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
-        attention = first_tensor(output.call.module(returned.reshape(call.batch, -1, width)))
-    elif output.call is not projection:
-        attention = returned
-    if attention is None:
-        raise CaptureError(f"{self_attention.layer} did not reach its output when it ran by itself.")
-    return ModelValues(call.rows(x), heads, attention, downcasts.seen)
+        given = call.rows(first_tensor(run.returned)).reshape(call.batch, -1, width)
+        attention = first_tensor(output.call.module(given))
+    elif output.call is output.projection:  # the module returns more than that: it is taken from inside
+        taken: list[Tensor] = []
+        part = output.call
+
+        def keep(one: Call) -> None:
+            taken.append(first_tensor(one.output).clone())
+
+        with watched({part.name: part.module}, ends=keep):
+            call(run.x)
+        if not taken:
+            raise CaptureError(f"{call.name} did not reach its output when it ran by itself.")
+        attention = call.rows(taken[0])
+    else:
+        attention = call.rows(first_tensor(run.returned))
+    return OwnValues(call.rows(run.x), heads, attention.clone(), run.downcast)
 
 
 def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: Hypothesis) -> None:
@@ -117,7 +86,8 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
 
     """
     layer, call = self_attention.layer, self_attention.replay
-    own = model_values(self_attention, output, call.x)
+    whole = call.batch > 1  # the runs of the first sequence are runs of all, if there is no other
+    own = own_values(call, output, self_attention.run(call.x) if whole else self_attention.before)
     inner = found.map.without_output() if output.projection is not None else found.map
     eps = precision(own.x.dtype, downcast=own.downcast)
     tol = tolerance(eps, found.condition)
@@ -130,7 +100,9 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
     # For a causal map also with only the second half of the tokens changed: earlier outputs must stay.
     half = own.x.shape[1] // 2
     for first in dict.fromkeys((0, half if found.map.causal else 0)):
-        moved = model_values(self_attention, output, call.shaped(moved_tokens(own.x, first)))
+        given = call.shaped(moved_tokens(own.x, first))
+        run = self_attention.run(given) if whole or first else self_attention.after
+        moved = own_values(call, output, run)
         after = inner(moved.x)
         compare(layer, "its heads on other tokens", after, moved.inner, tol)
         if first == 0 and output.projection is not None:
@@ -144,7 +116,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
                 )
 
 
-def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: ModelValues, tol: float) -> None:
+def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: OwnValues, tol: float) -> None:
     """Raise CaptureError unless the map reproduces the attention output of the model.
 
     The outputs of the heads were checked before.
@@ -192,15 +164,6 @@ def compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol
 # ---------------------------------------------------------------- the block
 
 
-@dataclass(eq=False)
-class _BlockValues:
-    hidden: Tensor | None = None  # H, the input of the norm before the attention
-    value: Tensor | None = None  # the tensor at ``Block.value_at``
-    less: Tensor | None = None  # the branch to subtract from it
-    attention_ran: bool = False  # whether the attention module has started
-    reached: bool = False  # whether the output of the attention was computed
-
-
 def verify_block(
     self_attention: SelfAttentionModule,
     output: AttentionOutput,
@@ -222,82 +185,65 @@ def verify_block(
         If the block has no map, or map and layer differ by more than rounding explains.
 
     """
+    place, replay = self_attention.layer, self_attention.replay
     if block.map is None or block.value_at is None:
         raise CaptureError(
-            f"The block around {self_attention.layer} is not captured: {block.obstacle}. "
+            f"The block around {place} is not captured: {block.obstacle}. "
             "The scopes up to 'attention' do not need it."
         )
     given: list[Tensor] = []
-    shape = self_attention.replay.tokens().shape
+    shape = replay.tokens().shape
     for x in (layer.x, moved_tokens(layer.x)) if layer.x.is_floating_point() else (layer.x,):
-        values = _BlockValues()
-        with (
-            _tapped(self_attention, output, block, values),
-            notice_downcasts(self_attention.replay.x.dtype) as downcasts,
-        ):
+        values = _HalfLayer(self_attention, output, block)
+        with values.watching(), notice_downcasts(replay.x.dtype) as downcasts:
             layer(x)
-        hidden = values.hidden
-        if hidden is None or values.value is None:
-            raise CaptureError(
-                f"The block around {self_attention.layer} did not reach its norms when it ran by itself."
-            )
-        hidden = self_attention.replay.rows(hidden).reshape(shape)
-        value = values.value
+        if values.hidden is None or values.value is None:
+            raise CaptureError(f"The block around {place} did not reach its norms when it ran by itself.")
+        hidden, value = replay.rows(values.hidden).reshape(shape), values.value
         if values.less is not None:
             value = value - values.less.reshape(value.shape)
         loose = tolerance(precision(hidden.dtype, downcast=downcasts.seen), 4.0 * condition)
-        compare(
-            self_attention.layer,
-            "its block",
-            block.map(hidden),
-            self_attention.replay.rows(value).reshape(shape),
-            loose,
-        )
+        compare(place, "its block", block.map(hidden), replay.rows(value).reshape(shape), loose)
         given.append(hidden)
     return given[0].clone()
 
 
-@contextmanager
-def _tapped(
-    self_attention: SelfAttentionModule, output: AttentionOutput, block: Block, values: _BlockValues
-) -> Iterator[None]:
-    """Return a context manager that stores the input and the output of the attention half of a layer when the
-    layer runs.
-    """
-    pre, reading = block.pre_norm, block.value_at
+class _HalfLayer:
+    """The input and the output of the attention half of a layer in one run of the layer."""
 
-    def norm_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        tokens = first_tokens(bound_arguments(module, args, kwargs))
-        if tokens is not None and not values.attention_ran:
-            values.hidden = tokens.clone()
+    def __init__(self, self_attention: SelfAttentionModule, output: AttentionOutput, block: Block) -> None:
+        self.attention, self.output, self.block = self_attention.replay, output.call.module, block
+        self.hidden: Tensor | None = None  # H, the input of the norm before the attention
+        self.value: Tensor | None = None  # the tensor at ``Block.value_at``
+        self.less: Tensor | None = None  # the branch to subtract from it
+        self.began = self.reached = False  # whether the attention has begun, and whether its output is there
 
-    def attention_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if not values.attention_ran and pre is None:
-            x = bound_arguments(module, args, kwargs).get(self_attention.replay.x_name)
-            values.hidden = None if x is None else x.clone()
-        values.attention_ran = True
+    def watching(self) -> AbstractContextManager[None]:
+        """Return a context manager in which a run of the layer fills these values."""
+        at = self.block.value_at
+        assert at is not None
+        parts = (self.attention.module, self.output, self.block.pre_norm, at.module, at.less)
+        every = dict.fromkeys(part for part in parts if part is not None)
+        return watched({str(i): part for i, part in enumerate(every)}, self._starts, self._ends)
 
-    def output_ends(module: nn.Module, args: Any, result: Any) -> None:
-        values.reached = values.attention_ran
+    def _starts(self, call: Call) -> None:
+        pre = self.block.pre_norm
+        if call.module is pre and call.inputs is not None and not self.began:
+            self.hidden = call.inputs.clone()
+        if call.module is self.attention.module:
+            if not self.began and pre is None:
+                x = call.arguments().get(self.attention.x_name)
+                self.hidden = None if x is None else x.clone()
+            self.began = True
 
-    def shown(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        if not values.reached or reading is None:
+    def _ends(self, call: Call) -> None:
+        at = self.block.value_at
+        assert at is not None
+        self.reached |= self.began and call.module is self.output
+        if not self.reached:
             return
-        out = first_tensor(result)
-        if module is reading.less and values.less is None:
-            values.less = out.clone()
-        if module is reading.module and values.value is None:
-            value = first_tokens(bound_arguments(module, args, kwargs)) if reading.side == "input" else out
-            values.value = None if value is None else value.clone()
-
-    with ExitStack() as stack:
-        stack.enter_context(
-            self_attention.replay.module.register_forward_pre_hook(attention_starts, with_kwargs=True)
-        )
-        stack.enter_context(output.call.module.register_forward_hook(output_ends))
-        if pre is not None:
-            stack.enter_context(pre.register_forward_pre_hook(norm_starts, with_kwargs=True))
-        for module in dict.fromkeys(() if reading is None else (reading.module, reading.less)):
-            if module is not None:
-                stack.enter_context(module.register_forward_hook(shown, with_kwargs=True))
-        yield
+        if call.module is at.less and self.less is None:
+            self.less = first_tensor(call.output).clone()
+        if call.module is at.module and self.value is None:
+            value = first_tokens(call.arguments()) if at.side == "input" else first_tensor(call.output)
+            self.value = None if value is None else value.clone()

@@ -45,8 +45,7 @@ from howsmooth.models.loading.safety_checks import check_files, forget_implement
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
 from howsmooth.models.measurement_mode import measurement_mode, nested_configs, quiet
-from howsmooth.models.tracing.layer_trace import AttentionLayer
-from howsmooth.models.tracing.module_call_tracer import attention_layers
+from howsmooth.models.tracing.recorder import AttentionLayer, attention_layers
 from howsmooth.seeds import torch_seed
 
 __all__ = ["LoadedModel", "builtin_names", "load_model"]

@@ -1,54 +1,39 @@
-"""The trace of a run of one layer: its module calls, their tokens, and its softmax attentions."""
+"""A run of one layer of a model by itself, with a trace of its module calls, tokens and softmaxes."""
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from howsmooth.errors import CaptureError
+from howsmooth.models.tolerance import relative_error
+from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
+from howsmooth.models.tracing.module_replay import ModuleReplay
+from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, is_linear, is_norm
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.watching import Call, watched
 
-__all__ = [
-    "AttentionLayer",
-    "LayerTrace",
-    "ModuleCall",
-    "bound_arguments",
-    "first_tokens",
-    "is_linear",
-    "is_norm",
-    "output_of",
-]
+if TYPE_CHECKING:
+    from howsmooth.models.identification.self_attention_module import SelfAttentionModule
+
+__all__ = ["LayerTrace", "ModuleCall", "trace_layer", "whole_layer"]
+
+# Largest relative difference of tokens that are computed again: rounding is far below it, and the tokens of
+# another call of the same module are far above.
+_SAME = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """One call of a module, with copies of its input and output if they are needed later."""
+    """A call of a module that has ended, with copies (1, n, d) of its input and output if they are needed."""
 
     name: str
     module: nn.Module
     inputs: Tensor | None = None
     output: Tensor | None = None
     alone: bool = False  # whether its only argument is a tensor with as many entries as the heads
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionLayer:
-    """An attention module of a model, with the whole Transformer layer that contains it (``root``)."""
-
-    index: int  # in the order of the forward pass
-    name: str  # path of the attention module
-    module: nn.Module
-    root_name: str  # path of the layer
-    root: nn.Module
-    heads: int
-    causal: bool
-
-    def __str__(self) -> str:
-        return f"layer {self.index} ({self.name or 'the model itself'}, {type(self.module).__name__})"
 
 
 @dataclass(eq=False)
@@ -60,55 +45,131 @@ class LayerTrace:
     softmaxes: list[SoftmaxCall] = field(default_factory=list)
     before: list[ModuleCall] = field(
         default_factory=list
-    )  # calls that ended before the attention module started
-    inside: list[ModuleCall] = field(
-        default_factory=list
-    )  # calls that ended between its start and its last softmax
-    after: list[ModuleCall] = field(default_factory=list)  # calls that ended after its last softmax
+    )  # calls that ended before the attention module began
+    inside: list[ModuleCall] = field(default_factory=list)  # between its beginning and its last softmax
+    after: list[ModuleCall] = field(default_factory=list)  # after its last softmax
     last_norm: ModuleCall | None = None  # the last norm before the attention module, anywhere in the model
     output: Tensor | None = None  # of the layer
     arguments: dict[str, Any] = field(default_factory=dict)  # of the attention module, by name
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Return whether the module is ``nn.Linear``, or the ``Conv1D`` of transformers, a linear map with
-    transposed weight.
+def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
+    """Return the recorded call of the whole layer that contains an attention module, so that the layer can be
+    run again.
+
+    If the model has no list of layers, the call is the call of the whole model.
+
+    Raises
+    ------
+    CaptureError
+        If the call cannot be repeated: it takes no tensor, or its arguments were changed in place.
+
     """
-    return isinstance(module, nn.Linear | Conv1D)
+    call = traced_layer.calls[0]
+    given = [v for v in call.arguments().values() if isinstance(v, Tensor)]
+    floating = [v for v in given if v.is_floating_point()]
+    if not given or not call.unchanged():
+        why = "changes its arguments in place" if given else "takes no tensor"
+        raise CaptureError(
+            f"{traced_layer.layer} lies in {type(call.module).__name__} {call.name}, which {why}."
+        )
+    return ModuleReplay(call, (floating or given)[0], batch)
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Return whether the module seems to be a norm layer over the last axis, judged by its class and its
-    weight.
+def trace_layer(
+    self_attention: SelfAttentionModule, traced_layer: TracedLayer, layer: ModuleReplay
+) -> LayerTrace:
+    """Run the layer that contains a self-attention module on one sequence, and record the module calls and
+    softmaxes of the layer.
+
+    Raises
+    ------
+    CaptureError
+        If the layer does not call its attention module when it runs by itself.
+
     """
-    weight = getattr(module, "weight", None)
-    # A module with children is no norm: an attention module may have "norm" in its name.
-    alone = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
-    named = isinstance(module, nn.LayerNorm | nn.RMSNorm) or alone
-    return named and (weight is None or weight.ndim == 1)
+    alone, module, count = self_attention.alone, self_attention.replay.module, len(self_attention.softmaxes)
+    trace = LayerTrace(
+        self_attention.layer,
+        alone.tokens().clone(),
+        arguments=alone.named_arguments(),
+        last_norm=_norm_before(self_attention, traced_layer),
+    )
+    ended: list[ModuleCall] = []
+    began: list[int] = []  # how many calls had ended when the attention module began
+    attention: list[Call] = []
+
+    def starts(call: Call) -> None:
+        if call.module is not module or began:
+            return
+        # A layer may call its attention module several times: the call with the recorded tokens is traced.
+        given = (*call.args, *call.kwargs.values())
+        same = [v for v in given if isinstance(v, Tensor) and v.shape == alone.x.shape]
+        again = next((v for v in same if relative_error(v, alone.x) < _SAME), None)
+        if again is not None:
+            trace.x = _flat(again)  # the later values were computed from exactly these tokens
+            began.append(len(ended))
+            attention.append(call)
+            trace.before = list(ended)
+
+    def on_softmax(softmax: SoftmaxCall) -> None:
+        if attention and attention[0].output is None and len(trace.softmaxes) < count:
+            trace.softmaxes.append(softmax)
+            if len(trace.softmaxes) == count:
+                trace.inside = ended[began[0] :]
+
+    def ends(call: Call) -> None:
+        after = bool(began) and len(trace.softmaxes) == count
+        ended.append(_ended(call, trace, trace.softmaxes[0].output if after else None, call.module is module))
+        if after:
+            trace.after.append(ended[-1])
+
+    layer = layer.of_first_sequence()
+    prefix = self_attention.layer.root_name
+    inside = {f"{prefix}.{name}".strip("."): m for name, m in layer.module.named_modules()}
+    with (
+        watched(inside, starts, ends),
+        intercept_softmaxes(layer.module, on_softmax, implementation=self_attention.implementation),
+    ):
+        output = layer(layer.x)
+    if not trace.softmaxes:
+        raise CaptureError(f"{self_attention.layer} was not reached when its layer ran by itself.")
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    trace.output = _flat(first) if isinstance(first, Tensor) else None
+    return trace
 
 
-def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a module call by parameter name, in the order of the signature."""
-    try:
-        bound = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-    except TypeError:
-        return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-    return {**bound, **bound.pop("kwargs", {})} if isinstance(bound.get("kwargs"), dict) else bound
+def _ended(call: Call, trace: LayerTrace, heads: Tensor | None, is_attention: bool) -> ModuleCall:
+    """Return the record of a call, with copies of its tokens as far as something may be read from them."""
+    module, output, tokens = call.module, call.output, call.inputs
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    inputs = kept = None
+    given = sum(v is not None for v in (*call.args, *call.kwargs.values()))
+    alone = given == 1 and tokens is not None and heads is not None and tokens.numel() == heads.numel()
+    is_attention = is_attention or isinstance(module, nn.MultiheadAttention)
+    if is_linear(module) or is_norm(module):
+        inputs = None if tokens is None else _flat(tokens)
+        kept = _flat(output) if isinstance(output, Tensor) else None
+    elif isinstance(first, Tensor) and (is_attention or alone or first.shape[-1:] == trace.x.shape[-1:]):
+        # Outputs are kept of the attention module, of modules whose output may be added to the tokens
+        # (experts, say), and of modules that may contain the output projection.
+        kept = _flat(first)
+        inputs = None if tokens is None or is_attention else _flat(tokens)
+    return ModuleCall(call.name, module, inputs, kept, alone)
 
 
-def first_tokens(arguments: dict[str, Any]) -> Tensor | None:
-    """Return the first floating-point tensor among the arguments of a module, which is assumed to be the
-    tokens. Return None if there is no such tensor.
+def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> ModuleCall | None:
+    """Return the last call of a norm layer before the attention module, for the first sequence of
+    the batch.
     """
-    for value in arguments.values():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    return None
+    replay = self_attention.replay
+    norm = next((c.last_norm for c in traced_layer.calls if c.module is replay.module), None)
+    if norm is None or norm.inputs is None:
+        return None
+    inputs, output = (replay.rows(t)[:1] for t in (norm.inputs, norm.output))
+    return ModuleCall(norm.name, norm.module, inputs, output)
 
 
-def output_of(softmax: SoftmaxCall) -> Tensor:
-    """Return the output of a softmax attention; raise CaptureError if it was not computed."""
-    if softmax.output is None:
-        raise CaptureError(f"A softmax was not computed: {softmax.obstacle or 'it was only looked at'}.")
-    return softmax.output
+def _flat(t: Tensor) -> Tensor:
+    """Return a copy of the tokens (..., d) of one sequence, reshaped to (1, n, d)."""
+    return t.reshape(1, -1, t.shape[-1]).clone() if t.ndim > 0 else t.clone()

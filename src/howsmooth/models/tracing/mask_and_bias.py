@@ -11,7 +11,6 @@ from torch import Tensor
 
 from howsmooth.attention.masks import Visibility
 from howsmooth.errors import CaptureError
-from howsmooth.models.tracing.layer_trace import AttentionLayer
 
 __all__ = ["HIDDEN", "Masking", "describe_mask", "hides_later_keys", "order_and_window", "split_mask"]
 
@@ -25,7 +24,7 @@ HIDDEN = -1e3
 
 
 def split_mask(
-    layer: AttentionLayer, mask: Tensor | None
+    layer: object, mask: Tensor | None
 ) -> tuple[Bool[Tensor, "*lead m n"] | None, Float[Tensor, "*lead m n"] | None]:
     """Split an attention mask into a boolean mask and the finite numbers that it adds to the scores.
 

@@ -13,8 +13,7 @@ from transformers.cache_utils import Cache
 
 from howsmooth.errors import CaptureError, reason
 from howsmooth.models.tolerance import relative_error
-from howsmooth.models.tracing.layer_trace import bound_arguments
-from howsmooth.models.tracing.module_call_tracer import TracedCall
+from howsmooth.watching import Call, bound_arguments
 
 __all__ = ["ModuleReplay", "first_tensor", "token_arguments"]
 
@@ -47,14 +46,14 @@ class ModuleReplay:
 
     """
 
-    def __init__(self, call: TracedCall, x: Tensor, batch: int, memory: Tensor | None = None) -> None:
+    def __init__(self, call: Call, x: Tensor, batch: int, memory: Tensor | None = None) -> None:
         self.name = call.name
         self.module = call.module
         self.x = x
         self.memory = memory
         self.batch = batch
         self.batch_axis = _batch_axis(x, batch)
-        self._output = call.output
+        self.output = call.output
         leaves, self._tree = tree_flatten((call.args, call.kwargs))
         self._leaves: list[Any] = [
             _X
@@ -130,7 +129,7 @@ class ModuleReplay:
         """
         if self.batch == 1:
             return self
-        wanted = None if self._output is None else first_tensor(self._output)
+        wanted = None if self.output is None else first_tensor(self.output)
         why = "its output differs then"
         for multiples in (False, True):
             alone = self._sliced(multiples=multiples)
@@ -181,12 +180,12 @@ class ModuleReplay:
     def _changed(self, change: Callable[[Any], Any]) -> ModuleReplay:
         """Return a copy of this call after applying the function ``change`` to each of its arguments."""
         other = copy.copy(self)
-        other.x, other.memory, other._output = change(self.x), change(self.memory), None
+        other.x, other.memory, other.output = change(self.x), change(self.memory), None
         other._leaves = [leaf if isinstance(leaf, _Tokens) else change(leaf) for leaf in self._leaves]
         return other
 
 
-def token_arguments(call: TracedCall) -> Iterator[Tensor]:
+def token_arguments(call: Call) -> Iterator[Tensor]:
     """Yield the arguments of a call that may be tokens, which are floating-point tensors with two or more
     axes.
     """

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -462,10 +462,31 @@ def _product(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
     for operand in (contraction.left, contraction.right):
         known = tracer.known(operand)
         if contraction.bias is None and isinstance(known, Probabilities | Opaque) and _after_softmax(known):
+            if not _over_keys(contraction, operand, known):
+                result = func(*args, **kwargs)
+                tracer.note(result, Opaque("its probabilities are mixed across heads or queries", True))
+                return result
             return tracer.weighted(contraction, operand, known, lambda: func(*args, **kwargs))
     result = func(*args, **kwargs)
-    tracer.note(result, product_scores(contraction))
+    scores = product_scores(contraction)
+    factors = contraction.left, contraction.right
+    if scores is None and any(isinstance(tracer.known(t), Scores) for t in factors):
+        scores = Opaque("its scores are multiplied by a weight matrix, which mixes heads")
+    tracer.note(result, scores)
     return result
+
+
+def _over_keys(contraction: Contraction, p: Tensor, known: Probabilities | Opaque) -> bool:
+    """Return True if a product with attention weights sums over their keys, as far as these are known."""
+    labels, other, factor = contraction.left_labels, contraction.right_labels, contraction.right
+    if p is not contraction.left:
+        labels, other, factor = other, labels, contraction.left
+    if isinstance(known, Opaque):
+        return not isinstance(factor, nn.Parameter)  # values are computed from tokens
+    axes = dict(zip(labels, known.scores.axes, strict=True))
+    lost = [label for label in labels if label in other and label not in contraction.labels]
+    summed = [one for label in lost for one in leaves(axes[label])]
+    return not summed or any(one in leaves(known.keys) for one in summed)
 
 
 def _fused(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:

@@ -4,8 +4,8 @@ forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ from howsmooth.attention.multi_head_projections import HeadsAttention
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.padded_sequences import Padding
 from howsmooth.models.tolerance import precision, relative_error
-from howsmooth.models.tracing.layer_trace import bound_arguments
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
+from howsmooth.watching import Call, watched
 
 __all__ = ["OwnAttention", "OwnLayers"]
 
@@ -180,28 +180,20 @@ class OwnLayers:
         """
         return not any(name == own or not own or name.startswith(f"{own}.") for own in self._modules)
 
-    @contextmanager
-    def hooked(self, on_call: Callable[[str], None]) -> Iterator[None]:
+    def watching(self, on_call: Callable[[str], None]) -> AbstractContextManager[None]:
         """Return a context manager that records the calls of the layers.
 
         For each call, ``on_call`` gets the path of the layer in the model.
         """
-        with ExitStack() as stack:
-            for name, module in self._modules.items():
-                began = self._began(name, on_call)
-                stack.callback(module.register_forward_pre_hook(began, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(self._ended).remove)
-            yield
 
-    def _began(self, name: str, on_call: Callable[[str], None]) -> Callable[..., None]:
-        def hook(module: LipschitzAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            on_call(name)
-            given = bound_arguments(module, args, kwargs)
+        def starts(call: Call) -> None:
+            on_call(call.name)
+            given = call.arguments()
             copies = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in given.items()}
-            self.calls.append(OwnAttention(name, module, copies))
+            self.calls.append(OwnAttention(call.name, self._modules[call.name], copies))
 
-        return hook
+        def ends(call: Call) -> None:
+            own = next(one for one in reversed(self.calls) if one.module is call.module)
+            own.output = call.output[0].detach().clone()
 
-    def _ended(self, module: nn.Module, args: Any, output: Any) -> None:
-        call = next(call for call in reversed(self.calls) if call.module is module)
-        call.output = output[0].detach().clone()
+        return watched(self._modules, starts, ends)

@@ -23,13 +23,13 @@ from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
-from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
-from howsmooth.models.tracing.module_call_tracer import TracedLayer, trace_forward_pass
+from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
 from howsmooth.nn.monitoring.attention_calls import OwnAttention, OwnLayers
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
 from howsmooth.nn.monitoring.preserve_training_state import preserved_state
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
+from howsmooth.watching import first_tokens
 
 __all__ = ["Accuracy", "check_layers", "measured"]
 
@@ -256,7 +256,7 @@ def _places(model: nn.Module, given: ModelInputs) -> list[OwnAttention | TracedL
         if own.outside(layer.name):
             names.append(layer.name)
 
-    with own.hooked(names.append):
+    with own.watching(names.append):
         _, kept = trace_forward_pass(model, given.named, None, seen)
     # Softmaxes inside layers of howsmooth.nn belong to these layers and are not captured.
     passed = [one for _, one in sorted(kept.items()) if own.outside(one.layer.name)]

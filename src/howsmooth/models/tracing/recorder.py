@@ -1,42 +1,32 @@
-"""A tracer that runs a model once and records the module calls that enclose each of its softmax attentions.
-
-The forward pass runs the user's own attention implementation and replaces nothing. Arguments and outputs are
-kept only for the layers that were asked for.
-"""
+"""The one recorder of a running model: its softmax attentions, with the module calls that enclose them."""
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from howsmooth.errors import ArgumentError, HowsmoothError, reason
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
 from howsmooth.models.float32_weights import float32_layers, stored_dtype
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
-from howsmooth.models.tracing.layer_trace import (
-    AttentionLayer,
-    ModuleCall,
-    bound_arguments,
-    first_tokens,
-    is_norm,
-    output_of,
-)
 from howsmooth.models.tracing.mask_and_bias import hides_later_keys
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
+from howsmooth.watching import Call, StopForward, watched
 
 __all__ = [
-    "StopForward",
-    "TracedCall",
+    "AttentionLayer",
     "TracedLayer",
     "attention_layers",
+    "is_linear",
+    "is_norm",
+    "output_of",
     "own_copies",
     "run",
     "run_with_attention",
@@ -44,58 +34,45 @@ __all__ = [
 ]
 
 
-@dataclass(eq=False)
-class TracedCall:
-    """A module call during a forward pass, with its arguments."""
+def is_linear(module: nn.Module) -> bool:
+    """Return whether the module is ``nn.Linear``, or the ``Conv1D`` of transformers, a linear map with
+    transposed weight.
+    """
+    return isinstance(module, nn.Linear | Conv1D)
 
-    name: str
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether the module seems to be a norm layer over the last axis, judged by its class and its
+    weight.
+    """
+    weight = getattr(module, "weight", None)
+    # A module with children is no norm: an attention module may have "norm" in its name.
+    alone = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
+    named = isinstance(module, nn.LayerNorm | nn.RMSNorm) or alone
+    return named and (weight is None or weight.ndim == 1)
+
+
+def output_of(softmax: SoftmaxCall) -> Tensor:
+    """Return the output of a softmax attention; raise CaptureError if it was not computed."""
+    if softmax.output is None:
+        raise CaptureError(f"A softmax was not computed: {softmax.obstacle or 'it was only looked at'}.")
+    return softmax.output
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """An attention module of a model, with the whole Transformer layer that contains it (``root``)."""
+
+    index: int  # in the order of the forward pass
+    name: str  # path of the attention module
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    last_norm: ModuleCall | None = None  # the last norm that ended before this call began
-    versions: dict[int, int] = field(default_factory=dict)  # PyTorch's version counters, by id of the tensor
-    kept: bool = False  # whether keep() was called
-    output: Any = None
+    root_name: str  # path of the layer
+    root: nn.Module
+    heads: int
+    causal: bool
 
-    def keep(self) -> None:
-        """Copy the floating-point arguments of the module call, because the model may change them in place
-        later.
-
-        Only the first one, and those with at most three axes, are copied. Version counters of all arguments
-        are stored.
-        """
-        if self.kept:
-            return
-        self.kept = True
-        x = first_tokens(self.arguments())
-        copies: dict[int, Tensor] = {}  # by id: a tensor that is passed twice is copied once
-
-        def copied(value: Any) -> Any:
-            floating = isinstance(value, Tensor) and value.is_floating_point()
-            if not floating or not (value is x or value.ndim <= 3):
-                return value
-            if id(value) not in copies:
-                copies[id(value)] = value.clone()
-            return copies[id(value)]
-
-        self.args = tuple(map(copied, self.args))
-        self.kwargs = {name: copied(value) for name, value in self.kwargs.items()}
-        self.versions = {id(v): v._version for v in self._tensors()}
-
-    def unchanged(self) -> bool:
-        """Return True if no stored argument of the module call was changed in place after :meth:`keep`, as
-        the version counters of PyTorch tell.
-        """
-        return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the module call by parameter name."""
-        return bound_arguments(self.module, self.args, self.kwargs)
-
-    def _tensors(self) -> list[Tensor]:
-        # Tensors of inference mode have no version counter; the forward pass itself creates none.
-        given = (*self.args, *self.kwargs.values())
-        return [v for v in given if isinstance(v, Tensor) and not v.is_inference()]
+    def __str__(self) -> str:
+        return f"layer {self.index} ({self.name or 'the model itself'}, {type(self.module).__name__})"
 
 
 @dataclass(eq=False)
@@ -106,29 +83,19 @@ class TracedLayer:
     """
 
     layer: AttentionLayer
-    calls: list[TracedCall]
+    calls: list[Call]
     stored: torch.dtype  # the dtype of the model's weights
     softmaxes: int = 1  # how many of them ran in the innermost call
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules whose weights are read to determine the map that the attention layer computes.
-
-        They are the modules of the calls, and the norm layers before them.
-        """
+        """The modules whose weights determine the map of the layer, with the norms before it."""
         norms = [call.last_norm.module for call in self.calls if call.last_norm is not None]
         return [self.layer.root, *(call.module for call in self.calls), *norms]
 
 
-class StopForward(BaseException):
-    """The exception that ends a forward pass early, when all layers of interest have run.
-
-    It is a BaseException, so that no model catches it with ``except Exception``.
-    """
-
-
 def run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Run the model once and return its output, or None if a tracer ended the forward pass early.
+    """Run the model once and return its output, or None if a watcher ended the run early.
 
     A model with weights in half precision runs in float32.
 
@@ -182,6 +149,8 @@ def trace_forward_pass(
 ) -> tuple[list[AttentionLayer], dict[int, TracedLayer]]:
     """Run a model once, and record its attention layers with the module calls that enclose their softmaxes.
 
+    The run uses the user's own attention implementation and replaces nothing.
+
     Parameters
     ----------
     model, inputs
@@ -198,10 +167,10 @@ def trace_forward_pass(
         All layers that ran, in order, and the wanted ones with their calls, by index.
 
     """
-    tracer = _ForwardTracer(model, wanted, on_layer)
-    with tracer.hooked(), SoftmaxTracer(tracer.on_softmax):
+    recorder = _Recorder(model, wanted, on_layer)
+    with recorder.watching(), SoftmaxTracer(recorder.on_softmax):
         run(model, inputs)
-    return tracer.layers, tracer.kept
+    return recorder.layers, recorder.kept
 
 
 def run_with_attention(
@@ -213,20 +182,20 @@ def run_with_attention(
     ``attend`` is called with the index of each layer, counted as by :func:`trace_forward_pass`, and with each
     softmax attention of the layer. A tensor that ``attend`` returns replaces the output of this attention.
     """
-    tracer = _ForwardTracer(model, (), lambda layer: None)
+    recorder = _Recorder(model, (), lambda layer: None)
 
     def on_softmax(softmax: SoftmaxCall) -> Tensor | None:
-        tracer.on_softmax(softmax)
-        return attend(len(tracer.layers) - 1, softmax)
+        recorder.on_softmax(softmax)
+        return attend(len(recorder.layers) - 1, softmax)
 
     # The masks are those of the eager implementation: it has a mask wherever keys are hidden.
     interface = "eager" if isinstance(model, PreTrainedModel) else None
-    with tracer.hooked(), intercept_softmaxes(model, on_softmax, implementation=interface):
+    with recorder.watching(), intercept_softmaxes(model, on_softmax, implementation=interface):
         return run(model, inputs)
 
 
-class _ForwardTracer:
-    """The forward hooks of :func:`trace_forward_pass`, with the attention layers that they have found."""
+class _Recorder:
+    """The attention layers that a run has reached so far, and the module calls that have not ended yet."""
 
     def __init__(
         self, model: nn.Module, wanted: Sequence[int] | None, on_layer: Callable[[AttentionLayer], None]
@@ -238,42 +207,31 @@ class _ForwardTracer:
         self.from_end = max((-i for i in wanted or () if i < 0), default=0)
         # The index of the last wanted layer, after which the pass stops; None if it must run to its end.
         self.last = None if wanted is None or self.from_end else max(wanted, default=-1)
-        self.stack: list[TracedCall] = []
+        self.stack: list[Call] = []
         self.layers: list[AttentionLayer] = []
         self.kept: dict[int, TracedLayer] = {}
         self.newest_kept: deque[int] = deque()  # layers that a negative index may mean
-        self.last_norm: ModuleCall | None = None
-        self.newest: tuple[TracedCall, TracedLayer] | None = None
+        self.last_norm: Call | None = None
+        self.newest: tuple[Call, TracedLayer] | None = None
 
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Return a context manager that registers forward hooks on all modules of the model."""
-        with ExitStack() as stack:
-            for name, module in self.model.named_modules():
-                starts = partial(self._starts, name)
-                stack.enter_context(module.register_forward_pre_hook(starts, with_kwargs=True))
-                stack.enter_context(module.register_forward_hook(self._ends, with_kwargs=True))
-            yield
+    def watching(self) -> Any:
+        """Return a context manager in which the calls of all modules of the model are seen."""
+        return watched(dict(self.model.named_modules()), self._starts, self._ends)
 
-    def _starts(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.stack.append(TracedCall(name, module, args, kwargs, self.last_norm))
+    def _starts(self, call: Call) -> None:
+        call.last_norm = self.last_norm
+        self.stack.append(call)
 
-    def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _ends(self, call: Call) -> None:
         # If a module raised an exception that the model caught, its call is still on the stack.
-        while self.stack and self.stack[-1].module is not module:
-            self.stack.pop()
-        if not self.stack:
-            return
-        call = self.stack.pop()
-        if is_norm(module) and isinstance(output, Tensor):
-            tokens = first_tokens(call.arguments())
-            if tokens is not None:
-                self.last_norm = ModuleCall(call.name, module, tokens, output)
-        if call.kept:
-            call.output = output
-            ended = None if self.last is None else self.kept.get(self.last)
-            if ended is not None and ended.calls[0] is call:
-                raise StopForward
+        while self.stack and self.stack.pop() is not call:
+            pass
+        if is_norm(call.module) and isinstance(call.output, Tensor) and call.inputs is not None:
+            # Without the norm before it: the record would hold the outputs of all norms of the model.
+            self.last_norm = replace(call, last_norm=None)
+        ended = None if self.last is None else self.kept.get(self.last)
+        if ended is not None and ended.calls[0] is call:
+            raise StopForward
 
     def on_softmax(self, softmax: SoftmaxCall) -> None:
         """Record a softmax attention, with the modules in which it runs.

@@ -1,0 +1,205 @@
+"""Observation of the module calls of a running model.
+
+A module is watched however it is called: by ``module(x)``, by ``module.forward(x)``, or compiled, since the
+functions behind these calls are replaced on the watched module while the context lasts. A watcher may change
+the arguments of a call and its output. Nothing else in the library registers a hook or a mode on a model that
+it measures.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Call", "StopForward", "bound_arguments", "first_tokens", "notice_downcasts", "watched"]
+
+
+class StopForward(BaseException):
+    """The exception with which a watcher ends a run early, with the value that it was waiting for.
+
+    It is a BaseException, so that no model catches it with ``except Exception``.
+    """
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.value = value
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a module in a run of a model. A watcher may set the arguments before the module runs, and the
+    output after it; if it sets ``answered``, the module does not run and ``output`` is what it returns.
+    """
+
+    name: str  # path of the module
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    number: int = 0  # among the calls of this module while it is watched, from 0
+    output: Any = None
+    answered: bool = False
+    last_norm: Call | None = None  # the last norm that ended before this call began
+    kept: bool = False  # whether keep() was called
+    versions: dict[int, int] = field(default_factory=dict)  # PyTorch's version counters, by id of the tensor
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the call by parameter name, in the order of the signature."""
+        return bound_arguments(self.module, self.args, self.kwargs)
+
+    @property
+    def inputs(self) -> Tensor | None:
+        """The first floating-point tensor among the arguments, which is assumed to be the tokens."""
+        return first_tokens(self.arguments())
+
+    def keep(self) -> None:
+        """Copy the floating-point arguments, because the model may change them in place later.
+
+        Only the first one, and those with at most three axes, are copied. Version counters of all arguments
+        are stored.
+        """
+        if self.kept:
+            return
+        self.kept = True
+        x = self.inputs
+        copies: dict[int, Tensor] = {}  # by id: a tensor that is passed twice is copied once
+
+        def copied(value: Any) -> Any:
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            if not floating or not (value is x or value.ndim <= 3):
+                return value
+            return copies.setdefault(id(value), value.clone())
+
+        self.args = tuple(map(copied, self.args))
+        self.kwargs = {name: copied(value) for name, value in self.kwargs.items()}
+        self.versions = {id(v): v._version for v in self._tensors()}
+
+    def unchanged(self) -> bool:
+        """Return True if no argument was changed in place after :meth:`keep`, as PyTorch's counters tell."""
+        return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        # Tensors of inference mode have no version counter; the forward pass itself creates none.
+        given = (*self.args, *self.kwargs.values())
+        return [v for v in given if isinstance(v, Tensor) and not v.is_inference()]
+
+
+@contextmanager
+def watched(
+    modules: Mapping[str, nn.Module],
+    starts: Callable[[Call], None] = lambda call: None,
+    ends: Callable[[Call], None] = lambda call: None,
+) -> Iterator[None]:
+    """Return a context manager that calls ``starts`` before and ``ends`` after each call of some modules.
+
+    Contexts may be nested; the inner one sees a call first and last.
+    """
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.enter_context(_Watcher(name, module, starts, ends).installed())
+        yield
+
+
+class _Watcher:
+    """The functions that stand in a watched module for the two by which PyTorch calls it."""
+
+    def __init__(
+        self, name: str, module: nn.Module, starts: Callable[[Call], None], ends: Callable[[Call], None]
+    ) -> None:
+        self.name, self.module, self.starts, self.ends = name, module, starts, ends
+        self.number = 0
+        self.by_call = False  # whether the forward that comes next belongs to a call that is seen already
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Return a context manager in which the module calls this watcher."""
+        module: Any = self.module
+        own, forward = module._call_impl, module.forward
+
+        def through(*args: Any, **kwargs: Any) -> Any:
+            self.by_call = True
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self.by_call = False
+
+        def call_impl(*args: Any, **kwargs: Any) -> Any:
+            return self._seen(through, args, kwargs)
+
+        @wraps(forward)  # arguments are found by the names of its signature
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            if self.by_call:
+                self.by_call = False
+                return forward(*args, **kwargs)
+            return self._seen(forward, args, kwargs)
+
+        # A module compiled in place has a function here that does not know of the other two.
+        new = {"_call_impl": call_impl, "forward": watching, "_compiled_call_impl": None}
+        fields = vars(self.module)
+        before = {key: fields[key] for key in new if key in fields}
+        fields.update(new)
+        try:
+            yield
+        finally:
+            for key in new:
+                del fields[key]
+            fields.update(before)
+
+    def _seen(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = Call(self.name, self.module, args, kwargs, self.number)
+        self.number += 1
+        self.starts(call)
+        if not call.answered:
+            call.output = function(*call.args, **call.kwargs)
+        self.ends(call)
+        return call.output
+
+
+def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a module call by parameter name, in the order of the signature."""
+    try:
+        bound = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):  # ValueError: a scripted module has no signature
+        return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+    return {**bound, **bound.pop("kwargs", {})} if isinstance(bound.get("kwargs"), dict) else bound
+
+
+def first_tokens(arguments: dict[str, Any]) -> Tensor | None:
+    """Return the first floating-point tensor among the arguments of a module, or None."""
+    floating = (v for v in arguments.values() if isinstance(v, Tensor) and v.is_floating_point())
+    return next(floating, None)
+
+
+class _Downcasts(TorchDispatchMode):
+    """A dispatch mode that records whether any operation converts float64 to float32 or back."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        other = {torch.float32: torch.float64, torch.float64: torch.float32}
+        if isinstance(result, Tensor) and result.dtype in other:
+            given = (value for value in args if isinstance(value, Tensor))
+            self.seen = self.seen or any(value.dtype == other[result.dtype] for value in given)
+        return result
+
+
+@contextmanager
+def notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
+    """Return a context manager that records whether a computation in float64 converts numbers to float32.
+
+    For other dtypes nothing is recorded.
+    """
+    downcasts = _Downcasts()
+    mode: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
+    with mode:
+        yield downcasts
