@@ -387,7 +387,12 @@ def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
         trace_forward_pass(model, given.named, ())
     other = next(tracer.find(given.batch), None)
     if other is not None:
-        return f"{none}. Its layer {other.name} ({other.module}) mixes tokens with {NO_SOFTMAX}."
+        return (
+            f"{none}. Its layer {other.name} ({other.module}) mixes tokens with {NO_SOFTMAX}, which has no "
+            "scope. Measure it with "
+            f"hs.local_lipschitz(model.get_submodule({other.name!r}), x) at its tokens x (..., n, d), or the "
+            "whole model with scope 'model'."
+        )
     classes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
     named = ", ".join(classes) if classes else "no module with attention in its name"
     return (

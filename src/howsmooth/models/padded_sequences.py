@@ -159,7 +159,7 @@ def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding
         raise CaptureError(f"{place} is not called in the same way for padded sequences.")
     whole = ModuleReplay(call, x, padding.whole.batch)
     own = first_tensor(alone(alone.x))
-    pairs = ((whole.tokens(), alone.tokens()), (whole.rows(first_tensor(call.output)), alone.rows(own)))
+    pairs = ((whole.tokens(), alone.tokens()), (whole.rows(first_tensor(call.result)), alone.rows(own)))
     # Rounding grows with depth, and float64 models may compute some steps in float32.
     allowed = (1 + place.index) * tolerance(precision(torch.float32), layer.found.condition)
     for padded, plain in pairs:

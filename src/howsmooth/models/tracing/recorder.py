@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -229,6 +230,8 @@ class _Recorder:
         if is_norm(call.module) and isinstance(call.output, Tensor) and call.inputs is not None:
             # Without the norm before it: the record would hold the outputs of all norms of the model.
             self.last_norm = replace(call, last_norm=None)
+        if call.kept:
+            call.result = tree_map_only(Tensor, Tensor.clone, call.output)  # the model may change it later
         ended = None if self.last is None else self.kept.get(self.last)
         if ended is not None and ended.calls[0] is call:
             raise StopForward
