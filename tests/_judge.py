@@ -168,7 +168,7 @@ def dense_norm(f: Callable[[Tensor], Tensor], x: Tensor, number: int, difference
     """The spectral norm of the dense Jacobian of one sequence of a batch, the others held fixed."""
 
     def one(z: Tensor) -> Tensor:
-        return f(torch.cat((x[:number], z[None], x[number + 1 :])))[number].flatten()
+        return f(torch.cat((x[:number], z[None], x[number + 1 :]))).reshape(len(x), -1)[number]
 
     if differences:
         step = 1e-5 * torch.eye(x[number].numel(), dtype=x.dtype).reshape(-1, *x[number].shape)
@@ -189,14 +189,33 @@ class Truth:
     norm: float  # of the last sequence
 
 
+def truth(spot: Spot, f: Callable[[Tensor], Tensor], x: Tensor, differences: bool = False) -> Truth:
+    with torch.no_grad():
+        values = {words: f(x + move) for words, move in moves(x).items()}
+    return Truth(spot, x, values, dense_norm(f, x, len(x) - 1, differences))
+
+
 @cache
 def truths(own: Own, case: Case, scope: str) -> tuple[Truth, ...]:
+    """What the model gives in a scope, for every place at which its tokens may enter."""
+    places = own_functions(case, own, scope)
+    return tuple(truth(spot, f, own.at(spot), case.differences) for spot, f in places)
+
+
+def truths_of_real_tokens(own: Own, case: Case, scope: str, sequence: int, real: Tensor) -> tuple[Truth, ...]:
+    """The same of the real tokens of one sequence in a padded batch, all else held fixed."""
+
+    def alone(f: Callable[[Tensor], Tensor], whole: Tensor) -> Callable[[Tensor], Tensor]:
+        place = torch.zeros(whole.shape[:2], dtype=torch.bool)
+        place[sequence] = real
+        return lambda x: f(whole.masked_scatter(place[..., None], x)).reshape(whole.shape)[sequence, real][
+            None
+        ]
+
     found = []
     for spot, f in own_functions(case, own, scope):
-        x = own.at(spot)
-        with torch.no_grad():
-            values = {words: f(x + move) for words, move in moves(x).items()}
-        found.append(Truth(spot, x, values, dense_norm(f, x, len(x) - 1, case.differences)))
+        whole = own.at(spot)
+        found.append(truth(spot, alone(f, whole), whole[sequence, real][None]))
     return tuple(found)
 
 
@@ -263,6 +282,16 @@ class Verdict:
         }.get(ways, ())
 
 
+def outcome(get: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """What becomes of a capture and its verdict, a refusal or another error included."""
+    try:
+        return get()
+    except HowsmoothError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "traceback", _words(error)
+
+
 def judged(
     names: tuple[str, str],
     model: nn.Module,
@@ -278,15 +307,13 @@ def judged(
         keywords: dict[str, Any] = {} if scope == "model" else {"layers": [case.layer]}
         if scope == "head":
             keywords["heads"] = [HEAD]
-        start = time.perf_counter()
-        try:
+
+        def get(scope: str = scope, keywords: dict[str, Any] = keywords) -> tuple[str, str]:
             (site,) = hs.capture(model, inputs, scope=scope, **keywords)
-            outcome, reason = verdict(site, truths(own, case, scope), 1e-6 if case.differences else precise)
-        except HowsmoothError as error:
-            outcome, reason = "refused", str(error)
-        except Exception as error:
-            outcome, reason = "traceback", _words(error)
-        found.append(Verdict(*names, scope, outcome, reason, time.perf_counter() - start))
+            return verdict(site, truths(own, case, scope), 1e-6 if case.differences else precise)
+
+        start = time.perf_counter()
+        found.append(Verdict(*names, scope, *outcome(get), time.perf_counter() - start))
     return found
 
 
@@ -320,7 +347,7 @@ def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, inputs)
 
 
-def _called(model: nn.Module, way: str, blocks: str) -> nn.Module:
+def called(model: nn.Module, way: str, blocks: str) -> nn.Module:
     """The model as somebody has it who calls it in a way."""
     if way == "forward":
         for module in model.modules():
@@ -351,7 +378,7 @@ def judge(name: str, way: str, scopes: Iterable[str] = SCOPES) -> list[Verdict]:
     """The verdicts on a hand-written module that is called in one way."""
     case, half = CASES[name], way == "bfloat16"
     torch._dynamo.reset()
-    model = _called(spread(case.make()), way, case.blocks)
+    model = called(spread(case.make()), way, case.blocks)
     inputs = _cast(case.inputs(), torch.bfloat16) if half else case.inputs()
     given = next(iter(inputs.values())) if len(inputs) == 1 else inputs
     with torch.no_grad():
