@@ -21,8 +21,8 @@ from tests._judged_types import (
 from tests._selection import others_slow
 
 _LEAKS = {
-    "as it is called": "measured, or refused: use_cache",
-    "use_cache=True": "measured, or refused: use_cache",
+    "as it is called": "measured, or refused: differ",
+    "use_cache=True": "measured, or refused: differ",
 }
 
 
