@@ -1,0 +1,139 @@
+"""Transformers as people write them, called as people call them: every captured map against the module's own
+forward, by dense Jacobians.
+
+A wrong number is the one thing that must not be. What is measured, and with which word the rest is refused,
+is in the cases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from functools import cache
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+
+import howsmooth as hs
+from tests._hand_written import CASES, Spot
+from tests._judge import HEAD, Verdict, _own, judge, truths, verdict, ways_of
+
+PAIRS = [(name, way) for name in CASES for way in ways_of(name)]
+#: Attention alone, which takes a fraction of a second.
+FAST = [(name, "plain") for name in CASES if name != "flex"] + [
+    (name, "forward") for name in ("nanogpt flash", "llama2.c", "mistral", "timm vit", "post-norm", "latent")
+]
+_once = cache(judge)
+
+_MIXED = ("talking heads", "talking before", "talking after")
+_UNKNOWN = (*_MIXED, "linear attention", "exp and sum", "meta llama", "cache buffer", "flex")
+_WHOLE = ("lucidrains vit", "self-attention of a decoder", "cross-attention of a decoder")
+#: What is missing: the way of calling, and of which modules it fails, or of which others it does not.
+UNMET = {
+    "plain": {*_UNKNOWN, *_WHOLE},
+    "training": {*_UNKNOWN, *_WHOLE},
+    "forward": {*CASES} - {"post-norm", "shared weights"},
+    "compiled": {*CASES},
+    "blocks compiled": {*CASES},
+    "data parallel": {*CASES} - {"mistral"},
+    "bfloat16": {
+        *_UNKNOWN, *_WHOLE, "mistral", "nanogpt flash", "nanogpt plain", "x-transformers",
+        "x-transformers memory", "x-transformers talking",
+    },
+}  # fmt: skip
+WRONG = {
+    "plain": {"flex"},
+    "training": {"flex"},
+    "forward": {
+        "alibi", "cosine", "flex", "l2", "latent", "llama2.c", "llama2.c plain", "mingpt", "mistral",
+        "nanogpt flash", "nanogpt plain", "parallel", "sandwich", "sliding window", "t5", "timm vit",
+        "timm vit plain",
+    },
+    "bfloat16": {"mistral"},
+}  # fmt: skip
+
+
+def _today(
+    pairs: list[tuple[str, str]], failing: Mapping[str, Collection[str]], reason: str
+) -> list[ParameterSet]:
+    mark = pytest.mark.xfail(strict=True, reason=reason)
+    return [
+        pytest.param(name, way, marks=mark if name in failing.get(way, ()) else ()) for name, way in pairs
+    ]
+
+
+def _wrong(found: list[Verdict]) -> str:
+    return "\n".join(str(one) for one in found if one.outcome in ("WRONG", "traceback"))
+
+
+def _unexpected(name: str, found: list[Verdict]) -> str:
+    case = CASES[name]
+    asked = [one for one in found if one.scope != "afterwards"]
+    return "\n".join(
+        f"{one} (expected: {case.expects(one.scope)})"
+        for one in asked
+        if not one.meets(case.expects(one.scope))
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    _today(FAST, UNMET | {"plain": UNMET["plain"] - {*_WHOLE}}, "not measured, or not as it is"),
+)
+def test_attention(name: str, way: str) -> None:
+    found = judge(name, way, ("attention",))
+    assert not _wrong(found), _wrong(found)
+    assert not _unexpected(name, found), _unexpected(name, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "way"), _today(PAIRS, WRONG, "a wrong number, or no error of the library"))
+def test_no_number_is_wrong(name: str, way: str) -> None:
+    found = _once(name, way)
+    assert not _wrong(found), _wrong(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "way"), _today(PAIRS, UNMET, "not measured, or refused for another reason"))
+def test_what_can_be_measured_is_and_the_rest_is_refused_with_its_reason(name: str, way: str) -> None:
+    found = _once(name, way)
+    assert not _unexpected(name, found), _unexpected(name, found)
+
+
+# ---- the judge itself
+
+
+def _site() -> hs.Site:
+    from tests._hand_written import spread
+
+    case = CASES["nanogpt flash"]
+    return hs.capture(spread(case.make()), case.inputs(), layers=[1])[0]
+
+
+def test_the_judge_sees_a_wrong_value_a_wrong_place_and_a_wrong_constant() -> None:
+    site, name = _site(), "nanogpt flash"
+    case, own = CASES[name], _own(name, False)
+    given = truths(own, case, "attention")
+    assert verdict(site, given, 1e-9)[0] == "closed form"
+    assert "off by" in verdict(site, truths(own, case, "residual"), 1e-9)[1]
+    elsewhere = truths(own, dataclasses.replace(case, tokens=(Spot("transformer.h.1"),)), "attention")
+    assert "are not those of" in verdict(site, elsewhere, 1e-9)[1]
+    other = tuple(dataclasses.replace(truth, norm=1.01 * truth.norm) for truth in given)
+    assert "the dense Jacobian has" in verdict(site, other, 1e-9)[1]
+
+
+def test_the_models_own_numbers_are_those_of_its_modules_called_by_hand() -> None:
+    name = "nanogpt flash"
+    case, own = CASES[name], _own(name, False)
+    block = own.model.transformer.h[1]
+    x = own.at(case.tokens[0])
+    values = {
+        scope: truths(own, case, scope)[0].values["its tokens"] for scope in ("head", "heads", "attention")
+    }
+    torch.testing.assert_close(values["attention"], block.attn(x))
+    torch.testing.assert_close(block.attn.c_proj(values["heads"]), block.attn(x))
+    torch.testing.assert_close(values["head"], values["heads"].chunk(2, -1)[HEAD])
+    h = own.at(case.block[0].enter)
+    whole = truths(own, case, "block")[0].values["its tokens"]
+    torch.testing.assert_close(whole, h + block.attn(block.ln_1(h)))
