@@ -7,6 +7,7 @@ the forward pass and at changed ones. A block is the smallest numbered layer of 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -295,6 +296,7 @@ class ModelParts:
             idle.append(encoder.module)
             begins = replace(start, call=0)
         runs = [_Run(model, one, start, end, before) for one in self.given]
+        self._check_cut(runs[0], output)
         x = torch.stack([one.tokens for one in runs])
         answers: dict[str, list[Any]] = {}
         for place, value in zip(before, runs[0].answers, strict=True):
@@ -320,6 +322,36 @@ class ModelParts:
             norm=None,
             stored=stored_dtype(model),
         )
+
+    def _check_cut(self, run: _Run, output: Output) -> None:
+        """Raise CaptureError if the output depends on what enters the model otherwise than through the tokens
+        at the first point of a part, such as by a residual around that point.
+        """
+        try:
+            embeddings = self._embeddings()
+        except CaptureError:
+            return
+        if embeddings != run.start:
+            with replaced(self.model, embeddings, moved_tokens):
+                other = run.moved(run.tokens)
+        elif self.blocks and run.start == replace(self.blocks[0], side="input"):  # images, audio, or tokens
+            named = {
+                name: moved_tokens(one) if isinstance(one, Tensor) and one.is_floating_point() else one
+                for name, one in run.given.named.items()
+                if "mask" not in name
+            }
+            changed = copy.copy(run)
+            changed.given = replace(run.given, named={**run.given.named, **named})
+            other = changed.moved(run.tokens)
+        else:
+            return
+        own, other = output.of(run.returned), output.of(other)
+        if not relative_error(other, own) <= tolerance(precision(torch.float32)):
+            raise CaptureError(
+                f"{type(self.model).__name__} is not captured from {run.start}: its output also depends on "
+                "what enters the model past that point, such as by a residual around it. Write a module of its "
+                "embedded tokens x, and measure it with hs.local_lipschitz(module, x)."
+            )
 
     def _map(self, passage: Passage, runs: list[_Run], x: Tensor, depth: int) -> tuple[ModelMap, str | None]:
         """Return the verified map of a part of the model, and the attention implementation with which it

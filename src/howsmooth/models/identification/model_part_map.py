@@ -155,13 +155,17 @@ def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> Abst
     return watched({place.module: model.get_submodule(place.module)}, starts, ends)
 
 
-def replaced(model: nn.Module, place: Place, x: Tensor) -> AbstractContextManager[None]:
-    """Return a context manager that replaces the tokens at a point of one forward pass by ``x`` (n, d)."""
+def replaced(
+    model: nn.Module, place: Place, x: Tensor | Callable[[Tensor], Tensor]
+) -> AbstractContextManager[None]:
+    """Return a context manager that replaces the tokens at a point of one forward pass by ``x`` (n, d), or by
+    what the function ``x`` makes of them.
+    """
 
     def swapped(old: Any, where: Any) -> Any:
-        if not isinstance(old, Tensor) or old.numel() != x.numel():
+        if not isinstance(old, Tensor) or (isinstance(x, Tensor) and old.numel() != x.numel()):
             raise CaptureError(f"The tokens of {place} are not found in every forward pass.")
-        new = x.reshape(old.shape).clone()  # the model may change it in place
+        new = x.reshape(old.shape).clone() if isinstance(x, Tensor) else x(old)  # the model may change it
         return tree_map(lambda leaf: new if leaf is old else leaf, where)
 
     def starts(call: Call) -> None:

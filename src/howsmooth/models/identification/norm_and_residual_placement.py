@@ -125,9 +125,9 @@ def plain_sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[object]:
     if branch is None:
         return
     later = later_calls(trace, output)
-    earlier = (*trace.before, *trace.inside)
-    there = [trace.x, *(t for c in earlier for t in (c.inputs, c.output)), *trace.arguments.values()]
-    bases = [base for t in there if isinstance(t, Tensor) and (base := like(t, branch)) is not None]
+    there = [t for c in (*trace.before, *trace.inside) for t in (c.inputs, c.output) if t is not None]
+    there = list({id(t): t for t in (trace.x, *there, *trace.given)}.values())
+    bases = [base for t in there if (base := like(t, branch)) is not None]
     branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None), *_norms_of(branch, later)]
     yield from plain_sums(trace, later, bases, branches)
     yield from (found for found in sums_of(trace, output) if found.total.branch is None)
