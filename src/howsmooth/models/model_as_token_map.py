@@ -349,8 +349,8 @@ class ModelParts:
         if not relative_error(other, own) <= tolerance(precision(torch.float32)):
             raise CaptureError(
                 f"{type(self.model).__name__} is not captured from {run.start}: its output also depends on "
-                "what enters the model past that point, such as by a residual around it. Write a module of its "
-                "embedded tokens x, and measure it with hs.local_lipschitz(module, x)."
+                "what enters the model past that point, such as by a residual around it. Write a module of "
+                "its embedded tokens x, and measure it with hs.local_lipschitz(module, x)."
             )
 
     def _map(self, passage: Passage, runs: list[_Run], x: Tensor, depth: int) -> tuple[ModelMap, str | None]:
