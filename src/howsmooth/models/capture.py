@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
@@ -24,6 +26,7 @@ from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.module_call_tracer import trace_forward_pass
+from howsmooth.plain_modules import unwrapped
 from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES
 
 __all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]
@@ -33,7 +36,7 @@ _Indices = tuple[int, ...] | slice | None
 
 def capture(
     model: nn.Module | LoadedModel,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: int | str | slice | Sequence[int] | None = None,
     scope: str = "attention",
     heads: int | str | slice | Sequence[int] | None = None,
@@ -118,7 +121,7 @@ def capture(
 
 def _captured(
     model: nn.Module,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: int | str | slice | Sequence[int] | None,
     scope: str,
     heads: int | str | slice | Sequence[int] | None,
@@ -197,7 +200,7 @@ def _cross_sites(model: nn.Module, given: ModelInputs, wanted: _Indices, side: s
 
 def _part(
     model: nn.Module,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: object,
     scope: str,
     heads: object,
@@ -231,7 +234,7 @@ def _part(
 
 @contextmanager
 def model_parts(
-    model: nn.Module, inputs: Tensor | Mapping[str, Tensor], side: str | None = None
+    model: nn.Module, inputs: Tensor | Mapping[str, Any], side: str | None = None
 ) -> Iterator[ModelParts]:
     """Return a context manager that yields a :class:`ModelParts`, which captures parts of a model, such as a
     range of its blocks, as maps.
@@ -263,7 +266,8 @@ def _ends(layers: object, count: int) -> tuple[int, int]:
 
 
 def module_of(model: object) -> nn.Module:
-    """Return the PyTorch module inside a :class:`LoadedModel`, and any other PyTorch module unchanged.
+    """Return the PyTorch module inside a :class:`LoadedModel`, torch.compile, or another wrapper, and any
+    other PyTorch module unchanged.
 
     Raises
     ------
@@ -277,9 +281,11 @@ def module_of(model: object) -> nn.Module:
             "model",
             expected="a transformers PreTrainedModel, what load_model returns, or another torch.nn.Module",
             got=type(model).__name__,
-            remedy="To load one by its name, use howsmooth.models.load_model.",
+            remedy="Give the model that was exported."
+            if isinstance(model, torch.export.ExportedProgram)
+            else "To load one by its name, use howsmooth.models.load_model.",
         )
-    return module
+    return unwrapped(module)
 
 
 def _captured_without_padding(
@@ -316,7 +322,7 @@ def _captured_without_padding(
 
 def self_attention_layers(
     model: nn.Module,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: int | str | slice | Sequence[int] | None = None,
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
     """Run a model on one sequence, and yield the index and the verified map of each self-attention layer.

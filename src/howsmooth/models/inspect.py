@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -117,7 +118,7 @@ class Inspection:
 
 def inspect_model(
     model: nn.Module | LoadedModel,
-    inputs: Tensor | Mapping[str, Tensor] | None = None,
+    inputs: Tensor | Mapping[str, Any] | None = None,
     *,
     tokens: int | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,

@@ -7,6 +7,7 @@ cache of transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -47,7 +48,7 @@ class LogitsOfModel:
 
     """
 
-    def __init__(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> None:
         self.model = model
         self.named = model_inputs(model, inputs).named
         with measurement_mode(model):

@@ -21,6 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
 from howsmooth.models.float32_weights import device_of
+from howsmooth.plain_modules import eager, fast_path, wrapped_parts
 
 __all__ = [
     "implementation",
@@ -39,6 +40,7 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
     """Return a context manager in which a model runs in evaluation mode, without gradients, caches or
     autocast. At the end, all settings and the random state are restored.
 
+    Compiled code is not run, and parts of the model stand in it without the wrappers of ``torch.compile``.
     PyTorch's fast path for its own encoder layers is disabled too, because it computes their attention in one
     fused operation. Mixed precision of accelerate (``bf16=True`` in the ``Trainer``) is undone, because it
     puts autocast inside ``model.forward``.
@@ -49,9 +51,13 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
     modules.
     """
     changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in model.modules()]
-    # accelerate puts a ``forward`` that switches autocast on in place of the model's own, which it keeps.
-    prepared = [module for module in model.modules() if "_original_forward" in vars(module)]
-    changes += [(module, "forward", module._original_forward) for module in prepared]
+    for module in model.modules():
+        # accelerate puts a ``forward`` that switches autocast on in place of the model's own, which it keeps.
+        forward = vars(module).get("_original_forward", vars(module).get("forward"))
+        if forward is not None:
+            own = getattr(forward, "_torchdynamo_orig_callable", forward)  # without torch.compile
+            changes.append((module, "forward", own))
+    changes += wrapped_parts(model)
     for config in _configs(model):
         if getattr(config, "use_cache", False):
             changes.append((config, "use_cache", False))
@@ -60,19 +66,16 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
             changes.append((config, "_experts_implementation_internal", "eager"))
     device = device_of(model)
     devices = [device] if device.type == "cuda" else []
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with (
-            _changed(changes),
-            torch.inference_mode(mode=False),
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-            torch.random.fork_rng(devices),
-        ):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with (
+        _changed(changes),
+        eager(),
+        fast_path(False),
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng(devices),
+    ):
+        yield
 
 
 def set_permanently(model: nn.Module, attention: str | None = None) -> None:

@@ -31,17 +31,10 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     dtype = torch.get_default_dtype()
     buffers = _Buffers(model)
-    calls = ((module, getattr(module, "_compiled_call_impl", None)) for module in model.modules())
-    compiled = [(module, call) for module, call in calls if call is not None]
     try:
-        # Without its compiled call, a module runs its plain forward and compiles nothing.
-        for module, _ in compiled:
-            module._compiled_call_impl = None
         with measurement_mode(model):
             yield
     finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
         buffers.restore()
         torch.set_default_dtype(dtype)
         for device, state in enumerate(cuda):
