@@ -146,9 +146,7 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> ModelI
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     if not tensors:
         got = ", ".join(f"{name} of type {type(value).__name__}" for name, value in named.items())
-        raise ArgumentError(
-            "inputs", expected="at least one tensor", got=f"only {got or 'arguments without one'}"
-        )
+        raise ArgumentError("inputs", expected="at least one tensor", got=got or "none")
     main = next(name for name in (*usual, *named) if name in tensors)
     if known and main == "input_ids":
         named[main] = _token_ids(model, named[main])
