@@ -16,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import howsmooth as hs
 from howsmooth.bounds.radius import robust_radius
-from howsmooth.errors import ArgumentError
-from howsmooth.models import capture
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models import capture, inspect
+from howsmooth.models.key_value_perturbations import LogitsOfModel
 from tests._tiny_models import token_ids
 
 IDS = token_ids(1, 7)
@@ -324,3 +325,174 @@ def test_an_exported_program_is_refused_with_a_remedy() -> None:
     layer, x = gated()
     with pytest.raises(ArgumentError, match=r"got ExportedProgram\. Give the model that was exported"):
         capture(torch.export.export(layer, (x,)), x)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- what a measurement changes
+
+PACKED = {"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}
+
+
+def leaks(model: nn.Module, **given: Any) -> Tensor:
+    """How much each token of a packed call depends on the first three, which are another document."""
+    changed = {**PACKED, "input_ids": torch.cat([(IDS[:, :3] + 5) % 60, IDS[:, 3:]], 1)}
+    with torch.no_grad():
+        a, b = (model(**inputs, **given).logits for inputs in (PACKED, changed))
+    return (a - b)[0].abs().amax(-1)
+
+
+@pytest.mark.parametrize("scope", ["head", "attention", "block", "span", "model"])
+def test_packed_documents_are_measured_with_the_mask_of_the_call(scope: str) -> None:
+    """transformers hides other documents from a model without a cache alone, and the model has one."""
+    model = llama()
+    assert leaks(model)[3:].min() > 1e-2
+    assert leaks(model, use_cache=False)[3:].max() == 0
+    open_mask = {**PACKED, "attention_mask": torch.ones_like(IDS)}  # the mask of this call
+    how: dict[str, Any] = {"scope": scope, "layers": [1] if scope in ("head", "attention", "block") else None}
+    wanted = [value for _, value in constants(model, open_mask, **how)]
+    apart = [value for _, value in constants(model, {**PACKED, "use_cache": False}, **how)]
+    for inputs in (PACKED, {**PACKED, "use_cache": True}):
+        assert [value for _, value in constants(model, inputs, **how)] == pytest.approx(wanted, rel=1e-4)
+    assert apart != pytest.approx(wanted, rel=1e-2)
+    model.config.use_cache = False
+    assert [value for _, value in constants(model, PACKED, **how)] == apart
+
+
+def test_influence_between_packed_documents() -> None:
+    model = llama()
+    for given, least, most in ((PACKED, 1e-2, 1e9), ({**PACKED, "use_cache": False}, 0.0, 0.0)):
+        (whole,) = capture(model, given, scope="model")
+        found = hs.influence(whole, outputs=[3, 4, 5, 6]).value[:, :3]
+        assert least <= float(found.min()) <= float(found.max()) <= most
+
+
+def test_every_door_measures_the_call() -> None:
+    model = llama()
+    wanted = [value for _, value in constants(model, PACKED)]
+    rows = hs.profile(model, PACKED, scopes=["attention"]).table["value"].to_list()
+    assert rows == pytest.approx(wanted, rel=0.02)
+    rows = [row.lipschitz for row in hs.nn.LipschitzMonitor(model, PACKED).measure()]
+    assert rows == pytest.approx(wanted, rel=0.02)
+    depth = hs.depth_profile(model, PACKED).table
+    apart = hs.depth_profile(model, {**PACKED, "use_cache": False}).table
+    assert not depth.equals(apart)
+    logits = LogitsOfModel(model, PACKED).logits
+    assert torch.allclose(logits, model(**PACKED).logits[0], rtol=1e-4, atol=1e-4)
+    assert [site.masking for site in inspect(model, PACKED).sites] == ["causal", "causal"]
+
+
+class Wrapper(nn.Module):
+    """A model of one's own around one of transformers, in whose call no cache can be given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama()
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.inner(input_ids=ids, position_ids=positions).logits
+
+
+class Normed(nn.Module):
+    """An attention layer behind a batch norm."""
+
+    def __init__(self, dropout: float = 0.0, gain: float = 1.0) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=dropout, batch_first=True)
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.gain * self.norm(x.mT).mT)
+
+
+class FastPath(nn.Module):
+    """A model that computes something else where PyTorch's fast path is allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(2 * x if torch.backends.mha.get_fastpath_enabled() else x)
+
+
+def drawn_tokens() -> Tensor:
+    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "a cache inside": (
+        Wrapper,
+        {"ids": IDS, "positions": PACKED["position_ids"]},
+        r"with its cache, as it is called, than without one.*use_cache=False",
+    ),
+    "batch norm in training": (
+        lambda: Normed().train(),
+        drawn_tokens(),
+        r"in training mode, as it is called, than in evaluation mode.*model\.eval\(\)",
+    ),
+    "the fast path": (
+        lambda: FastPath().eval(),
+        drawn_tokens(),
+        r"with PyTorch's fast path, as it is called, than without it.*set_fastpath_enabled",
+    ),
+    "half precision that overflows": (
+        lambda: Normed(gain=1e5).eval().half(),
+        drawn_tokens().half(),
+        r"in half precision, as it is called, than in float32.*difference inf.*model\.float\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "inputs", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_changes_the_output_is_refused(make: Callable[[], nn.Module], inputs: Any, words: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make()
+    for scope in ("attention", "model"):
+        with pytest.raises(CaptureError, match=f"gives other outputs {words}"):
+            capture(model, inputs, scope=scope)
+
+
+ALLOWED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "dropout in training": (lambda: Normed(dropout=0.5).train(), drawn_tokens()),
+    "batch norm in evaluation": (lambda: Normed().eval(), drawn_tokens()),
+    "half precision": (lambda: Normed().eval().bfloat16(), drawn_tokens().bfloat16()),
+    "transformers in training": (lambda: llama(attention_dropout=0.3).train(), IDS),
+    "transformers in half precision": (lambda: llama().half(), IDS),
+}
+
+
+@pytest.mark.parametrize(("make", "inputs"), ALLOWED.values(), ids=ALLOWED.keys())
+def test_what_rounds_or_draws_is_measured(make: Callable[[], nn.Module], inputs: Any) -> None:
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    with torch.random.fork_rng():
+        state = torch.get_rng_state()
+        assert capture(model, inputs)
+        assert torch.equal(torch.get_rng_state(), state)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_monitor_measures_in_evaluation_mode_whatever_the_training_does() -> None:
+    model = Normed().train()
+    assert model.layer.training
+    (row,) = hs.nn.LipschitzMonitor(model, drawn_tokens(), strict=True).measure()
+    assert row.lipschitz is not None
+
+
+def test_a_measurement_keeps_the_statistics_of_batch_norm() -> None:
+    model = Normed().train()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CaptureError, match="training mode"):
+        capture(model, drawn_tokens())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(("settings", "runs"), [({"use_cache": False}, 0), ({}, 2)])
+def test_the_comparison_costs_a_run_where_something_can_differ(settings: dict[str, Any], runs: int) -> None:
+    model, calls = llama(**settings), []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))  # a capture of a layer ends before it
+    capture(model, IDS, layers=[0])
+    assert len(calls) == runs

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.as_called import as_called
 from howsmooth.models.captured_layer import CrossSite, Site
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.cross_attention_layer import OneSequence, read_cross_layer
 from howsmooth.models.identification.layer_identification import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs, takes_decoder_ids
+from howsmooth.models.inputs.model_inputs import ModelInputs, takes_decoder_ids
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import implementation, measurement_mode
+from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
 from howsmooth.models.tracing.layer_trace import AttentionLayer
@@ -141,13 +142,10 @@ def _captured(
             "heads", expected="None unless scope is 'head'", got=f"{heads!r} with scope {scope!r}"
         )
     wanted, chosen = _checked("layers", layers), _checked("heads", heads)
-    given = model_inputs(model, inputs)
-    if scope == CROSS_SCOPE:
-        with measurement_mode(model):
+    with as_called(model, inputs) as given:
+        if scope == CROSS_SCOPE:
             return list(_cross_sites(model, given, wanted, side or "joint"))
-    padding = padding_of(model, given)
-    with measurement_mode(model):
-        if padding is not None:
+        if (padding := padding_of(model, given)) is not None:
             return _captured_without_padding(model, padding, wanted, scope, chosen)
         return [site for layer in _verified(model, given, wanted) for site in layer.sites(scope, chosen)]
 
@@ -241,8 +239,7 @@ def model_parts(
 
     The arguments are those of :func:`capture`.
     """
-    given = model_inputs(model, inputs)
-    with measurement_mode(model):
+    with as_called(model, inputs) as given:
         yield ModelParts(model, given, side)
 
 
@@ -331,16 +328,15 @@ def self_attention_layers(
     the next one is asked for: the weights of a half-precision model are widened for that time only. Arguments
     and errors are those of :func:`capture`; the inputs are one sequence without padding.
     """
-    given = model_inputs(model, inputs)
-    if given.batch != 1 or padding_of(model, given) is not None:
-        got = f"{given.batch} sequences" if given.batch != 1 else "a padded sequence"
-        raise ArgumentError(
-            "inputs",
-            expected="one sequence without padding",
-            got=got,
-            remedy="Of a padded batch, take one sequence: ids[i][mask[i].bool()][None].",
-        )
-    with measurement_mode(model):
+    with as_called(model, inputs) as given:
+        if given.batch != 1 or padding_of(model, given) is not None:
+            got = f"{given.batch} sequences" if given.batch != 1 else "a padded sequence"
+            raise ArgumentError(
+                "inputs",
+                expected="one sequence without padding",
+                got=got,
+                remedy="Of a padded batch, take one sequence: ids[i][mask[i].bool()][None].",
+            )
         yield from _layers(model, given, _checked("layers", layers))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.models.as_called import as_called
 from howsmooth.models.capture import module_of
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.float32_weights import weights_in_memory
@@ -21,11 +22,11 @@ from howsmooth.models.identification.cross_attention_layer import read_cross_lay
 from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxLayer, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.inputs.submodels_by_modality import named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import implementation, measurement_mode
+from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import one_by_one
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.module_call_tracer import TracedLayer, trace_forward_pass
@@ -157,8 +158,7 @@ def inspect_model(
         inputs = sample_inputs(module, preparation, tokens)
     elif tokens is not None:
         raise ArgumentError("tokens", expected="None if inputs are given", got=repr(tokens))
-    given = model_inputs(module, inputs)
-    with measurement_mode(module):
+    with as_called(module, inputs) as given:
         return _inspected(module, given, on_layer)
 
 

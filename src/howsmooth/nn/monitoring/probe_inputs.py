@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.inputs.model_inputs import model_inputs
 from howsmooth.models.padded_sequences import padding_of
 
 __all__ = ["ProbeInputs", "Probes"]
@@ -73,7 +73,3 @@ class Probes:
                 )
             )
         return cls(tuple(kept), sequences, f"{', '.join(shapes)}; sha256 {checksum.hexdigest()[:12]}")
-
-    def of_model(self, model: nn.Module) -> list[ModelInputs]:
-        """Return the probe inputs as arguments of the model, on the current device of the model."""
-        return [model_inputs(model, one) for one in self.inputs]
