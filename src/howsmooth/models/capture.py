@@ -7,22 +7,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.as_called import as_called
 from howsmooth.models.captured_layer import CrossSite, Site
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.cross_attention_layer import OneSequence, read_cross_layer
 from howsmooth.models.identification.layer_identification import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs, takes_decoder_ids
+from howsmooth.models.inputs.model_inputs import ModelInputs, takes_decoder_ids
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import implementation, measurement_mode
+from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
 from howsmooth.models.tracing.recorder import AttentionLayer, trace_forward_pass
+from howsmooth.plain_modules import unwrapped
 from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES
 
 __all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]
@@ -32,7 +36,7 @@ _Indices = tuple[int, ...] | slice | None
 
 def capture(
     model: nn.Module | LoadedModel,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: int | str | slice | Sequence[int] | None = None,
     scope: str = "attention",
     heads: int | str | slice | Sequence[int] | None = None,
@@ -117,7 +121,7 @@ def capture(
 
 def _captured(
     model: nn.Module,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: int | str | slice | Sequence[int] | None,
     scope: str,
     heads: int | str | slice | Sequence[int] | None,
@@ -137,13 +141,10 @@ def _captured(
             "heads", expected="None unless scope is 'head'", got=f"{heads!r} with scope {scope!r}"
         )
     wanted, chosen = _checked("layers", layers), _checked("heads", heads)
-    given = model_inputs(model, inputs)
-    if scope == CROSS_SCOPE:
-        with measurement_mode(model):
+    with as_called(model, inputs) as given:
+        if scope == CROSS_SCOPE:
             return list(_cross_sites(model, given, wanted, side or "joint"))
-    padding = padding_of(model, given)
-    with measurement_mode(model):
-        if padding is not None:
+        if (padding := padding_of(model, given)) is not None:
             return _captured_without_padding(model, padding, wanted, scope, chosen)
         return [site for layer in _verified(model, given, wanted) for site in layer.sites(scope, chosen)]
 
@@ -196,7 +197,7 @@ def _cross_sites(model: nn.Module, given: ModelInputs, wanted: _Indices, side: s
 
 def _part(
     model: nn.Module,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: object,
     scope: str,
     heads: object,
@@ -230,15 +231,14 @@ def _part(
 
 @contextmanager
 def model_parts(
-    model: nn.Module, inputs: Tensor | Mapping[str, Tensor], side: str | None = None
+    model: nn.Module, inputs: Tensor | Mapping[str, Any], side: str | None = None
 ) -> Iterator[ModelParts]:
     """Return a context manager that yields a :class:`ModelParts`, which captures parts of a model, such as a
     range of its blocks, as maps.
 
     The arguments are those of :func:`capture`.
     """
-    given = model_inputs(model, inputs)
-    with measurement_mode(model):
+    with as_called(model, inputs) as given:
         yield ModelParts(model, given, side)
 
 
@@ -262,7 +262,8 @@ def _ends(layers: object, count: int) -> tuple[int, int]:
 
 
 def module_of(model: object) -> nn.Module:
-    """Return the PyTorch module inside a :class:`LoadedModel`, and any other PyTorch module unchanged.
+    """Return the PyTorch module inside a :class:`LoadedModel`, torch.compile, or another wrapper, and any
+    other PyTorch module unchanged.
 
     Raises
     ------
@@ -276,9 +277,11 @@ def module_of(model: object) -> nn.Module:
             "model",
             expected="a transformers PreTrainedModel, what load_model returns, or another torch.nn.Module",
             got=type(model).__name__,
-            remedy="To load one by its name, use howsmooth.models.load_model.",
+            remedy="Give the model that was exported."
+            if isinstance(model, torch.export.ExportedProgram)
+            else "To load one by its name, use howsmooth.models.load_model.",
         )
-    return module
+    return unwrapped(module)
 
 
 def _captured_without_padding(
@@ -315,7 +318,7 @@ def _captured_without_padding(
 
 def self_attention_layers(
     model: nn.Module,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: int | str | slice | Sequence[int] | None = None,
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
     """Run a model on one sequence, and yield the index and the verified map of each self-attention layer.
@@ -324,16 +327,15 @@ def self_attention_layers(
     the next one is asked for: the weights of a half-precision model are widened for that time only. Arguments
     and errors are those of :func:`capture`; the inputs are one sequence without padding.
     """
-    given = model_inputs(model, inputs)
-    if given.batch != 1 or padding_of(model, given) is not None:
-        got = f"{given.batch} sequences" if given.batch != 1 else "a padded sequence"
-        raise ArgumentError(
-            "inputs",
-            expected="one sequence without padding",
-            got=got,
-            remedy="Of a padded batch, take one sequence: ids[i][mask[i].bool()][None].",
-        )
-    with measurement_mode(model):
+    with as_called(model, inputs) as given:
+        if given.batch != 1 or padding_of(model, given) is not None:
+            got = f"{given.batch} sequences" if given.batch != 1 else "a padded sequence"
+            raise ArgumentError(
+                "inputs",
+                expected="one sequence without padding",
+                got=got,
+                remedy="Of a padded batch, take one sequence: ids[i][mask[i].bool()][None].",
+            )
         yield from _layers(model, given, _checked("layers", layers))
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.models.as_called import as_called
 from howsmooth.models.capture import module_of
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.float32_weights import weights_in_memory
@@ -20,11 +22,11 @@ from howsmooth.models.identification.cross_attention_layer import read_cross_lay
 from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxLayer, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.inputs.submodels_by_modality import named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import implementation, measurement_mode
+from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import one_by_one
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
@@ -116,7 +118,7 @@ class Inspection:
 
 def inspect_model(
     model: nn.Module | LoadedModel,
-    inputs: Tensor | Mapping[str, Tensor] | None = None,
+    inputs: Tensor | Mapping[str, Any] | None = None,
     *,
     tokens: int | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
@@ -155,8 +157,7 @@ def inspect_model(
         inputs = sample_inputs(module, preparation, tokens)
     elif tokens is not None:
         raise ArgumentError("tokens", expected="None if inputs are given", got=repr(tokens))
-    given = model_inputs(module, inputs)
-    with measurement_mode(module):
+    with as_called(module, inputs) as given:
         return _inspected(module, given, on_layer)
 
 

@@ -7,13 +7,14 @@ cache of transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.inputs.model_inputs import model_inputs
+from howsmooth.models.as_called import as_called
 from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.tolerance import relative_error
 from howsmooth.models.tracing.attention_hooks import plain_attention
@@ -47,10 +48,10 @@ class LogitsOfModel:
 
     """
 
-    def __init__(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> None:
         self.model = model
-        self.named = model_inputs(model, inputs).named
-        with measurement_mode(model):
+        with as_called(model, inputs) as given:
+            self.named = given.named
             output = run(model, self.named)
         #: The logits of the unchanged model, (rows, classes): one row for each token, or for the sequence.
         self.logits = self._rows(output)

@@ -209,7 +209,9 @@ class ModelParts:
         """Return True if a block is given embedded tokens. The block is the model itself if its attention
         lies in no smaller one, and the model may be given token ids.
         """
-        return bool(block.module) or any(t.is_floating_point() for t in self.given[0].named.values())
+        return bool(block.module) or any(
+            isinstance(t, Tensor) and t.is_floating_point() for t in self.given[0].named.values()
+        )
 
     def _input(self, block: Place) -> Place:
         """Return the point of the forward pass before a block; raise CaptureError if it has no tokens."""

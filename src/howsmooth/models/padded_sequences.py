@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -59,7 +60,7 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
 
     """
     other = given.named.get("decoder_attention_mask")
-    if other is not None and other.ndim == 2 and not bool((other != 0).all()):
+    if isinstance(other, Tensor) and other.ndim == 2 and not bool((other != 0).all()):
         raise ArgumentError(
             "decoder_attention_mask",
             expected="ones only",
@@ -68,7 +69,7 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
         )
     for name, (hides, of) in _PADDING.items():
         mask = given.named.get(name)
-        if mask is None or mask.ndim != 2:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
             continue
         masked = next((given.named[one] for one in of if one in given.named), mask)
         n = masked.shape[:2].numel() // given.batch  # either axis may be the first
@@ -103,14 +104,14 @@ def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterat
     given = padding.whole.named
     masked = {id(value) for name, value in given.items() if not name.startswith(_DECODER)}
     whole = replace(padding, real=torch.ones_like(padding.real))
-    cut: dict[int, Tensor] = {}  # by id: a tensor that is passed twice stays one tensor
+    cut: dict[int, Any] = {}  # by id: a tensor that is passed twice stays one tensor
     named = {
         name: cut.setdefault(
             id(value), _cut(name, value, padding if id(value) in masked else whole, sequence)
         )
         for name, value in given.items()
         # A two-dimensional mask of the decoder hides nothing here; others are cut like any tensor.
-        if name != padding.mask and not (name == "decoder_attention_mask" and value.ndim == 2)
+        if name != padding.mask and not (name == "decoder_attention_mask" and getattr(value, "ndim", 0) == 2)
     }
     if padding.mask == "attention_mask":
         named["attention_mask"] = torch.ones_like(padding.whole.named["attention_mask"][:1, real])
@@ -128,7 +129,9 @@ def one_by_one(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
     return [next(iter(without_padding(model, whole, i))) for i in range(given.batch)]
 
 
-def _cut(name: str, value: Tensor, padding: Padding, sequence: int) -> Tensor:
+def _cut(name: str, value: Any, padding: Padding, sequence: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
     real = padding.real[sequence]
     batch, n = padding.real.shape
     if name in _BETWEEN and value.ndim > 1 and value.shape[-2:] == (n, n):

@@ -29,6 +29,7 @@ from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.models.measurement_mode import set_permanently
 from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.recorder import own_copies
+from howsmooth.plain_modules import eager
 from howsmooth.watching import Call, StopForward, first_tokens, watched
 
 __all__ = ["ModelMap", "Output", "Passage", "Place", "copied", "frozen_copy", "observed", "replaced", "rows"]
@@ -338,6 +339,7 @@ class ModelMap(TokenMap):
 
         with ExitStack() as stack:
             stack.enter_context(one_backend())
+            stack.enter_context(eager())
             if x.dtype == torch.float64:
                 stack.enter_context(WithoutDowncast())
             for path, outputs in part.answers.items():

@@ -21,6 +21,7 @@ from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.plain_modules import eager
 from howsmooth.watching import Call, StopForward, watched
 
 __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
@@ -109,6 +110,7 @@ class CopiedModule:
             return core(index, seen.query, seen.key, seen.value)
 
         with ExitStack() as stack:
+            stack.enter_context(eager())
             if x.dtype == torch.float64:
                 stack.enter_context(WithoutDowncast())
             if core is not None:

@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from howsmooth.attention import TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
+from howsmooth.models.as_called import as_called
 from howsmooth.models.capture import capture
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs
-from howsmooth.models.measurement_mode import implementation
+from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
+from howsmooth.models.preserved_state import preserved_state
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
 from howsmooth.nn.monitoring.attention_calls import OwnAttention, OwnLayers
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
-from howsmooth.nn.monitoring.preserve_training_state import preserved_state
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.watching import first_tokens
@@ -117,9 +118,11 @@ def measured(
     one = _Measurement(model, step, layers, scope, accuracy)
     try:
         with preserved_state(model):
-            for number, given in enumerate(probes.of_model(model)):
-                for index, part in one.of_probe(number, given):
-                    rows.setdefault(index, []).append(part)
+            for number, inputs in enumerate(probes.inputs):
+                # Evaluation mode is what a monitor of a training is for.
+                with as_called(model, inputs, training=False) as given:
+                    for index, part in one.of_probe(number, given):
+                        rows.setdefault(index, []).append(part)
         return [
             _record(replace(blank, layer=index, name=parts[0].name), parts, accuracy, strict)
             for index, parts in sorted(rows.items())
@@ -136,9 +139,9 @@ def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> Non
     The attention layers are counted at the first probe input. A model that cannot be run now is not checked;
     its measurement says why.
     """
-    with preserved_state(model):
+    with preserved_state(model), measurement_mode(model):
         try:
-            places = _places(model, probes.of_model(model)[0])
+            places = _places(model, model_inputs(model, probes.inputs[0]))
         except Exception:
             return
     _indices(layers, len(places))
