@@ -34,7 +34,7 @@ from howsmooth.models.identification.model_part_map import (
     replaced,
     rows,
 )
-from howsmooth.models.identification.self_attention_module import moved_tokens
+from howsmooth.models.identification.self_attention_module import kept_tensors, moved_tokens
 from howsmooth.models.inputs.model_inputs import ModelInputs, embedding_of, takes_decoder_ids
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import one_by_one, padding_of
@@ -365,7 +365,9 @@ class ModelParts:
             try:
                 frozen = frozen_copy(self.model, dtype, device, idle=passage.idle, attention=attention)
                 found = ModelMap(frozen, self.given[0].named, passage, x[0])
+                kept = {name: (t, t._version) for name, t in kept_tensors(frozen).items()}
                 _verify(found, runs, x, depth)
+                _refuse_state([name for name, (t, version) in kept.items() if t._version != version])
             except HowsmoothError as error:
                 refused.append(str(error))
             except Exception as error:  # a model may raise any error with an attention it does not know
@@ -474,6 +476,15 @@ class _Run:
         if not found:
             raise CaptureError(f"The forward pass did not reach {self.end}.")
         return found[0]
+
+
+def _refuse_state(written: list[str]) -> None:
+    """Raise CaptureError if a model wrote into tensors that it keeps."""
+    if written:
+        raise CaptureError(
+            f"It writes into tensors that it keeps ({', '.join(written[:4])}), such as a cache of keys and "
+            "values, so that it has a state and no derivative. Switch that off for the measurement."
+        )
 
 
 def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:

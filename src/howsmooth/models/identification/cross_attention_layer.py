@@ -17,6 +17,7 @@ from howsmooth.attention.custom_code_attention import Core
 from howsmooth.errors import CaptureError, HowsmoothError
 from howsmooth.models.captured_layer import CrossSite
 from howsmooth.models.identification.candidate_maps import condition_of, heads_in, tail_of, width_of
+from howsmooth.models.identification.layer_trace import LayerTrace, trace_layer, whole_layer
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.replayed_attention import CopiedModule, ReplayedAttention
 from howsmooth.models.identification.self_attention_module import (
@@ -33,7 +34,6 @@ from howsmooth.models.identification.self_attention_module import (
 )
 from howsmooth.models.identification.verification import compare, own_values
 from howsmooth.models.tolerance import precision, tolerance
-from howsmooth.models.tracing.layer_trace import LayerTrace, trace_layer, whole_layer
 from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import ModuleReplay
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer

@@ -14,6 +14,7 @@ from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.candidate_maps import Hypothesis, hypotheses, norms_all_heads
+from howsmooth.models.identification.layer_trace import LayerTrace, trace_layer, whole_layer
 from howsmooth.models.identification.norm_and_residual_placement import Block, read_block, token_norm
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.self_attention_module import (
@@ -23,7 +24,6 @@ from howsmooth.models.identification.self_attention_module import (
 )
 from howsmooth.models.identification.verification import verify, verify_block
 from howsmooth.models.tolerance import precision
-from howsmooth.models.tracing.layer_trace import LayerTrace, trace_layer, whole_layer
 from howsmooth.models.tracing.module_replay import ModuleReplay
 from howsmooth.models.tracing.recorder import TracedLayer
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Compose, LayerNorm, RMSNorm, TokenMap
+from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.identification.residual_sums import (
     Factors,
     Target,
@@ -29,7 +30,6 @@ from howsmooth.models.identification.residual_sums import (
     scaled_sum,
 )
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tracing.recorder import is_norm
 
 __all__ = [

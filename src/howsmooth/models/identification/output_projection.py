@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
+from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.identification.norm_and_residual_placement import later_calls, plain_sums_of, sums_of
 from howsmooth.models.identification.qkv_projections import rows
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.recorder import is_linear, output_of
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall

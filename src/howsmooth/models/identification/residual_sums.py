@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Compose, LayerScale, Residual, TokenMap
+from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tolerance import one_operation, precision
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tracing.recorder import is_linear, is_norm
 
 __all__ = [

@@ -35,6 +35,7 @@ __all__ = [
     "check_finite",
     "find_self_attention",
     "first_line",
+    "kept_tensors",
     "moved_tokens",
     "obstacle_of",
     "tried_arguments",
@@ -166,7 +167,7 @@ def tried_arguments(
             try:
                 replay = ModuleReplay(call, x, batch)
                 alone = replay.of_first_sequence()
-                owned = _tensors_of(call.module)
+                owned = kept_tensors(call.module)
                 way, before = _repeated(alone, implementation)
                 if len(before.softmaxes) != traced_layer.softmaxes:
                     continue  # this module contains several layers
@@ -321,7 +322,7 @@ class _Cached(CaptureError):  # noqa: N818 - says what was found
     """The exception for a layer that reads its keys or values from a tensor that it keeps."""
 
 
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that a module keeps and that are no weights of it, by their names."""
     return {
         f"{path}.{name}".strip("."): tensor
