@@ -367,7 +367,7 @@ class ModelParts:
                 found = ModelMap(frozen, self.given[0].named, passage, x[0])
                 kept = {name: (t, t._version) for name, t in kept_tensors(frozen).items()}
                 _verify(found, runs, x, depth)
-                _refuse_state([name for name, (t, version) in kept.items() if t._version != version])
+                _refuse_state(found, [name for name, (t, version) in kept.items() if t._version != version])
             except HowsmoothError as error:
                 refused.append(str(error))
             except Exception as error:  # a model may raise any error with an attention it does not know
@@ -478,13 +478,23 @@ class _Run:
         return found[0]
 
 
-def _refuse_state(written: list[str]) -> None:
-    """Raise CaptureError if a model wrote into tensors that it keeps."""
-    if written:
+def _refuse_state(found: ModelMap, written: list[str]) -> None:
+    """Raise CaptureError if a model reads what it wrote into tensors that it keeps, so that a later run spoils
+    the derivative of an earlier one.
+    """
+    if not written:
+        return
+    z = found.x.clone().requires_grad_()
+    try:
+        with torch.enable_grad():
+            y = found(z)
+            found(z)
+        torch.autograd.grad(y.sum(), z)
+    except RuntimeError as error:
         raise CaptureError(
-            f"It writes into tensors that it keeps ({', '.join(written[:4])}), such as a cache of keys and "
-            "values, so that it has a state and no derivative. Switch that off for the measurement."
-        )
+            f"It writes into tensors that it keeps ({', '.join(written[:4])}) and reads them, as a cache of "
+            "keys and values, so that it has a state and no derivative. Switch this off for the measurement."
+        ) from error
 
 
 def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
