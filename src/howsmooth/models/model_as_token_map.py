@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
+from howsmooth.errors import ArgumentError, CaptureError, DerivativeError, HowsmoothError, reason
 from howsmooth.functional import register
-from howsmooth.jacobian.autodiff import moved_by_rounding
+from howsmooth.jacobian.autodiff import AutodiffJacobian, moved_by_rounding
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.float32_weights import computing_dtype, device_of, stored_dtype
 from howsmooth.models.identification.model_part_map import (
@@ -479,18 +479,16 @@ class _Run:
 
 
 def _refuse_state(found: ModelMap, written: list[str]) -> None:
-    """Raise CaptureError if a model reads what it wrote into tensors that it keeps, so that a later run spoils
-    the derivative of an earlier one.
+    """Raise CaptureError if a model reads what it wrote into tensors that it keeps, so that a later run
+    spoils the derivative of an earlier one.
     """
     if not written:
         return
-    z = found.x.clone().requires_grad_()
     try:
         with torch.enable_grad():
-            y = found(z)
-            found(z)
-        torch.autograd.grad(y.sum(), z)
-    except RuntimeError as error:
+            jacobian = AutodiffJacobian(found, found.x[None])
+            jacobian.adjoint_product(jacobian.product(found.x[None]))
+    except DerivativeError as error:
         raise CaptureError(
             f"It writes into tensors that it keeps ({', '.join(written[:4])}) and reads them, as a cache of "
             "keys and values, so that it has a state and no derivative. Switch this off for the measurement."
