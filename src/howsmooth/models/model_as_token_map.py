@@ -25,6 +25,7 @@ from howsmooth.models.captured_layer import Site
 from howsmooth.models.float32_weights import computing_dtype, device_of, stored_dtype
 from howsmooth.models.identification.model_part_map import (
     ModelMap,
+    ModelPart,
     Output,
     Passage,
     Place,
@@ -364,7 +365,7 @@ class ModelParts:
         for attention in _attentions(self.model, x.shape[1]):
             try:
                 frozen = frozen_copy(self.model, dtype, device, idle=passage.idle, attention=attention)
-                found = ModelMap(frozen, self.given[0].named, passage, x[0])
+                found = ModelMap(ModelPart(frozen, self.given[0].named, passage, x[0]))
                 kept = {name: (t, t._version) for name, t in kept_tensors(frozen).items()}
                 _verify(found, runs, x, depth)
                 _refuse_state(found, [name for name, (t, version) in kept.items() if t._version != version])
@@ -486,8 +487,8 @@ def _refuse_state(found: ModelMap, written: list[str]) -> None:
         return
     try:
         with torch.enable_grad():
-            jacobian = AutodiffJacobian(found, found.x[None])
-            jacobian.adjoint_product(jacobian.product(found.x[None]))
+            jacobian = AutodiffJacobian(found, found.own.x[None])
+            jacobian.adjoint_product(jacobian.product(found.own.x[None]))
     except DerivativeError as error:
         raise CaptureError(
             f"It writes into tensors that it keeps ({', '.join(written[:4])}) and reads them, as a cache of "
@@ -503,9 +504,13 @@ def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
     what the output does if the tokens move by one machine epsilon.
     """
     # A margin may be close to zero, so that its logits are compared.
-    output = replace(found.passage.output, kind="logits") if found.passage.output.kind == "margin" else None
+    output = (
+        replace(found.own.passage.output, kind="logits")
+        if found.own.passage.output.kind == "margin"
+        else None
+    )
     plain = found if output is None else found.reading(output)
-    of = plain.passage.output.of
+    of = plain.own.passage.output.of
     with notice_downcasts(x.dtype) as downcasts:
         own = [of(one.returned) for one in runs]
         moved = moved_tokens(x)

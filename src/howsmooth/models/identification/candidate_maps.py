@@ -202,15 +202,7 @@ def _replayed(
     )
 
     def replayed(part: CopiedModule, width: int, within: ReplayedAttention | None) -> ReplayedAttention:
-        return ReplayedAttention(
-            part,
-            d=trace.x.shape[-1],
-            d_out=width,
-            heads=heads_in(trace),
-            n=trace.x.shape[1],
-            causal=causal,
-            inner=within,
-        )
+        return ReplayedAttention(part, d_out=width, heads=heads_in(trace), causal=causal, inner=within)
 
     heads, projection = None, output.projection
     if projection is not None:

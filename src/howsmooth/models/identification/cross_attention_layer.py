@@ -62,15 +62,21 @@ class _OneArgument(CopiedModule):
     ) -> _OneArgument:
         return _OneArgument(super().to(dtype=dtype, device=device), self.side)
 
-    def argument(self) -> Tensor:
-        """Return the captured argument: the tokens, the memory, or both."""
+    @property
+    def x(self) -> Tensor:
+        """The captured argument: the tokens, the memory, or both."""
         x, memory = self.call.tokens()[0], _memory_of(self.call)
         if self.side != "joint":
             return (x if self.side == "queries" else memory).clone()
         width = max(x.shape[1], memory.shape[1])
         return torch.cat([pad(t, (0, width - t.shape[1])) for t in (x, memory)])
 
-    def run(self, x: Tensor, core: Core | None) -> Tensor:
+    def describe(self) -> str:
+        """Return a phrase for messages and reports."""
+        kind = type(self.call.module).__name__
+        return f"the model's own cross-attention {kind}, as {_OF_SIDE[self.side]}"
+
+    def run(self, x: Tensor, core: Core | None = None) -> Tensor:
         own, memory = self.call.tokens()[0], _memory_of(self.call)
         if self.side == "queries":
             own = x
@@ -86,16 +92,6 @@ _OF_SIDE = {
     "memory": "a function of its memory at fixed queries",
     "joint": "a function of its queries' tokens and its memory",
 }
-
-
-class _CrossMap(ReplayedAttention):
-    """A copied cross-attention module as a map of one or both of its sequences, differentiated by PyTorch."""
-
-    def describe(self) -> str:
-        """Return a phrase that describes the map, for messages and reports."""
-        assert isinstance(self.layer, _OneArgument)
-        kind = type(self.layer.call.module).__name__
-        return f"the model's own cross-attention {kind}, as {_OF_SIDE[self.layer.side]}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,10 +110,8 @@ class VerifiedCrossLayer:
         """Return the layer as a map of the query tokens, of the memory (the sequence that gives the keys and
         values), or of both, and the tokens (n, d) that it was given.
         """
-        layer = _OneArgument(self.copied, side)
-        z = layer.argument()
-        f = _CrossMap(layer, d=z.shape[1], d_out=self.d_out, heads=self.heads, n=len(z), causal=False)
-        return f, z
+        part = _OneArgument(self.copied, side)
+        return ReplayedAttention(part, d_out=self.d_out, heads=self.heads, causal=False), part.x
 
     def site(self, side: str, sequence: int | None) -> CrossSite:
         """Return the captured layer with its inputs, as a map of the query tokens, of the memory (the
