@@ -1069,6 +1069,7 @@ CASES: dict[str, Case] = {
         Decoder,
         _flat(_noise(BATCH, N, D)),
         **_layer("layers.1", "attention", "o", "norm1", "norm2", (Spot("layers.0"),)),
+        expected={"model": "measured, or refused: one at a time"},
         layer=2,
         blocks="layers",
     ),
@@ -1077,7 +1078,7 @@ CASES: dict[str, Case] = {
         _flat(_noise(BATCH, N, D)),
         **_layer("layers.1", "cross", "o", "norm2", "norm3", (Spot("layers.0"),)),
         layer=3,
-        expected=_CROSS,
+        expected={**_CROSS, "model": "measured, or refused: one at a time"},
         blocks="layers",
     ),
     "multihead by hand": _stack(

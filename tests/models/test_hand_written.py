@@ -8,12 +8,10 @@ is in the cases.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
 from functools import cache
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 import howsmooth as hs
 from tests._hand_written import CASES, Spot
@@ -21,46 +19,10 @@ from tests._judge import HEAD, Verdict, _own, judge, truths, verdict, ways_of
 
 PAIRS = [(name, way) for name in CASES for way in ways_of(name)]
 #: Attention alone, which takes a fraction of a second.
-FAST = [(name, "plain") for name in CASES if name != "flex"] + [
+FAST = [(name, "plain") for name in CASES] + [
     (name, "forward") for name in ("nanogpt flash", "llama2.c", "mistral", "timm vit", "post-norm", "latent")
 ]
 _once = cache(judge)
-
-_MIXED = ("talking heads", "talking before", "talking after")
-_UNKNOWN = (*_MIXED, "linear attention", "exp and sum", "meta llama", "cache buffer", "flex")
-_WHOLE = ("lucidrains vit", "self-attention of a decoder", "cross-attention of a decoder")
-#: What is missing: the way of calling, and of which modules it fails, or of which others it does not.
-UNMET = {
-    "plain": {*_UNKNOWN, *_WHOLE},
-    "training": {*_UNKNOWN, *_WHOLE},
-    "forward": {*CASES} - {"post-norm", "shared weights"},
-    "compiled": {*CASES},
-    "blocks compiled": {*CASES},
-    "data parallel": {*CASES} - {"mistral"},
-    "bfloat16": {
-        *_UNKNOWN, *_WHOLE, "mistral", "nanogpt flash", "nanogpt plain", "x-transformers",
-        "x-transformers memory", "x-transformers talking",
-    },
-}  # fmt: skip
-WRONG = {
-    "plain": {"flex"},
-    "training": {"flex"},
-    "forward": {
-        "alibi", "cosine", "flex", "l2", "latent", "llama2.c", "llama2.c plain", "mingpt", "mistral",
-        "nanogpt flash", "nanogpt plain", "parallel", "sandwich", "sliding window", "t5", "timm vit",
-        "timm vit plain",
-    },
-    "bfloat16": {"mistral"},
-}  # fmt: skip
-
-
-def _today(
-    pairs: list[tuple[str, str]], failing: Mapping[str, Collection[str]], reason: str
-) -> list[ParameterSet]:
-    mark = pytest.mark.xfail(strict=True, reason=reason)
-    return [
-        pytest.param(name, way, marks=mark if name in failing.get(way, ()) else ()) for name, way in pairs
-    ]
 
 
 def _wrong(found: list[Verdict]) -> str:
@@ -77,10 +39,7 @@ def _unexpected(name: str, found: list[Verdict]) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    _today(FAST, UNMET | {"plain": UNMET["plain"] - {*_WHOLE}}, "not measured, or not as it is"),
-)
+@pytest.mark.parametrize(("name", "way"), FAST)
 def test_attention(name: str, way: str) -> None:
     found = judge(name, way, ("attention",))
     assert not _wrong(found), _wrong(found)
@@ -88,14 +47,14 @@ def test_attention(name: str, way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "way"), _today(PAIRS, WRONG, "a wrong number, or no error of the library"))
+@pytest.mark.parametrize(("name", "way"), PAIRS)
 def test_no_number_is_wrong(name: str, way: str) -> None:
     found = _once(name, way)
     assert not _wrong(found), _wrong(found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "way"), _today(PAIRS, UNMET, "not measured, or refused for another reason"))
+@pytest.mark.parametrize(("name", "way"), PAIRS)
 def test_what_can_be_measured_is_and_the_rest_is_refused_with_its_reason(name: str, way: str) -> None:
     found = _once(name, way)
     assert not _unexpected(name, found), _unexpected(name, found)

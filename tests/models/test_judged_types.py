@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-
 import pytest
-from _pytest.mark import ParameterSet
 
 from tests._judge import Verdict
 from tests._judged_types import (
@@ -24,11 +21,6 @@ _LEAKS = {
     "as it is called": "measured, or refused: differ",
     "use_cache=True": "measured, or refused: differ",
 }
-
-
-def _failing(every: Iterable[str], failing: Collection[str], reason: str) -> list[ParameterSet]:
-    mark = pytest.mark.xfail(strict=True, reason=reason)
-    return [pytest.param(one, marks=mark if one in failing else ()) for one in every]
 
 
 def _faults(found: list[Verdict], expected: str | None = None) -> str:
@@ -52,14 +44,14 @@ def test_a_whole_model(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", _failing(CALLED_WAYS, {*CALLED_WAYS} - {"training"}, "refused"))
+@pytest.mark.parametrize("way", CALLED_WAYS)
 @pytest.mark.parametrize("name", CALLED)
 def test_wrapped(name: str, way: str) -> None:
     faults = _faults(judge_type(name, way))
     assert not faults, faults
 
 
-@pytest.mark.parametrize("how", _failing(CACHES, {*CACHES} - {"a mask of ones"}, "another mask, or refused"))
+@pytest.mark.parametrize("how", CACHES)
 @pytest.mark.parametrize("name", others_slow(["llama", "mistral", "gemma2", "gpt2"], ["llama"]))
 def test_packed_documents_leak_where_the_model_leaks(name: str, how: str) -> None:
     faults = _faults(judge_packed(name, how), _LEAKS.get(how, "measured"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +52,14 @@ _LONG = 1024
 _SHIFTS = 2
 
 
+# How many places before the first block are tried as the place of the embedded tokens.
+_EARLIER = 4
+
+
+class _PassedBy(CaptureError):  # noqa: N818 - says what was found
+    """The exception for a first point that what enters the model also passes by."""
+
+
 class ModelParts:
     """The parts of a model, each as a map from the tokens at one point of the forward pass to the tokens at a
     later point. The points are the embeddings, the inputs and outputs of the Transformer blocks, and the
@@ -91,6 +99,7 @@ class ModelParts:
         calls: dict[nn.Module, int] = {}
         # Calls of embedding tables, each with its number among the calls of the table, and what it is given.
         self._embedded: list[tuple[nn.Embedding, int, object]] = []
+        self._early: list[Place] = []  # tokens before the first block, which may be those of the whole model
         self._ids = given.named.get("input_ids") if self._known else next(iter(given.named.values()))
 
         def starts(call: Call) -> None:
@@ -99,6 +108,8 @@ class ModelParts:
                 self._embedded.append((call.module, call.number, call.args[0] if call.args else None))
 
         def ends(call: Call) -> None:
+            if not self.blocks and isinstance(call.output, Tensor) and call.output.ndim == 3:
+                self._early.append(Place(call.name, "output", call.number))
             if call.module is model:
                 self._returns_hidden = getattr(call.output, "last_hidden_state", None) is not None
 
@@ -117,7 +128,14 @@ class ModelParts:
         of = {None: "its", "queries": "its decoder's", "memory": "its encoder's"}[self.side]
         start, end, read = self._embeddings(), self._end(output), self.output(output, last_token=last_token)
         words = f"from {of} embeddings to its {_in_words(read)}"
-        return self._site("model", start, end, read, None, None, words)
+        try:
+            return self._site("model", start, end, read, None, None, words)
+        except _PassedBy:
+            # A residual around the first block: the tokens enter it a little earlier.
+            for earlier in reversed(self._early[-_EARLIER:]):
+                with suppress(_PassedBy):
+                    return self._site("model", earlier, end, read, None, None, words)
+            raise
 
     def output(self, output: str, *, last_token: bool = False) -> Output:
         """Return the :class:`Output` with a given name, such as "hidden", "logits" or "margin".
@@ -334,10 +352,7 @@ class ModelParts:
             embeddings = self._embeddings()
         except CaptureError:
             return
-        if embeddings != run.start:
-            with replaced(self.model, embeddings, moved_tokens):
-                other = run.moved(run.tokens)
-        elif self.blocks and run.start == replace(self.blocks[0], side="input"):  # images, audio, or tokens
+        if self.blocks and embeddings == replace(self.blocks[0], side="input"):  # images, audio: no table
             named = {
                 name: moved_tokens(one) if isinstance(one, Tensor) and one.is_floating_point() else one
                 for name, one in run.given.named.items()
@@ -346,11 +361,14 @@ class ModelParts:
             changed = copy.copy(run)
             changed.given = replace(run.given, named={**run.given.named, **named})
             other = changed.moved(run.tokens)
+        elif embeddings != run.start:
+            with replaced(self.model, embeddings, moved_tokens):
+                other = run.moved(run.tokens)
         else:
             return
         own, other = output.of(run.returned), output.of(other)
         if not relative_error(other, own) <= tolerance(precision(torch.float32)):
-            raise CaptureError(
+            raise _PassedBy(
                 f"{type(self.model).__name__} is not captured from {run.start}: its output also depends on "
                 "what enters the model past that point, such as by a residual around it. Write a module of "
                 "its embedded tokens x, and measure it with hs.local_lipschitz(module, x)."

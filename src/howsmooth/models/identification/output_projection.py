@@ -88,7 +88,7 @@ def _what_lies_between(trace: LayerTrace, call: ModuleCall, *, outside: bool) ->
     says what lies between.
     """
     around = (c for c in trace.after if c is not call and _holds(c.module, trace.layer.module))
-    returned = outside and any(_alike(c.output, call.output) for c in around)
+    returned = outside and any(_alike(t, call.output) for t in (trace.output, *(c.output for c in around)))
     sums = plain_sums_of(trace, call)
     if (returned or next(sums, None) is not None) and (not outside or _by_token(call)):
         return ""
