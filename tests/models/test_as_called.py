@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import howsmooth as hs
 from howsmooth.bounds.radius import robust_radius
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models import capture, inspect
+from howsmooth.models import capture, inspect_model
 from howsmooth.models.key_value_perturbations import LogitsOfModel
 from tests._tiny_models import token_ids
 
@@ -377,7 +377,7 @@ def test_every_door_measures_the_call() -> None:
     assert not depth.equals(apart)
     logits = LogitsOfModel(model, PACKED).logits
     assert torch.allclose(logits, model(**PACKED).logits[0], rtol=1e-4, atol=1e-4)
-    assert [site.masking for site in inspect(model, PACKED).sites] == ["causal", "causal"]
+    assert [site.masking for site in inspect_model(model, PACKED).sites] == ["causal", "causal"]
 
 
 class Wrapper(nn.Module):

@@ -1,7 +1,8 @@
 """Load text, vision and audio models, and capture their attention layers as maps of the tokens.
 
 ``loading`` loads a model by its name, and ``inputs`` makes its inputs from images, token ids or
-embeddings. ``capture`` runs the model once, in ``measurement_mode``, which restores the model afterwards.
+embeddings. ``capture`` runs the model once, in ``measurement_mode``, which restores the model afterwards;
+``as_called`` compares this run with the model as its user calls it.
 ``tracing`` finds every softmax attention of that forward pass and keeps the module calls around it.
 ``identification`` then runs each layer by itself, finds the map that it computes, and verifies the map
 against the model's own numbers. The result is a ``site``: the map of one layer, and its tokens. ``inspect``

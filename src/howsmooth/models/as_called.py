@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -72,8 +74,9 @@ def _compared(model: nn.Module, given: ModelInputs, training: bool) -> ModelInpu
     plain: Any = None  # what the model returns as it is measured
 
     def returned(named: Mapping[str, Any], keep: Collection[str] = (), drawn: int = 0) -> Any:
-        with measurement_mode(model, keep), quiet():
-            torch.rand(drawn, device=device_of(model))
+        with preserved_state(model), measurement_mode(model, keep), quiet():
+            if drawn:  # other random numbers then follow
+                torch.rand(drawn, device=device_of(model)), random.random(), np.random.rand()  # noqa: NPY002
             return model(**own_copies(named)) if "precision" in keep else run(model, named)
 
     def attempt(*how: Any) -> Any:
@@ -85,9 +88,7 @@ def _compared(model: nn.Module, given: ModelInputs, training: bool) -> ModelInpu
     def error(called: Any) -> float:
         nonlocal plain
         plain = returned(given.named) if plain is None else plain
-        return (
-            0.0 if called is None else _difference(called, plain, None if padding is None else padding.real)
-        )
+        return _difference(called, plain, None if padding is None else padding.real)
 
     def check(called: Any, user: str, measured: str, remedy: str, allowed: float = _SINGLE) -> None:
         if called is not None and not error(called) <= allowed:
@@ -122,11 +123,9 @@ def _compared(model: nn.Module, given: ModelInputs, training: bool) -> ModelInpu
         remedy = "Use and measure model.float(), without autocast."
         check(called, "in half precision", "in float32", remedy, _HALF)
     if training and trained:
-        with preserved_state(model):
-            called = attempt(given.named, {"training"})
+        called = attempt(given.named, {"training"})
         if called is not None and error(called) > _SINGLE:
-            with preserved_state(model):
-                again = attempt(given.named, {"training"}, 1009)  # with other random numbers
+            again = attempt(given.named, {"training"}, 1009)
             if again is not None and _difference(called, again) <= _SINGLE:
                 remedy = "No random numbers cause this. Call model.eval() first."
                 check(called, "in training mode", "in evaluation mode", remedy)

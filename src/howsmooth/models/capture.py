@@ -50,21 +50,24 @@ def capture(
 
     In the scopes ``"span"`` and ``"model"`` the map is a whole part of the model instead, one for all layers.
 
-    The model runs once, in evaluation mode (no dropout), without gradients and without a cache; afterwards
-    its settings are restored. Then each layer runs by itself. Its structure is found by comparing numbers,
-    and its map is compared with the layer's own output, at these tokens and at changed ones. So every map
-    that is returned agrees with the model to float precision, including the mask.
+    The model runs in evaluation mode (no dropout), without gradients and without a cache; afterwards its
+    settings are restored. Where these settings can matter, one run more shows whether the model gives the
+    same as it is called; a cache that matters stays on. Then each layer runs by itself. Its structure is
+    found by comparing numbers, and its map is compared with the layer's own output, at these tokens and at
+    changed ones. So every map that is returned agrees with the model to float precision, including the mask.
 
     Parameters
     ----------
     model
         Any PyTorch module that computes softmax attention: a transformers model, a model from
-        :func:`~howsmooth.models.load_model`, ``torch.nn.TransformerEncoder``, or your own module. A model in
-        bfloat16 or float16 is captured in float32, one layer at a time, with the results of
-        ``model.float()``; ``Site.stored`` says so.
+        :func:`~howsmooth.models.load_model`, ``torch.nn.TransformerEncoder``, or your own module, also inside
+        of ``torch.compile``, ``DataParallel`` or PEFT's ``PeftModel``. A model in bfloat16 or float16 is
+        captured in float32, one layer at a time, with the results of ``model.float()``; ``Site.stored`` says
+        so.
     inputs
         Token ids (batch, n), or a dict of the model's inputs; for a module that is not a transformers model,
-        its first argument or a dict of its arguments by name. An encoder-decoder without
+        its first argument or a dict of its arguments by name. A dict may have numbers, words, True, False and
+        None beside tensors, such as ``use_cache=False``. An encoder-decoder without
         ``decoder_input_ids`` gets the same tokens in its decoder. Sequences that are padded according to
         ``attention_mask`` (or torch's ``key_padding_mask``) are captured one by one, without the padding.
     layers
@@ -107,7 +110,8 @@ def capture(
         If an argument is not of the kind described above.
     CaptureError
         If a layer computes something that is not recognised, or its verification fails; the message names
-        the obstacle. A map that was not verified is never returned.
+        the obstacle. A map that was not verified is never returned. Also if the model as it is called gives
+        other outputs than as it is measured: in training mode, with a cache, in half precision.
 
     """
     module = module_of(model)
