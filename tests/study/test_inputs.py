@@ -17,15 +17,14 @@ from transformers import ViTConfig, ViTModel
 import howsmooth as hs
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, StoreError, TextError
-from howsmooth.models import load_model
-from howsmooth.models.sequence_datasets import image_inputs
-from howsmooth.study.input_sequences import TextFeed, sequence_starts
+from howsmooth.models import image_inputs, load_model
+from howsmooth.study.input_sequences import TokenFeed, sequence_starts
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.window_placement import arrange
-from tests._study import contents_of, make_plan, make_tools, overlapping, rows_of
+from tests._study import contents_of, make_plan, overlapping, rows_of
 
 IMAGES = InputSpec("images", ("builtin",))
 
@@ -137,7 +136,7 @@ def test_windows_stay_within_the_sequences_of_a_file_and_apart(seed: int) -> Non
 
 
 def test_texts_are_placed_as_ever() -> None:
-    feed = TextFeed(torch.arange(400), torch.zeros(0), "", make_tools()[0].load_model("small").tokenizer, "")
+    feed = TokenFeed(torch.arange(400), ((0, 400),), "")
     assert sequence_starts(feed, (4, 8), 3, 5, {}) == arrange(400, (4, 8), 3, 5)
 
 

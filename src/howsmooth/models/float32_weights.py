@@ -39,46 +39,38 @@ _Place = tuple[dict[str, Any], str, Tensor]
 
 
 def stored_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which the weights of a module are stored.
-
-    If weights differ in dtype, it is a half precision if any weight has one, else the dtype of the first.
+    """Return the dtype in which the weights of a module are stored: if they differ, a half precision if any
+    weight has one, else the dtype of the first.
     """
     found = [p.dtype for p in module.parameters() if p.is_floating_point()]
     return next((dtype for dtype in found if dtype in HALF), found[0] if found else torch.float32)
 
 
 def computing_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which a module is run, which is float32 for weights in half precision.
-
-    Otherwise it is the dtype of the weights.
-    """
+    """Return the dtype in which a module is run: float32 for weights in half precision, else their dtype."""
     stored = stored_dtype(module)
     return torch.float32 if stored in HALF else stored
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device on which a model expects its inputs.
-
-    It is the device of the first weights or, if accelerate loads them for each call, the device to which it
-    loads them.
+    """Return the device on which a model expects its inputs: that of the first weights or, if accelerate
+    loads them for each call, the one to which it loads them.
     """
     first = next((t for t in (*model.parameters(), *model.buffers())), None)
     if first is None or not first.is_meta:
         return torch.device("cpu") if first is None else first.device
-    hooks: Iterator[Any] = (getattr(module, "_hf_hook", None) for module in model.modules())
-    return torch.device(next((hook.execution_device for hook in hooks if _offloads(hook)), "meta"))
+    modules: Iterator[Any] = filter(_offloaded, model.modules())
+    return torch.device(next((module._hf_hook.execution_device for module in modules), "meta"))
 
 
 def has_weights(model: nn.Module) -> bool:
     """Return True if all weights of a model are in memory or will be loaded when a module runs."""
-    modules = model.modules()
-    missing = (m for m in modules if any(p.is_meta for p in m.parameters(recurse=False)))
-    return all(_offloads(getattr(module, "_hf_hook", None)) for module in missing)
+    missing = (m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False)))
+    return all(map(_offloaded, missing))
 
 
 def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -> None:
-    """Add the stored weights of a model to a digest of :mod:`hashlib`, except the weights with the names
-    ``without``.
+    """Add the stored weights of a model to a digest of :mod:`hashlib`, but for those named in ``without``.
 
     Numbers that float32 holds exactly are added in float32, so that a model loaded in a wider dtype than that
     of its file has the same digest. Weights that accelerate keeps elsewhere are loaded one module at a time.
@@ -129,29 +121,25 @@ def without_origin(config: Any) -> Any:
 
 @contextmanager
 def weights_in_memory(*modules: nn.Module) -> Iterator[None]:
-    """Return a context manager that loads the weights of some modules and converts half precision
-    to float32.
-    """
+    """Load the weights of some modules, and convert half precision to float32."""
     every = {id(part): part for module in modules for part in module.modules()}.values()
     with ExitStack() as stack:
-        for part in every:
-            if _offloads(getattr(part, "_hf_hook", None)):
-                stack.enter_context(_loaded(part))
+        for part in filter(_offloaded, every):
+            stack.enter_context(_loaded(part))
         # Loading replaces the parameters, so they are listed only after it.
         stack.enter_context(_widened(_places(every)))
         yield
 
 
-def _offloads(hook: Any) -> bool:
-    """Return True if a hook of accelerate loads the weights of its module for each call."""
+def _offloaded(module: nn.Module) -> bool:
+    """Whether a hook of accelerate loads the weights of a module for each call."""
+    hook: Any = getattr(module, "_hf_hook", None)
     return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
 
 
 @contextmanager
 def _loaded(module: Any) -> Iterator[None]:
-    """Return a context manager that keeps in memory the weights that accelerate would otherwise load for each
-    call of a module.
-    """
+    """Keep in memory the weights that accelerate would otherwise load for each call of a module."""
     module._hf_hook.pre_forward(module)
     try:
         with _unhooked(module):
@@ -162,9 +150,7 @@ def _loaded(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _unhooked(module: Any) -> Iterator[None]:
-    """Return a context manager that disables the hook with which accelerate loads the weights of a module for
-    each call.
-    """
+    """Disable the hook with which accelerate loads the weights of a module for each call."""
     hooked = module.forward
     module.forward = module._old_forward
     try:
@@ -175,7 +161,7 @@ def _unhooked(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _widened(places: Iterable[_Place]) -> Iterator[None]:
-    """Return a context manager that replaces half-precision parameters and buffers by float32 copies.
+    """Replace half-precision parameters and buffers by float32 copies.
 
     Each module is given another tensor, and the stored tensor stays as it is: a change of its dtype, even for
     a moment, would make autograd forget the hooks by which data-parallel training reduces its gradient.
@@ -195,21 +181,14 @@ def _widened(places: Iterable[_Place]) -> Iterator[None]:
 
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[_Place]:
-    """Yield the parameters and buffers of some modules, each with the dict that holds it and its name in the
-    dict.
-    """
     for module in modules:
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, t in list(table.items()):
-                if t is not None:
-                    yield table, name, t
+        for table in (module._parameters, module._buffers):
+            yield from ((table, name, t) for name, t in list(table.items()) if t is not None)
 
 
 @contextmanager
 def float32_layers(model: nn.Module) -> Iterator[None]:
-    """Return a context manager in which each layer of a half-precision model runs in float32, and other
-    models are unchanged.
+    """Let each layer of a half-precision model run in float32; other models are unchanged.
 
     The weights of the members of module lists, and of embedding tables, linear maps and attention outside of
     them, are widened during their calls. The few others are widened for the whole context, because the code
@@ -233,13 +212,11 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
     of_layers = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
     others = [place for place in _places(model.modules()) if id(place[2]) not in of_layers]
     with _widened(others), ExitStack() as hooks:
-        for part in model.modules():
-            if _offloads(getattr(part, "_hf_hook", None)):
-                hooks.enter_context(_unhooked(part))
+        for part in filter(_offloaded, model.modules()):
+            hooks.enter_context(_unhooked(part))
         try:
             for layer in layers:
-                before = layer.register_forward_pre_hook(starts, prepend=True, with_kwargs=True)
-                hooks.enter_context(before)
+                hooks.enter_context(layer.register_forward_pre_hook(starts, prepend=True, with_kwargs=True))
                 # The weights go back also after a layer that raises an exception.
                 hooks.enter_context(layer.register_forward_hook(ends, always_call=True))
             yield
@@ -249,28 +226,21 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a model, each of which is converted to float32, or loaded, as a whole.
-
-    They are the entries of module lists, and all other embeddings, linear maps, attention in the
-    layout of torch.nn, and modules that accelerate loads.
+    """Yield the layers of a model, each of which is converted to float32, or loaded, as a whole: the members
+    of module lists, and all other embeddings, linear maps, attention in the layout of torch.nn, and modules
+    that accelerate loads.
     """
     if _in_torch_layout(module):
         return
     for child in module.children():
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if (
-            listed
-            or isinstance(child, nn.Embedding | nn.Linear)
-            or _in_torch_layout(child)
-            or _offloads(getattr(child, "_hf_hook", None))
-        ):
+        whole = listed or isinstance(child, nn.Embedding | nn.Linear)
+        if whole or _in_torch_layout(child) or _offloaded(child):
             yield child
         else:
             yield from _layers(child)
 
 
 def _in_torch_layout(module: nn.Module) -> bool:
-    """Return True if an attention module, like nn.MultiheadAttention, uses its output projection without
-    calling it.
-    """
+    """Whether an attention module, like nn.MultiheadAttention, uses its output projection without a call."""
     return hasattr(module, "in_proj_weight")

@@ -1,6 +1,4 @@
-"""The function ``load_model``, which loads a model and its tokenizer from a folder, the Hugging Face Hub or
-this package.
-"""
+"""Loading of a model and its tokenizer from a folder, the Hugging Face Hub or this package."""
 
 from __future__ import annotations
 
@@ -30,17 +28,24 @@ from howsmooth.models.float32_weights import (
     stored_dtype,
     without_origin,
 )
+from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.model_inputs import (
     check_model,
+    in_dtype,
     max_length,
     model_inputs,
     takes_decoder_ids,
     vocabulary_size,
 )
-from howsmooth.models.inputs.submodels_by_modality import choose_part, modality_of, named_parts
+from howsmooth.models.inputs.submodels_by_modality import MODALITIES, choose_part, modality_of, named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.model_location import Place, find
-from howsmooth.models.loading.processors import ImagePreparation, audio_sample, image_preparation
+from howsmooth.models.loading.processors import (
+    ImagePreparation,
+    Preparation,
+    audio_sample,
+    image_preparation,
+)
 from howsmooth.models.loading.safety_checks import check_files, forget_implementations
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
@@ -49,7 +54,7 @@ from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.module_call_tracer import attention_layers
 from howsmooth.seeds import torch_seed
 
-__all__ = ["LoadedModel", "builtin_names", "load_model"]
+__all__ = ["LoadedModel", "builtin_names", "image_inputs", "load_model", "preparation_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +90,7 @@ class LoadedModel:
     obstacle: str = ""
     #: How images become inputs of the model; for an audio model the inputs that stand for noise, if
     #: transformers can make them; None for other models.
-    preparation: ImagePreparation | dict[str, Tensor] | None = None
+    preparation: Preparation = None
     #: In what it differs from the model of this name: its part, "random init" and "as decoder".
     variant: str = ""
 
@@ -168,21 +173,7 @@ def load_model(
         If there is no such model, or it cannot be read, run or used as requested.
 
     """
-    if not isinstance(name, str | os.PathLike) or not os.fspath(name).strip():
-        module = isinstance(name, nn.Module)
-        raise ArgumentError(
-            "name",
-            expected="a built-in name, a folder or a Hub id",
-            got=f"a module, {type(name).__name__}" if module else repr(name),
-            remedy="Functions that take a model take a module as it is." if module else "",
-        )
-    if dtype not in (None, torch.float32, torch.float64, *HALF):
-        expected = "torch.float32, torch.float64, torch.bfloat16, torch.float16 or None"
-        raise ArgumentError("dtype", expected=expected, got=str(dtype))
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ArgumentError("seed", expected="an integer from 0 to 2**63 - 1", got=repr(seed))
-    if part is not None and (not isinstance(part, str) or not part.strip()):
-        raise ArgumentError("part", expected="None or the name of a part", got=repr(part))
+    _check_arguments(name, dtype, seed, part)
     target = _device(device)
     with quiet():
         place = find(os.fspath(name), random_init=random_init)
@@ -215,9 +206,7 @@ def load_model(
         tokenizer, tokenizer_source = _tokenizer(place, random_init, tokenizer_text, modality, size or 0)
         fingerprint = _fingerprint(model, unread, tokenizer)
     role = ", run as a decoder with its causal mask" if as_decoder else ""
-    weights = (
-        f"untrained weights (random initialisation, seed {seed}), configuration of " if random_init else ""
-    )
+    drawn = f"untrained weights (random initialisation, seed {seed}), configuration of "
     of = f"the part {path} of " if path else ""
     return LoadedModel(
         name=str(name),
@@ -226,7 +215,7 @@ def load_model(
         tokenizer=tokenizer,
         tokenizer_source=tokenizer_source,
         stored=stored_dtype(model) if random_init or in_file is None else in_file,
-        source=f"{weights}{of}{place.sentence}{role}{short and f', {short}'}",
+        source=f"{drawn * random_init}{of}{place.sentence}{role}{short and f', {short}'}",
         fingerprint=fingerprint,
         max_length=max_length(model) if text else None,
         vocab_size=size,
@@ -242,21 +231,81 @@ def load_model(
     )
 
 
+def image_inputs(
+    model: LoadedModel, images: object = "builtin", *, size: int | tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """Return the inputs of a vision model for a sequence of images.
+
+    Parameters
+    ----------
+    model
+        A vision model, or the vision part of one, from :func:`load_model`.
+    images
+        As for :func:`~howsmooth.models.inputs.image_sources.load_images`; the batch has all of these images.
+    size
+        Height and width in pixels, or one number for both; by default the size of the model. Not every model
+        accepts other sizes.
+
+    Returns
+    -------
+    dict
+        ``pixel_values`` (batch, channels, height, width) in the dtype of the model, for
+        :func:`~howsmooth.models.capture`.
+
+    Raises
+    ------
+    ModelError
+        If the model takes no images.
+    ArgumentError
+        If the images cannot be read.
+
+    """
+    preparation = preparation_of(model)
+    pair = (size, size) if isinstance(size, int) else size
+    return in_dtype(model.model, preparation.prepared(list(load_images(images)), pair))
+
+
+def preparation_of(model: LoadedModel) -> ImagePreparation:
+    """Return the image processor of a model; raise ModelError if the model takes other inputs."""
+    if not isinstance(model.preparation, ImagePreparation):
+        raise ModelError(
+            f"{model.name!r} ({type(model.model).__name__}) takes {MODALITIES[model.modality]}, not images. "
+            "If it has a part for that, choose it with part (--part vision)."
+        )
+    return model.preparation
+
+
+def _check_arguments(name: object, dtype: object, seed: object, part: object) -> None:
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name).strip():
+        module = isinstance(name, nn.Module)
+        raise ArgumentError(
+            "name",
+            expected="a built-in name, a folder or a Hub id",
+            got=f"a module, {type(name).__name__}" if module else repr(name),
+            remedy="Functions that take a model take a module as it is." if module else "",
+        )
+    if dtype not in (None, torch.float32, torch.float64, *HALF):
+        expected = "torch.float32, torch.float64, torch.bfloat16, torch.float16 or None"
+        raise ArgumentError("dtype", expected=expected, got=str(dtype))
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ArgumentError("seed", expected="an integer from 0 to 2**63 - 1", got=repr(seed))
+    if part is not None and (not isinstance(part, str) or not part.strip()):
+        raise ArgumentError("part", expected="None or the name of a part", got=repr(part))
+
+
 def _device(device: str | torch.device) -> torch.device:
     try:
         target = torch.device(device)
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ArgumentError(
-            "device", expected="a device that PyTorch can use here, such as 'cpu'", got=str(device)
-        ) from error
+        expected = "a device that PyTorch can use here, such as 'cpu'"
+        raise ArgumentError("device", expected=expected, got=str(device)) from error
     if target.type == "meta":
         raise ArgumentError("device", expected="a device that holds numbers, such as 'cpu'", got=str(device))
     return target
 
 
 def _config(place: Place) -> Any:
-    """Return the configuration of the model; raise ModelError if the model needs code from its repository."""
     if place.location is None:
         config = CONFIG_MAPPING[place.name]()
     else:
@@ -296,7 +345,12 @@ def _built(
     that the file lacks. ``kind`` is the class of the model, or AutoModel.
     """
     unread: set[str] = set()
-    options = {"trust_remote_code": False, **(_without_pooler(config) if kind is AutoModel else {})}
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if kind is AutoModel:  # without its pooler, which comes after all attention
+        classes = MODEL_MAPPING.get(type(config), ())
+        first = classes[0] if isinstance(classes, tuple | list) and classes else classes
+        if isinstance(first, type) and "add_pooling_layer" in inspect.signature(first).parameters:
+            options["add_pooling_layer"] = False
     # Weights are drawn on the CPU, for every target device and default device: a seed gives the same weights
     # everywhere, and only the CPU's random state, which fork_rng restores, is used.
     with place.reading(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -305,9 +359,8 @@ def _built(
         torch.default_generator.manual_seed(torch_seed(seed))
         if random_init:
             # Weights are drawn in float32, so that both precisions have the same numbers.
-            options |= {"dtype": torch.float32}
-            built = kind.from_config if kind is AutoModel else kind._from_config
-            model = built(config, **options).to(dtype or torch.float32)
+            build = kind.from_config if kind is AutoModel else kind._from_config
+            model = build(config, dtype=torch.float32, **options).to(dtype or torch.float32)
         else:
             check_files(place, config)
             model, info = kind.from_pretrained(
@@ -330,24 +383,19 @@ def _built(
             f"{len(lost) - 1} more are missing. Choose a complete checkpoint, or random_init. "
             "A model whose layers were replaced is profiled by hs.profile(model, text, tokenizer=...)."
         )
-    if not path:
-        _refuse_several(place, model)
+    parts, asked = named_parts(model), inspect.signature(model.forward).parameters
+    together = {"text", "image"} <= set(parts.values()) and {"pixel_values", "return_loss"} <= set(asked)
+    if not path and together:
+        listed = ", ".join(f"{inner} with {_GIVEN.get(takes, takes)}" for inner, takes in parts.items())
+        raise ModelError(
+            f"{place.name!r} compares texts with images and needs both at once. Measure its parts one at a "
+            f"time, each with part (--part): {listed}."
+        )
     check_model(chosen)
     return path, chosen, unread
 
 
-def _preparation(
-    place: Place, config: Any, model: nn.Module, modality: str
-) -> ImagePreparation | dict[str, Tensor] | None:
-    """Return the processor that converts images to model inputs, or the inputs that stand for noise in an
-    audio model. Return None if the model takes neither images nor audio.
-
-    Raises
-    ------
-    ModelError
-        If the model is an encoder-decoder whose encoder takes images or audio and whose decoder takes tokens.
-
-    """
+def _preparation(place: Place, config: Any, model: nn.Module, modality: str) -> Preparation:
     if takes_decoder_ids(model) and modality != "text":
         raise ModelError(
             f"{place.name!r} is an encoder-decoder model ({type(model).__name__}) whose decoder takes other "
@@ -358,37 +406,9 @@ def _preparation(
     return audio_sample(place, config, model) if modality == "audio" else None
 
 
-def _refuse_several(place: Place, model: PreTrainedModel) -> None:
-    """Raise ModelError if a model needs both texts and images in one forward pass."""
-    parts = named_parts(model)
-    asked = inspect.signature(model.forward).parameters
-    if {"text", "image"} <= set(parts.values()) and "pixel_values" in asked and "return_loss" in asked:
-        listed = ", ".join(f"{path} with {_GIVEN.get(takes, takes)}" for path, takes in parts.items())
-        raise ModelError(
-            f"{place.name!r} compares texts with images and needs both at once. Measure its parts one at a "
-            f"time, each with part (--part): {listed}."
-        )
-
-
-def _without_pooler(config: Any) -> dict[str, Any]:
-    """Return a dict with the keyword argument that builds a model without its pooler. The dict is empty if
-    the model class has no such argument.
-
-    The pooler comes after all attention.
-    """
-    classes = MODEL_MAPPING.get(type(config), ())
-    first = classes[0] if isinstance(classes, tuple | list) and classes else classes
-    takes = isinstance(first, type) and "add_pooling_layer" in inspect.signature(first).parameters
-    return {"add_pooling_layer": False} if takes else {}
-
-
-def _layers(
-    model: nn.Module, preparation: ImagePreparation | dict[str, Tensor] | None
-) -> tuple[list[AttentionLayer], str]:
-    """Run a model on a short input to find its attention layers. The first result is the list of the layers,
-    the second is a phrase that says why the list is empty.
-
-    The phrase is empty if there are attention layers.
+def _layers(model: nn.Module, preparation: Preparation) -> tuple[list[AttentionLayer], str]:
+    """Run a model on a short input to find its attention layers. Return them with a phrase that says why
+    there are none; it is empty if there are.
     """
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
@@ -402,16 +422,13 @@ def _layers(
 def _check_encoder(
     place: Place, model: nn.Module, modality: str, layers: list[AttentionLayer], obstacle: str
 ) -> None:
-    """Raise an error unless the model takes text, has attention layers, and has no causal attention layer."""
-    kind = type(model).__name__
+    which = f"{place.name!r} ({type(model).__name__})"
     if not layers:
         raise CaptureError(obstacle)
     if modality != "text":
-        raise ModelError(f"{place.name!r} ({kind}) takes no text, so it cannot run as a decoder.")
+        raise ModelError(f"{which} takes no text, so it cannot run as a decoder.")
     if any(layer.causal for layer in layers):
-        raise ModelError(
-            f"{place.name!r} ({kind}) is a decoder already: its attention is causal. Leave out as_decoder."
-        )
+        raise ModelError(f"{which} is a decoder already: its attention is causal. Leave out as_decoder.")
 
 
 def _check_memory(place: Place, config: Any, dtype: torch.dtype | None) -> None:
@@ -435,15 +452,12 @@ _GIVEN = {
     "audio": "audio (as tensors, in Python)",
     "embeddings": "embedded tokens (--embeddings)",
 }
-_TOKEN_IDS = (
-    "Give token ids instead of text: --tokens FILE, or the key tokens of a plan file; or embedded tokens, to "
-    "the commands that take --embeddings FILE."
-)
 
 
 def _tokenizer(
-    place: Place, random_init: bool, text: str | None, modality: str, vocabulary: int | None
+    place: Place, random_init: bool, text: str | None, modality: str, vocabulary: int
 ) -> tuple[Tokenizer, str]:
+    """Return the tokenizer, and a phrase that says where it comes from."""
     if modality != "text":
         obstacle = f"{place.name!r} takes no text ({modality})."
         if modality == "audio":
@@ -457,10 +471,15 @@ def _tokenizer(
             return own, "the model's own tokenizer"
     if random_init and text is not None:
         return (
-            trained_tokenizer(text, vocabulary or 0),
+            trained_tokenizer(text, vocabulary),
             "a byte-level BPE trained on the text, because the model has no usable tokenizer of its own",
         )
-    remedy = "Give tokenizer_text to train one." if random_init else _TOKEN_IDS
+    remedy = (
+        "Give token ids instead of text: --tokens FILE, or the key tokens of a plan file; or embedded "
+        "tokens, to the commands that take --embeddings FILE."
+    )
+    if random_init:
+        remedy = "Give tokenizer_text to train one."
     return Tokenizer(None, f"{place.name!r} has no usable tokenizer. {remedy}"), "none"
 
 
