@@ -9,6 +9,7 @@ model with a ``device_map``) are loaded for the same time.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,10 +24,9 @@ __all__ = [
     "HALF",
     "computing_dtype",
     "device_of",
+    "fingerprint",
     "float32_layers",
     "has_weights",
-    "hash_settings",
-    "hash_weights",
     "stored_dtype",
     "weights_in_memory",
 ]
@@ -69,12 +69,18 @@ def has_weights(model: nn.Module) -> bool:
     return all(map(_offloaded, missing))
 
 
-def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -> None:
-    """Add the stored weights of a model to a digest of :mod:`hashlib`, but for those named in ``without``.
+def fingerprint(
+    model: nn.Module, *, settings: bool = True, without: Collection[str] = (), more: str = ""
+) -> str:
+    """Return a SHA-256 hash of the settings of a model (without ``settings``, of its configuration), of its
+    weights but those named in ``without``, and of ``more``.
 
-    Numbers that float32 holds exactly are added in float32, so that a model loaded in a wider dtype than that
-    of its file has the same digest. Weights that accelerate keeps elsewhere are loaded one module at a time.
+    Numbers that float32 holds exactly are hashed in float32, so that a model loaded in a wider dtype than its
+    file has the same hash. Weights that accelerate keeps elsewhere are loaded one module at a time.
     """
+    digest = hashlib.sha256()
+    for part in _settings(model) if settings else [_written(model.config)]:
+        digest.update(part.encode())
     modules = dict(model.named_modules())
     for key, tensor in sorted(model.state_dict().items()):
         if key in without:
@@ -86,15 +92,17 @@ def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -
                 stored = stored.float()
             digest.update(f"{key} {stored.dtype} {tuple(stored.shape)}".encode())
             digest.update(stored.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    digest.update(more.encode())
+    return digest.hexdigest()
 
 
-def hash_settings(digest: Any, model: nn.Module) -> None:
-    """Add to a digest what the weights of a model do not say: the classes of its modules, and their
-    attributes that are numbers, words, functions or configurations of transformers.
+def _settings(model: nn.Module) -> Iterator[str]:
+    """Yield what the weights of a model do not say: the classes of its modules, and their attributes that
+    are numbers, words, functions or configurations of transformers.
     """
     configurations = set[int]()
     for path, module in model.named_modules():
-        digest.update(f"{path} {type(module).__module__}.{type(module).__qualname__}".encode())
+        yield f"{path} {type(module).__module__}.{type(module).__qualname__}"
         for name, value in sorted(vars(module).items()):
             if name.startswith("_") or name in ("training", "name_or_path"):
                 continue
@@ -102,21 +110,24 @@ def hash_settings(digest: Any, model: nn.Module) -> None:
                 continue  # what accelerate sets to load the weights of a module for each call
             parts = value if isinstance(value, tuple) else (value,)
             if all(isinstance(part, int | float | str) or part is None for part in parts):
-                digest.update(f"{name} {value!r}".encode())
+                yield f"{name} {value!r}"
             elif callable(value) and hasattr(value, "__qualname__"):
-                digest.update(f"{name} {value.__module__}.{value.__qualname__}".encode())
+                yield f"{name} {value.__module__}.{value.__qualname__}"
             elif hasattr(value, "to_diff_dict") and id(value) not in configurations:
                 configurations.add(id(value))  # many modules have the same
-                written = without_origin(value.to_diff_dict())
-                digest.update(json.dumps(written, sort_keys=True, default=str).encode())
+                yield _written(value)
 
 
-def without_origin(config: Any) -> Any:
-    """Return a configuration without entries that depend on how the model was loaded, at any depth."""
-    if not isinstance(config, dict):
-        return config
+def _written(config: Any) -> str:
+    """Return a configuration as text, without entries that depend on how the model was loaded."""
     local = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-    return {name: without_origin(value) for name, value in config.items() if name not in local}
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: kept(part) for name, part in value.items() if name not in local}
+
+    return json.dumps(kept(config.to_diff_dict()), sort_keys=True, default=str)
 
 
 @contextmanager

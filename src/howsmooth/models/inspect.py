@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import one_by_one
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.module_call_tracer import TracedLayer, trace_forward_pass
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
 
 __all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]
@@ -237,33 +239,25 @@ def _cross_site(
         scopes=(CROSS_SCOPE,),
         tokens=site.x.shape[1],
         heads=read.heads,
-        kv_heads=softmax.value.shape[-3],
         d=site.x.shape[2],
-        key_dim=None if softmax.key is None else softmax.key.shape[-1],
-        value_dim=softmax.value.shape[-1],
         masking=read.masking,
         positions="score bias" if read.biased else "none",
         layout="",
         path=site.path,
         path_reason=site.path_reason,
+        **_sizes(softmax),
     )
 
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
-    attention, softmax = read.found.map, read.self_attention.softmaxes[0]
-    kv_heads, key_dim, value_dim = softmax.value.shape[-3], None, softmax.value.shape[-1]
+    attention, sizes = read.found.map, _sizes(read.self_attention.softmaxes[0])
     if isinstance(attention, SelfAttention):
-        kv_heads, key_dim, value_dim = attention.kv_heads, attention.key_dim, attention.value_dim
-    elif softmax.key is not None:
-        key_dim = softmax.key.shape[-1]
+        sizes = {name: getattr(attention, name) for name in sizes}
     return replace(
         plain,
         tokens=site.x.shape[1],
         heads=attention.heads,
-        kv_heads=kv_heads,
         d=attention.d,
-        key_dim=key_dim,
-        value_dim=value_dim,
         masking=read.found.masking,
         positions=_positions(attention),
         layout=site.layout,
@@ -271,7 +265,13 @@ def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> Inspect
         norm_radius=None if site.norm is None else norm_radius(site.norm),
         path=read.found.path,
         path_reason=_plain(read.found.reason, read.self_attention.layer),
+        **sizes,
     )
+
+
+def _sizes(softmax: SoftmaxCall) -> dict[str, Any]:
+    key_dim = None if softmax.key is None else softmax.key.shape[-1]
+    return {"kv_heads": softmax.value.shape[-3], "key_dim": key_dim, "value_dim": softmax.value.shape[-1]}
 
 
 def _positions(attention: object) -> str:

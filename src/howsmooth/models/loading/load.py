@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
 from howsmooth.models.builtin import BUILTIN_MODELS
-from howsmooth.models.float32_weights import (
-    HALF,
-    computing_dtype,
-    hash_settings,
-    hash_weights,
-    stored_dtype,
-    without_origin,
-)
+from howsmooth.models.float32_weights import HALF, computing_dtype, fingerprint, stored_dtype
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.model_inputs import (
     check_model,
@@ -46,7 +37,7 @@ from howsmooth.models.loading.processors import (
     audio_sample,
     image_preparation,
 )
-from howsmooth.models.loading.safety_checks import check_files, forget_implementations
+from howsmooth.models.loading.safety_checks import check_files
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
 from howsmooth.models.measurement_mode import measurement_mode, nested_configs, quiet
@@ -187,24 +178,27 @@ def load_model(
         build = partial(_built, place, config, kind, random_init, seed, dtype, part)
         path, model, unread = build()
         modality = modality_of(model)
-        preparation = _preparation(place, config, model, modality)
-        layers, obstacle = _layers(model, preparation)
+        preparation, layers, obstacle = _observed(place, config, model, modality)
         if as_decoder:
-            _check_encoder(place, model, modality, layers, obstacle)
+            which = f"{place.name!r} ({type(model).__name__})"
+            if not layers:
+                raise CaptureError(obstacle)
+            if modality != "text":
+                raise ModelError(f"{which} takes no text, so it cannot run as a decoder.")
+            if any(layer.causal for layer in layers):
+                raise ModelError(f"{which} is a decoder already: its attention is causal. Omit as_decoder.")
             config.is_decoder = True
             path, model, unread = build()
-            layers, obstacle = _layers(model, preparation)
+            preparation, layers, obstacle = _observed(place, config, model, modality)
             # The traced masks decide whether the model is a decoder, not its class.
             if not layers or not all(layer.causal for layer in layers):
-                raise ModelError(
-                    f"{place.name!r} ({type(model).__name__}) cannot run as a decoder: its attention stays "
-                    "unmasked."
-                )
+                raise ModelError(f"{which} cannot run as a decoder: its attention stays unmasked.")
         model.requires_grad_(requires_grad=False).eval().to(target)
         text = modality == "text"
         size = vocabulary_size(model) if text else None
         tokenizer, tokenizer_source = _tokenizer(place, random_init, tokenizer_text, modality, size or 0)
-        fingerprint = _fingerprint(model, unread, tokenizer)
+        settings = not isinstance(model, PreTrainedModel)  # a part has no configuration of its own
+        digest = fingerprint(model, settings=settings, without=unread, more=tokenizer.serialized)
     role = ", run as a decoder with its causal mask" if as_decoder else ""
     drawn = f"untrained weights (random initialisation, seed {seed}), configuration of "
     of = f"the part {path} of " if path else ""
@@ -216,7 +210,7 @@ def load_model(
         tokenizer_source=tokenizer_source,
         stored=stored_dtype(model) if random_init or in_file is None else in_file,
         source=f"{drawn * random_init}{of}{place.sentence}{role}{short and f', {short}'}",
-        fingerprint=fingerprint,
+        fingerprint=digest,
         max_length=max_length(model) if text else None,
         vocab_size=size,
         layers=len(layers) or None,
@@ -234,23 +228,19 @@ def load_model(
 def image_inputs(
     model: LoadedModel, images: object = "builtin", *, size: int | tuple[int, int] | None = None
 ) -> dict[str, Tensor]:
-    """Return the inputs of a vision model for a sequence of images.
+    """Return the inputs of a vision model, or the vision part of one, for a sequence of images.
+
+    They are a dict with ``pixel_values`` (batch, channels, height, width) in the dtype of the model.
 
     Parameters
     ----------
     model
-        A vision model, or the vision part of one, from :func:`load_model`.
+        The model, from :func:`load_model`.
     images
         As for :func:`~howsmooth.models.inputs.image_sources.load_images`; the batch has all of these images.
     size
         Height and width in pixels, or one number for both; by default the size of the model. Not every model
         accepts other sizes.
-
-    Returns
-    -------
-    dict
-        ``pixel_values`` (batch, channels, height, width) in the dtype of the model, for
-        :func:`~howsmooth.models.capture`.
 
     Raises
     ------
@@ -313,7 +303,8 @@ def _config(place: Place) -> Any:
             config = AutoConfig.from_pretrained(
                 place.location, trust_remote_code=False, local_files_only=place.local_files_only
             )
-    forget_implementations(config)
+    # A name of kernels may be that of a repository with compiled code, which transformers would run.
+    config._attn_implementation = config._experts_implementation = None
     return config
 
 
@@ -395,40 +386,27 @@ def _built(
     return path, chosen, unread
 
 
-def _preparation(place: Place, config: Any, model: nn.Module, modality: str) -> Preparation:
+def _observed(
+    place: Place, config: Any, model: nn.Module, modality: str
+) -> tuple[Preparation, list[AttentionLayer], str]:
+    """Run a model on a short input to find its attention layers.
+
+    Return how it gets its inputs, the layers, and a phrase that says why there are none, or "".
+    """
     if takes_decoder_ids(model) and modality != "text":
         raise ModelError(
             f"{place.name!r} is an encoder-decoder model ({type(model).__name__}) whose decoder takes other "
             "inputs than its encoder. Choose its encoder, with the part encoder (--part encoder)."
         )
-    if modality == "image":
-        return image_preparation(place, config, model)
-    return audio_sample(place, config, model) if modality == "audio" else None
-
-
-def _layers(model: nn.Module, preparation: Preparation) -> tuple[list[AttentionLayer], str]:
-    """Run a model on a short input to find its attention layers. Return them with a phrase that says why
-    there are none; it is empty if there are.
-    """
+    makers = {"image": image_preparation, "audio": audio_sample}
+    preparation = makers[modality](place, config, model) if modality in makers else None
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
         with measurement_mode(model):
-            found = attention_layers(model, named)
-        return found, "" if found else f"no softmax attention of {type(model).__name__} was seen"
+            layers = attention_layers(model, named)
     except (ArgumentError, CaptureError) as error:
-        return [], str(error)
-
-
-def _check_encoder(
-    place: Place, model: nn.Module, modality: str, layers: list[AttentionLayer], obstacle: str
-) -> None:
-    which = f"{place.name!r} ({type(model).__name__})"
-    if not layers:
-        raise CaptureError(obstacle)
-    if modality != "text":
-        raise ModelError(f"{which} takes no text, so it cannot run as a decoder.")
-    if any(layer.causal for layer in layers):
-        raise ModelError(f"{which} is a decoder already: its attention is causal. Leave out as_decoder.")
+        return preparation, [], str(error)
+    return preparation, layers, "" if layers else f"no softmax attention of {type(model).__name__} was seen"
 
 
 def _check_memory(place: Place, config: Any, dtype: torch.dtype | None) -> None:
@@ -481,15 +459,3 @@ def _tokenizer(
     if random_init:
         remedy = "Give tokenizer_text to train one."
     return Tokenizer(None, f"{place.name!r} has no usable tokenizer. {remedy}"), "none"
-
-
-def _fingerprint(model: nn.Module, unread: set[str], tokenizer: Tokenizer) -> str:
-    digest = hashlib.sha256()
-    if isinstance(model, PreTrainedModel):
-        config = without_origin(model.config.to_diff_dict())
-        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    else:  # a part
-        hash_settings(digest, model)
-    hash_weights(digest, model, unread)
-    digest.update(tokenizer.serialized.encode())
-    return digest.hexdigest()

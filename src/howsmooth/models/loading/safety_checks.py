@@ -1,10 +1,7 @@
-"""Checks that refuse unsafe files and ignore unsafe settings of a model before transformers reads its
-weights.
+"""Checks that refuse unsafe files of a model before transformers reads its weights.
 
-``trust_remote_code=False`` and ``use_safetensors=True`` are not enough. A configuration can name a pickle as
-the file of its weights, an index of weights can list pickles, and the attention implementation can be the
-name of a repository with compiled code, which transformers downloads and runs if the package kernels is
-installed.
+``trust_remote_code=False`` and ``use_safetensors=True`` are not enough: a configuration can name a pickle as
+the file of its weights, and an index of weights can list pickles.
 """
 
 from __future__ import annotations
@@ -16,19 +13,10 @@ from typing import Any
 from howsmooth.errors import ModelError
 from howsmooth.models.loading.model_location import Place
 
-__all__ = ["check_files", "forget_implementations"]
+__all__ = ["check_files"]
 
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
-
-
-def forget_implementations(config: Any) -> None:
-    """Remove the settings of a configuration that select kernels for attention and mixture-of-experts layers.
-
-    Transformers then chooses the kernels.
-    """
-    config._attn_implementation = None
-    config._experts_implementation = None
 
 
 def check_files(place: Place, config: Any) -> None:
