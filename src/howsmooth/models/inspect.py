@@ -44,28 +44,19 @@ class InspectedSite:
 
     #: Index of the layer in ``capture``, which counts those with a softmax from 0; None without a softmax.
     layer: int | None
-    #: Path of the attention module in the model; path of the layer if it has no softmax.
-    name: str
-    #: Name of the class of that module.
-    module: str
+    name: str  #: Path of the attention module in the model; path of the layer if it has no softmax.
+    module: str  #: Name of the class of that module.
     #: ``self-attention``, ``cross-attention``, or ``no softmax``: a layer that mixes tokens otherwise.
     kind: str = _SELF
-    #: The scopes in which it is captured, from the narrowest to the widest.
-    scopes: tuple[str, ...] = ()
-    #: Number of tokens in its input.
-    tokens: int | None = None
-    #: Number of heads.
-    heads: int | None = None
+    scopes: tuple[str, ...] = ()  #: The scopes in which it is captured, from the narrowest to the widest.
+    tokens: int | None = None  #: Number of tokens in its input.
+    heads: int | None = None  #: Number of heads.
     #: Number of key and value heads; less than ``heads`` if several query heads share one.
     kv_heads: int | None = None
-    #: Dimension of the tokens.
-    d: int | None = None
-    #: Dimension of the queries and keys of a head.
-    key_dim: int | None = None
-    #: Dimension of the values of a head.
-    value_dim: int | None = None
-    #: The mask in words, for ``tokens`` tokens.
-    masking: str | None = None
+    d: int | None = None  #: Dimension of the tokens.
+    key_dim: int | None = None  #: Dimension of the queries and keys of a head.
+    value_dim: int | None = None  #: Dimension of the values of a head.
+    masking: str | None = None  #: The mask in words, for ``tokens`` tokens.
     #: How positions enter the scores: ``rotary``, ``score bias`` (ALiBi, relative positions), both, or
     #: ``none``; ``inside the layer`` if not every parameter of the map is known.
     positions: str | None = None
@@ -87,26 +78,22 @@ class Refusal:
 
     #: Indices of the layers; empty for layers without a softmax, which have no index.
     layers: tuple[int, ...]
-    names: tuple[str, ...]
-    #: The scopes in which they are refused.
-    scopes: tuple[str, ...]
-    #: One or two sentences; ``the layer`` stands for each of the layers.
-    reason: str
+    names: tuple[str, ...]  #: Paths of the layers in the model.
+    scopes: tuple[str, ...]  #: The scopes in which they are refused.
+    reason: str  #: One or two sentences; ``the layer`` stands for each of the layers.
 
 
 @dataclass(frozen=True)
 class Inspection:
     """The layers of a model that can be captured, and the reasons why the other layers cannot."""
 
-    #: Name of the model's class.
-    model: str
+    model: str  #: Name of the model's class.
     #: Number of tokens of the first captured layer, None if all are refused. A sliding window that is longer
     #: is not visible in ``masking``.
     tokens: int | None
     #: One entry for each layer that mixes tokens, in the order of the forward pass.
     sites: tuple[InspectedSite, ...]
-    #: The refusals; empty if every layer is captured in every scope.
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[Refusal, ...]  #: The refusals; empty if every layer is captured in every scope.
     #: Parts of the model in which no layer ran, with the kind of their inputs: ``vision_tower (image)``.
     unreached: tuple[str, ...] = ()
 

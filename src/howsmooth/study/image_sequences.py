@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from howsmooth.errors import CaptureError
 from howsmooth.models import LoadedModel, capture
-from howsmooth.models.float32_weights import float32_layers
 from howsmooth.models.inputs.image_sources import Images
-from howsmooth.models.inputs.model_inputs import in_dtype
+from howsmooth.models.inputs.model_inputs import in_dtype, model_inputs
 from howsmooth.models.loading.load import preparation_of
 from howsmooth.models.measurement_mode import measurement_mode
+from howsmooth.models.tracing.module_call_tracer import run
 
 __all__ = ["ImageFeed"]
 
@@ -86,11 +85,9 @@ class ImageFeed:
         them.
         """
         model = self._model.model
-        device = next(model.parameters()).device
         try:
-            inputs = {name: value.to(device) for name, value in self._inputs([0], size).items()}
-            with measurement_mode(model), float32_layers(model), torch.no_grad():
-                model(**inputs)
+            with measurement_mode(model):
+                run(model, model_inputs(model, self._inputs([0], size)).named)
         except Exception:  # any error means that the model does not accept this size
             return False
         return True

@@ -57,18 +57,15 @@ class OpenedInput:
 class TokenFeed:
     """Token ids or embedded tokens, from which sequences are cut."""
 
-    #: Token ids (tokens,), or embedded tokens (tokens, d).
-    tokens: torch.Tensor
+    tokens: torch.Tensor  #: Token ids (tokens,), or embedded tokens (tokens, d).
     #: The stretches of the tokens in which a sequence may lie, each as (first token, number of tokens).
     parts: tuple[tuple[int, int], ...]
-    #: A phrase that says how the input becomes tokens.
-    preparation: str
+    preparation: str  #: A phrase that says how the input becomes tokens.
     #: The argument under which the model takes embedded tokens; empty for the first argument.
     argument: str = ""
     #: Gives the text of each token id; None if there is no text.
     decoded: Callable[[list[int]], list[str]] | None = None
-    #: The text of which these are the tokens.
-    content: str = ""
+    content: str = ""  #: The text of which these are the tokens.
     #: The index of the first character of each token in the text; empty if it is not known.
     places: Sequence[int] = ()
 

@@ -19,12 +19,9 @@ __all__ = ["TokenStream", "load_tokens"]
 class TokenStream:
     """Sequences of token ids or of embedded tokens, all of one length, concatenated into one tensor."""
 
-    #: The name of the file without its ending.
-    name: str
-    #: A phrase that says where the tokens come from.
-    source: str
-    #: SHA-256 of the tokens.
-    digest: str
+    name: str  #: The name of the file without its ending.
+    source: str  #: A phrase that says where the tokens come from.
+    digest: str  #: SHA-256 of the tokens.
     #: Token ids (tokens,) in int64, or embedded tokens (tokens, d) in float32 or float64.
     tokens: torch.Tensor = field(repr=False)
     #: The length of each sequence. A study never cuts a sequence across their boundaries.

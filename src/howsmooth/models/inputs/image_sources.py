@@ -27,12 +27,9 @@ _MOST_STRETCHED = 100
 class Images(Sequence[Image.Image]):
     """A sequence of images in RGB with eight bits per channel, each read from its file when it is used."""
 
-    #: The name of the images in results.
-    name: str
-    #: A phrase that says where they come from.
-    source: str
-    #: SHA-256 of the images.
-    digest: str
+    name: str  #: The name of the images in results.
+    source: str  #: A phrase that says where they come from.
+    digest: str  #: SHA-256 of the images.
     _held: Sequence[Image.Image | Path] = field(repr=False)
 
     def __len__(self) -> int:

@@ -52,31 +52,23 @@ __all__ = ["LoadedModel", "builtin_names", "image_inputs", "load_model", "prepar
 class LoadedModel:
     """A loaded model whose layers can be captured, with its tokenizer and its provenance."""
 
-    #: The name by which it was loaded.
-    name: str
+    name: str  #: The name by which it was loaded.
     #: The model, or the chosen part of it, in evaluation mode and without gradients of its parameters.
     model: nn.Module
     #: The kind of its input: ``text``, ``image``, ``audio``, ``embeddings`` (embedded tokens) or ``other``.
     modality: str
     #: Turns a text into token ids without special tokens, by ``tokenizer.encode(text)``.
     tokenizer: Tokenizer
-    #: A phrase that says where the tokenizer comes from.
-    tokenizer_source: str
-    #: A phrase that says where the weights come from.
-    source: str
-    #: The dtype of the weights in their file; of random weights, the dtype of the model.
-    stored: torch.dtype
+    tokenizer_source: str  #: A phrase that says where the tokenizer comes from.
+    source: str  #: A phrase that says where the weights come from.
+    stored: torch.dtype  #: The dtype of the weights in their file; of random weights, the dtype of the model.
     #: SHA-256 over configuration, weights and tokenizer, the same in every run and for every ``dtype`` that
     #: holds the weights exactly. A head, a part or ``as_decoder`` changes it.
     fingerprint: str
-    #: Largest number of tokens in an input, None if the model states no limit.
-    max_length: int | None
-    #: Number of token ids in the vocabulary, None if the model takes no token ids.
-    vocab_size: int | None
-    #: Number of attention layers, None if it is unknown; ``obstacle`` then says why.
-    layers: int | None
-    #: Number of heads in the first attention layer, None if ``layers`` is None.
-    heads: int | None
+    max_length: int | None  #: Largest number of tokens in an input, None if the model states no limit.
+    vocab_size: int | None  #: Number of token ids in the vocabulary, None if the model takes no token ids.
+    layers: int | None  #: Number of attention layers, None if it is unknown; ``obstacle`` then says why.
+    heads: int | None  #: Number of heads in the first attention layer, None if ``layers`` is None.
     #: Why no attention was found when the model ran on a short input; empty if attention was found.
     obstacle: str = ""
     #: How images become inputs of the model; for an audio model the inputs that stand for noise, if
@@ -209,7 +201,7 @@ def load_model(
         tokenizer=tokenizer,
         tokenizer_source=tokenizer_source,
         stored=stored_dtype(model) if random_init or in_file is None else in_file,
-        source=f"{drawn * random_init}{of}{place.sentence}{role}{short and f', {short}'}",
+        source=f"{drawn * bool(random_init)}{of}{place.sentence}{role}{short and f', {short}'}",
         fingerprint=digest,
         max_length=max_length(model) if text else None,
         vocab_size=size,

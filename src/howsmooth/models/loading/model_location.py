@@ -28,14 +28,11 @@ _OF_PYTHON = re.compile(r":|\.py$|^[a-z_][\w.]*\.[A-Z]\w*$")
 class Place:
     """The location of the files of a model: a folder, the Hugging Face Hub, or none."""
 
-    #: The name that the user gave.
-    name: str
+    name: str  #: The name that the user gave.
     #: A folder or a Hub id; None for the default configuration of the model type ``name``.
     location: str | None
-    #: A phrase for reports that says where the model is.
-    sentence: str
-    #: Whether only files on this machine may be used.
-    local_files_only: bool
+    sentence: str  #: A phrase for reports that says where the model is.
+    local_files_only: bool  #: Whether only files on this machine may be used.
 
     def file(self, name: str) -> Path | None:
         """Return the path of a file of the model, downloaded if necessary, or None if it has no such file."""

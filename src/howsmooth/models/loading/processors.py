@@ -38,14 +38,11 @@ _MODES = {1: "L", 3: "RGB"}
 class ImagePreparation:
     """The image processor of a model, with the settings that convert images to ``pixel_values``."""
 
-    #: Height and width of the processor's output.
-    size: tuple[int, int]
-    #: Number of colour channels, 1 or 3.
-    channels: int
+    size: tuple[int, int]  #: Height and width of the processor's output.
+    channels: int  #: Number of colour channels, 1 or 3.
     #: Height and width of a patch, None if the model's configuration does not state it.
     patch: tuple[int, int] | None
-    #: A phrase for reports that names the processor and its normalisation.
-    sentence: str
+    sentence: str  #: A phrase for reports that names the processor and its normalisation.
     # Height and width for which the model has positions: other sizes need interpolated positions. None if the
     # model does not interpolate.
     _positions: tuple[int, int] | None
