@@ -12,12 +12,14 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from transformers import ViTConfig, ViTModel
+from transformers import SwinConfig, SwinModel, ViTConfig, ViTModel
 
 import howsmooth as hs
 from howsmooth.cli import main
-from howsmooth.errors import ArgumentError, StoreError, TextError
+from howsmooth.errors import ArgumentError, CaptureError, StoreError, TextError
 from howsmooth.models import image_inputs, load_model
+from howsmooth.models.inputs.image_sources import load_images
+from howsmooth.study.image_sequences import ImageFeed
 from howsmooth.study.input_sequences import TokenFeed, sequence_starts
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run
@@ -114,6 +116,31 @@ def test_an_image_that_changed_under_its_name_is_noticed(vit: str, tmp_path: Pat
     Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(folder / "a.png")
     with pytest.raises(StoreError, match="SHA-256"):
         run(plan, tmp_path / "out")
+
+
+# ---- lengths
+
+
+def test_the_length_of_an_image_is_the_number_of_its_patches(vit: str) -> None:
+    loaded = load_model(vit)
+    assert (loaded.modality, loaded.layers, loaded.heads, loaded.vocab_size) == ("image", 1, 2, None)
+    feed = ImageFeed(load_images(), loaded, None)
+    assert feed.usual == (2, 5, 10)  # 1, 4 and 9 patches, and the class token
+    for n in (5, 37):
+        sites = hs.capture(loaded, feed.inputs([3, 4], n))
+        assert [tuple(site.x.shape) for site in sites] == [(2, n, 8)]
+        assert len(feed.words(0, n)) == n
+    assert feed.words(0, 5) == ("class", "1,1", "1,2", "2,1", "2,2")
+
+
+def test_a_model_without_other_sizes_has_one_length(tmp_path: Path) -> None:
+    SwinModel(
+        SwinConfig(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4)
+    ).save_pretrained(tmp_path / "swin")
+    loaded = load_model(tmp_path / "swin")
+    with pytest.raises(CaptureError, match="64 in layers 0; 16 in layers 1"):
+        ImageFeed(load_images(), loaded, None)
+    assert max(ImageFeed(load_images(), loaded, [1]).usual) == 16
 
 
 # ---- where sequences lie

@@ -285,9 +285,9 @@ def _unreached(model: nn.Module, paths: list[str]) -> tuple[str, ...]:
 def _refusal(layer: AttentionLayer, scopes: tuple[str, ...], error: Exception) -> Refusal:
     said = str(error) if isinstance(error, HowsmoothError) else f"{type(error).__name__}: {error}"
     said = _plain(said.strip() or type(error).__name__, layer)
+    said = said[:1].upper() + said[1:]
     narrow = re.search(r"scope: expected (.*?), got ", said)
-    reason = f"Only {narrow[1]}." if narrow else said[:1].upper() + said[1:]
-    return Refusal((layer.index,), (layer.name,), scopes, reason)
+    return Refusal((layer.index,), (layer.name,), scopes, f"Only {narrow[1]}." if narrow else said)
 
 
 def _plain(message: str, layer: AttentionLayer) -> str:
