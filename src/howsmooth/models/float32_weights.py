@@ -227,7 +227,8 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
             hooks.enter_context(_unhooked(part))
         try:
             for layer in layers:
-                hooks.enter_context(layer.register_forward_pre_hook(starts, prepend=True, with_kwargs=True))
+                before = layer.register_forward_pre_hook(starts, prepend=True, with_kwargs=True)
+                hooks.enter_context(before)
                 # The weights go back also after a layer that raises an exception.
                 hooks.enter_context(layer.register_forward_hook(ends, always_call=True))
             yield

@@ -27,7 +27,6 @@ from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import one_by_one
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.module_call_tracer import TracedLayer, trace_forward_pass
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
 
 __all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]
@@ -256,7 +255,7 @@ def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> Inspect
     )
 
 
-def _sizes(softmax: SoftmaxCall) -> dict[str, Any]:
+def _sizes(softmax: Any) -> dict[str, Any]:
     key_dim = None if softmax.key is None else softmax.key.shape[-1]
     return {"kv_heads": softmax.value.shape[-3], "key_dim": key_dim, "value_dim": softmax.value.shape[-1]}
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from howsmooth.errors import CaptureError
 from howsmooth.models import LoadedModel, capture
+from howsmooth.models.float32_weights import float32_layers
 from howsmooth.models.inputs.image_sources import Images
 from howsmooth.models.inputs.model_inputs import in_dtype, model_inputs
 from howsmooth.models.loading.load import preparation_of
 from howsmooth.models.measurement_mode import measurement_mode
-from howsmooth.models.tracing.module_call_tracer import run
 
 __all__ = ["ImageFeed"]
 
@@ -86,8 +86,8 @@ class ImageFeed:
         """
         model = self._model.model
         try:
-            with measurement_mode(model):
-                run(model, model_inputs(model, self._inputs([0], size)).named)
+            with measurement_mode(model), float32_layers(model):
+                model(**model_inputs(model, self._inputs([0], size)).named)
         except Exception:  # any error means that the model does not accept this size
             return False
         return True
