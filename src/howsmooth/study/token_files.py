@@ -52,6 +52,7 @@ def load_tokens(source: str | os.PathLike[str], kind: str) -> TokenStream:
         If embedded tokens contain NaN or infinity.
 
     """
+    what = {"tokens": "token ids", "embeddings": "embedded tokens"}[kind]
     path = Path(source).expanduser()
     where = str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."
     array = _read(path, where, kind)
@@ -79,7 +80,6 @@ def load_tokens(source: str | os.PathLike[str], kind: str) -> TokenStream:
     lengths = (sequences.shape[1],) * len(sequences)
     digest = hashlib.sha256(f"{tokens.dtype} {lengths} ".encode())
     digest.update(tokens.reshape(-1).view(torch.uint8).numpy().data)
-    what = "token ids" if ids else "embedded tokens"
     count = "one sequence" if len(lengths) == 1 else f"{len(lengths)} sequences"
     return TokenStream(path.stem, f"{what} of {where}, {count}", digest.hexdigest(), tokens, lengths)
 

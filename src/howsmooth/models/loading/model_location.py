@@ -61,10 +61,9 @@ class Place:
 
     def _failure(self, error: Exception) -> str:
         """Return a sentence that says why transformers cannot read the model."""
-        kinds = tuple(type(cause) for cause in (error, error.__cause__, error.__context__))
 
         def caused_by(kind: type[Exception]) -> bool:
-            return any(issubclass(one, kind) for one in kinds)
+            return any(isinstance(one, kind) for one in (error, error.__cause__, error.__context__))
 
         why = f"cannot be read: {type(error).__name__}: {reason(error)}"
         if "trust_remote_code" in str(error):
