@@ -43,20 +43,10 @@ def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
 def training_tokens(
     model: PreTrainedModel, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
 ) -> list[Tensor]:
-    """Run each sequence with dropout, and return the tokens (batch, n, d) of each captured attention layer.
+    """Run each sequence of token ids (batch, n) with dropout, from its own seed, and return the tokens
+    (batch, n, d) of each captured attention layer.
 
     The settings of the model and the random state are restored afterwards.
-
-    Parameters
-    ----------
-    model
-        A transformers model.
-    inputs
-        Token ids (batch, n).
-    sites
-        Sites captured from this model.
-    seeds
-        For each sequence, the seed of its dropout.
 
     Raises
     ------

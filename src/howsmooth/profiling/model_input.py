@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
-from howsmooth.models.float32_weights import computing_dtype, hash_settings, hash_weights, stored_dtype
+from howsmooth.models.float32_weights import computing_dtype, fingerprint, stored_dtype
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import check_value, max_length
 from howsmooth.models.loading.tokenizers import token_text
@@ -101,17 +101,14 @@ class GivenInputs:
         """Return the fields of a result that describe the model and the input."""
         model, module = self.model, self.module
         if isinstance(model, LoadedModel):
-            label, source, fingerprint, stored = model.label, model.source, model.fingerprint, model.stored
+            label, source, digest, stored = model.label, model.source, model.fingerprint, model.stored
         else:
-            digest = hashlib.sha256()
-            hash_settings(digest, module)
-            hash_weights(digest, module)
             label, source, stored = type(module).__name__, "", stored_dtype(module)
-            fingerprint = digest.hexdigest()
+            digest = fingerprint(module)
         return {
             "model": label,
             "source": source,
-            "fingerprint": fingerprint,
+            "fingerprint": digest,
             "input": self.description,
             "stored": str(stored).removeprefix("torch."),
             "computed": self.computed,
