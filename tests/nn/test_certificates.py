@@ -20,7 +20,7 @@ import howsmooth as hs
 from howsmooth.bounds import Bound, Quantity, norm_radius
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn import ModelCertificate, certify
-from howsmooth.nn.certificates.transformer_encoder_conversion import encoder_layer
+from howsmooth.nn.certificates.module_propagation import encoder_layer
 from tests._steepest import dense_norm, steepest
 
 N, D = 4, 6

@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from howsmooth.nn.attention.cosine import CosineAttention
     from howsmooth.nn.attention.l2 import L2Attention
     from howsmooth.nn.attention.lipschitz_norm import LipschitzNormAttention
-    from howsmooth.nn.attention.query_key_norm import QueryKeyNormAttention
     from howsmooth.nn.attention.sigmoid import SigmoidAttention
     from howsmooth.nn.attention.sinkhorn import SinkhornAttention
-    from howsmooth.nn.attention.softmax import SoftmaxAttention
+    from howsmooth.nn.attention.softmax import QueryKeyNormAttention, SoftmaxAttention
     from howsmooth.nn.certificates.certificate import ModelCertificate
     from howsmooth.nn.certificates.evaluation import Evaluation, evaluate
     from howsmooth.nn.certificates.model_bound import certify
@@ -83,10 +82,9 @@ _MODULES = {
     "attention.cosine": ("CosineAttention",),
     "attention.l2": ("L2Attention",),
     "attention.lipschitz_norm": ("LipschitzNormAttention",),
-    "attention.query_key_norm": ("QueryKeyNormAttention",),
     "attention.sigmoid": ("SigmoidAttention",),
     "attention.sinkhorn": ("SinkhornAttention",),
-    "attention.softmax": ("SoftmaxAttention",),
+    "attention.softmax": ("QueryKeyNormAttention", "SoftmaxAttention"),
     "parts.self_attention_layer": ("SelfAttentionBlock",),
     "certificates.certificate": ("ModelCertificate",),
     "certificates.model_bound": ("certify",),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, HowsmoothError
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.certificates.model_bound import foreign_code
 from howsmooth.nn.lipschitz_module import LipschitzModule
@@ -20,8 +20,7 @@ from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
 
 __all__ = ["deploy"]
 
-Radii = dict[LipschitzAttention, float]
-"""The radii of the layers that clip tokens; a layer may occur in several places of a model."""
+Radii = dict[LipschitzAttention, float]  # of the layers that clip tokens
 
 
 @torch.no_grad()
@@ -90,9 +89,7 @@ def deploy(model: nn.Module) -> nn.Module:
 
 
 def _check_shared_weights(model: nn.Module, attention: list[LipschitzAttention]) -> None:
-    """Raise ArgumentError if an attention layer whose divisor is folded into its weights shares weights with
-    another module, which the folding would change, too.
-    """
+    """Raise ArgumentError if folding the divisor of a layer into its weights would change another module."""
     folded = [layer for layer in attention if layer.constant is not None]
     inside = {module for layer in folded for module in layer.modules()}
     owners: list[tuple[nn.Module, bool]] = [(layer, True) for layer in folded]
@@ -111,10 +108,7 @@ def _check_shared_weights(model: nn.Module, attention: list[LipschitzAttention])
 
 
 def _plain(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
-    """Return the module with plain weights that replaces a module of the model.
-
-    A module that occurs several times in the model has one replacement.
-    """
+    """Return the module that replaces ``module``, the same one wherever it occurs in the model."""
     if module not in seen:
         seen[module] = _replaced(module, path, seen, radii)
     return seen[module]
@@ -145,24 +139,26 @@ def _replaced(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], ra
 
 
 def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
-    """Fold the number that divides the output of an attention layer into the weights of the layer.
-
-    Its settings ``constant`` and ``radius`` become None.
-    """
+    """Fold the divisor of an attention layer into its output projection."""
     for module in layer.modules():
         _unparametrized(module)
-    layer._fold_divisor()
-    layer.radius = None
+    if layer.constant is not None:
+        weights = layer._weights()
+        inverse = math.exp(-layer._log_divisor(weights))
+        if layer._log_divisor_of.far and layer.out_proj.weight.dtype != torch.float64:
+            raise HowsmoothError(
+                f"the output of the layer is multiplied by {inverse:.3g}, for which float32 is too narrow: "
+                "convert the model with .double() first"
+            )
+        for weight in layer.out_proj.parameters():
+            weight.mul_(inverse)
+    layer.constant = layer.radius = None
     layer.beyond = "refuse"
     return layer
 
 
 def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
-    """Return the PyTorch norm layer that computes the same function as a norm layer of this library.
-
-    It has ε = r²/d and gain γ r/√d, and computes x ↦ γ ∘ r h/√(|h|² + r²) + β. Here h is x, or x minus its
-    mean, and r is the layer's ``floor``.
-    """
+    """Return the norm layer of PyTorch with ε = r²/d and gain γ r/√d, where r is the ``floor``."""
     d, r = norm.dim, norm.floor
     like = norm.gain if norm.gain is not None else torch.ones(())
     gain = torch.ones_like(like).expand(d) if norm.gain is None else norm._gain(norm.gain)
@@ -179,7 +175,7 @@ def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
 
 
 def _unparametrized(module: nn.Module) -> nn.Module:
-    """Replace the parametrizations of the tensors of a module by the current values of the tensors."""
+    """Replace parametrized tensors of a module by their current values."""
     if parametrize.is_parametrized(module):
         values = {name: getattr(module, name).clone() for name in module.parametrizations}  # type: ignore[union-attr]
         # PyTorch's remove_parametrizations would change the class, which the copy shares with the model.

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from howsmooth.bounds.differentiable_variant_upper_bounds import sigmoid_layer, value_radius
 from howsmooth.bounds.visible_key_counts import VisibleRows
-from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.attention.head_weights import Parts, Weights, in_double, rows_of
-from howsmooth.nn.upward_rounding import rounded_up
+from howsmooth.nn.attention.head_weights import Parts, Weights, joined_radius
+from howsmooth.nn.checks import check_number
 
 __all__ = ["SigmoidAttention"]
 
@@ -28,19 +27,12 @@ class SigmoidAttention(LipschitzAttention):
     could not be read. For one head without biases and masks it is the exact constant if ‖A‖R² <= log n, A =
     KᵀQ/√k, and A and V have leading singular vectors in common. It grows with n beyond that.
 
-    Every kind of mask is supported. Of a hidden key the weight is zero.
+    The weight of a hidden key is zero.
 
     Parameters
     ----------
-    embed_dim, num_heads, length, radius, constant, bias, beyond, shorter, mask, device, dtype
-        As for :class:`~howsmooth.nn.attention.base.LipschitzAttention`. ``constant`` requires a radius.
     shift
         The number b that is added to every score; None for −log ``length``.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument has a wrong type or value; the message names the argument.
 
     References
     ----------
@@ -51,52 +43,32 @@ class SigmoidAttention(LipschitzAttention):
 
     _bound_name = "sigmoid_layer"
     _phrase = "sigmoid attention"
-
     _of_bound: ClassVar[tuple[str, ...]] = ("shift",)
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, shift: float | None = None, **keywords: Any
     ) -> None:
-        known = isinstance(shift, int | float) and not isinstance(shift, bool) and math.isfinite(shift)
-        if shift is not None and not known:
-            raise ArgumentError("shift", expected="a finite number or None", got=repr(shift))
         super().__init__(embed_dim, num_heads, **keywords)
-        self.shift = -math.log(self.length) if shift is None else float(shift)
+        given = -math.log(self.length) if shift is None else shift
+        self.shift = check_number("shift", given, "a finite number or None", math.isfinite)
 
     def _probabilities(
         self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
     ) -> Tensor:
-        scores = (q / math.sqrt(self.head_dim)) @ k.mT + self.shift
+        scores = self._scores(q, k, weights) + self.shift
         return torch.sigmoid(scores if added is None else scores + added)
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts = Parts.of(weights, self.num_heads)
+        parts, scale = Parts.of(weights, self.num_heads), 1 / math.sqrt(self.head_dim)
         return sigmoid_layer(
-            parts.query,
-            parts.key,
-            parts.value,
-            parts.output,
-            rows,
-            radius,
-            biases=parts.biases,
-            scale=1 / math.sqrt(self.head_dim),
-            shift=self.shift,
+            *parts.matrices, rows, radius, biases=parts.biases, scale=scale, shift=self.shift
         )
 
-    @torch.no_grad()
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        w = in_double(weights)
-        parts = Parts.of(w, self.num_heads)
+        parts = Parts.of(weights, self.num_heads)
         # |⟨q, k⟩| is at most the product of the largest norms of queries and keys.
         longest = value_radius(parts.query, parts.query_bias, radius)
         scores = longest * value_radius(parts.key, parts.key_bias, radius) / math.sqrt(self.head_dim)
         largest = 1.0 if self.masking.kind == "additive" else torch.sigmoid(scores + self.shift)
-        keys = rows_of(self.masking, length).most_keys
-        sizes = keys * largest * value_radius(parts.value, parts.value_bias, radius)
-        blocks = w["out_proj.weight"].unflatten(1, (self.num_heads, -1)).transpose(0, 1)
-        summed = (torch.linalg.matrix_norm(blocks, 2) * sizes).sum()
-        apart = torch.linalg.matrix_norm(w["out_proj.weight"], 2) * sizes.square().sum().sqrt()
-        total = float(torch.minimum(summed, apart))
-        if "out_proj.bias" in w:
-            total += float(torch.linalg.vector_norm(w["out_proj.bias"]))
-        return rounded_up(total)
+        keys = self.masking.rows_at(length).most_keys
+        return joined_radius(parts, keys * largest * value_radius(parts.value, parts.value_bias, radius))

@@ -32,30 +32,13 @@ _RIDGE = 1e-15
 
 
 def doubly_stochastic(scores: Tensor, *, tolerance: float = 1e-10, max_iterations: int = 1000) -> Tensor:
-    """Return the doubly stochastic matrix whose entries are α_i exp(S_ij) β_j for given scores S.
+    """Return the doubly stochastic matrix P = diag(α) e^S diag(β) in float64, for scores S (..., n, n).
 
-    The factors α and β are positive. The result P is in float64. Rows sum to one up to rounding, and columns
-    up to ``tolerance``. P is differentiable in forward and reverse mode and in every order. The iteration
-    stops for each matrix separately, so a result does not depend on the other matrices of the batch, up to
-    rounding.
-
-    Parameters
-    ----------
-    scores
-        The scores S, (..., n, n), −∞ where P is to be zero. The pattern of the other entries must be
-        symmetric and include the diagonal; otherwise P may not exist.
-    tolerance
-        Largest allowed |Σ_i P_ij − 1| over the columns j.
-    max_iterations
-        Number of iterations after which an error is raised.
-
-    Raises
-    ------
-    ArgumentError
-        If the iteration has not converged.
-    NonFiniteError
-        If a score is NaN or +∞.
-
+    Scores are −∞ where P is to be zero. The pattern of the others must be symmetric and include the diagonal;
+    otherwise P may not exist. Rows sum to one up to rounding, and columns up to ``tolerance``. P is
+    differentiable in forward and reverse mode and in every order. The iteration stops for each matrix
+    separately, so a result does not depend on the rest of the batch, up to rounding. ArgumentError is raised
+    if it has not converged, and NonFiniteError if a score is NaN or +∞.
     """
     if torch.compiler.is_compiling():  # torch.compile records no autograd function with a forward mode
         recorded: Tensor = _scaled(scores.double(), tolerance, max_iterations)
@@ -65,10 +48,7 @@ def doubly_stochastic(scores: Tensor, *, tolerance: float = 1e-10, max_iteration
 
 
 class _Scaling(torch.autograd.Function):
-    """The autograd function that maps scores to doubly stochastic attention weights.
-
-    Its derivatives are computed from the weights alone, without differentiating the iterations.
-    """
+    """P as a function of the scores, with derivatives that are computed from P alone."""
 
     @staticmethod
     def forward(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:
@@ -101,14 +81,12 @@ class _Scaling(torch.autograd.Function):
 
 
 def _projected(p: Tensor, m: Tensor) -> Tensor:
-    """Return the derivative of the doubly stochastic matrix P along a change M of the scores.
+    """Return the derivative of P along a change M of the scores.
 
-    It is P ∘ (M − a_i − b_j), and its rows and columns sum to zero. Here a = r − P b, where r are the row
-    sums of P ∘ M. The vector b solves (I − PᵀP) b = s − Pᵀ r, where s are the column sums of P ∘ M. All
-    matrices are (..., n, n).
+    It is P ∘ (M − a_i − b_j), and its rows and columns sum to zero. With the row sums r and the column sums s
+    of P ∘ M, a = r − P b and (I − PᵀP) b = s − Pᵀ r.
     """
     weighted = p * m
-    # Eliminating a leaves an n × n system for b.
     r, s = weighted.sum(dim=-1, keepdim=True), weighted.sum(dim=-2)[..., None]
     b = torch.linalg.solve(_system(p), s - p.mT @ r)
     projected: Tensor = weighted - p * (r - p @ b) - p * b.mT
@@ -118,10 +96,9 @@ def _projected(p: Tensor, m: Tensor) -> Tensor:
 def _system(p: Tensor) -> Tensor:
     """Return diag(c) − PᵀP, made invertible, for a nearly doubly stochastic matrix P with column sums c.
 
-    Newton steps and the derivatives of P are computed from linear systems with this matrix. The kernel of
-    diag(c) − PᵀP consists of the constant vectors or, if P is block diagonal, of the vectors constant on each
-    block. Adding 1/n to all entries removes the constants, and the ridge handles the blocks.
-    Adding a kernel vector to a solution does not change the result.
+    Its kernel consists of the constant vectors or, if P is block diagonal, of the vectors constant on each
+    block. Adding 1/n to all entries removes the constants, and the ridge handles the blocks. A kernel vector
+    in a solution does not change what is computed from it.
     """
     system: Tensor = torch.diag_embed(p.sum(dim=-2) + _RIDGE) - p.mT @ p + 1 / p.shape[-1]
     return system
@@ -168,10 +145,7 @@ _scaled.register_autograd(_Scaling.backward, setup_context=_Scaling.setup_contex
 
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
-    """Return the vectors that a Newton step and shorter steps in the same direction reach from ``g``.
-
-    ``g`` is the vector log β of the logarithms of the column factors. A full Newton step may overshoot.
-    """
+    """Return what a Newton step from g and shorter ones reach, because a full one may overshoot."""
     # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1.
     step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
     largest = step.abs().amax(dim=-1, keepdim=True)
@@ -179,10 +153,7 @@ def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return the best of the candidates ``trials`` for log β, the logarithms of the column factors.
-
-    The best candidate has the lowest objective or, where ``near`` is True, the column sums closest to one.
-    """
+    """Return the g of the lowest objective or, where ``near`` is True, of column sums closest to one."""
     if len(trials) == 1:
         return trials[0]
     ranks = []
@@ -198,10 +169,9 @@ def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
 
 
 def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply column j of the matrix exp(scores) by exp(g_j), and divide each row by its sum.
+    """Multiply column j of exp(scores) by exp(g_j), and divide each row by its sum.
 
-    The first result is the logarithm of the matrix so obtained. The second result contains the logarithms of
-    its column sums, and the third is the largest |column sum − 1|.
+    The results are the logarithms of the matrix and of its column sums, and the largest |column sum − 1|.
     """
     log_p = torch.log_softmax(scores + g, dim=-1)
     columns = torch.logsumexp(log_p, dim=-2, keepdim=True)

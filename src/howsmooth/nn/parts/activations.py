@@ -6,18 +6,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import check_ball, check_length, check_size, check_tokens
-from howsmooth.nn.lipschitz_module import LipschitzModule
-from howsmooth.nn.upward_rounding import upper_bound
+from howsmooth.nn.checks import check_size, check_tokens
+from howsmooth.nn.lipschitz_module import TokenModule
 
 __all__ = ["GroupSort", "MaxMin"]
 
-_SOURCE = "Anil, Lucas, Grosse, Sorting out Lipschitz function approximation, ICML 2019"
 
-
-class GroupSort(LipschitzModule):
+class GroupSort(TokenModule):
     """The 1-Lipschitz activation that sorts the entries of each token within groups of neighbours.
 
     Parameters
@@ -27,6 +23,7 @@ class GroupSort(LipschitzModule):
 
     """
 
+    _source = "Anil, Lucas, Grosse, Sorting out Lipschitz function approximation, ICML 2019"
     _shown: ClassVar[tuple[str, ...]] = ("group_size",)
 
     def __init__(self, group_size: int) -> None:
@@ -43,16 +40,6 @@ class GroupSort(LipschitzModule):
             )
         groups: Tensor = x.unflatten(-1, (d // self.group_size, self.group_size)).sort(dim=-1).values
         return groups.flatten(-2)
-
-    def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound 1 on the Lipschitz constant of this activation."""
-        check_length(length)
-        return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
-
-    def output_radius(self, length: int, radius: float) -> float:
-        """Return ``radius``, because sorting the entries of a token preserves its norm."""
-        check_length(length)
-        return check_ball(radius)
 
 
 class MaxMin(GroupSort):

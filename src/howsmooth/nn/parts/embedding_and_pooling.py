@@ -1,54 +1,35 @@
-"""1-Lipschitz modules for the first and last steps of a model: image patches, positions, class tokens,
-pooling and clipping.
+"""1-Lipschitz modules for the first and last steps of a model: patches, positions, class tokens, pooling,
+clipping.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import check_ball, check_length, check_placement, check_size, check_tokens
-from howsmooth.nn.lipschitz_module import LipschitzModule
+from howsmooth.nn.checks import (
+    check_ball,
+    check_length,
+    check_number,
+    check_placement,
+    check_size,
+    check_tokens,
+)
+from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.nn.parts.norms import norm_with_one
-from howsmooth.nn.upward_rounding import norm_above, rounded_up, upper_bound
+from howsmooth.nn.upward_rounding import norm_above, rounded_up
 
 __all__ = ["AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"]
 
-_SOURCE = 'maps of the sequence, howsmooth documentation, "Enforce"'
+
+class _SequenceModule(TokenModule):
+    _source = 'maps of the sequence, howsmooth documentation, "Enforce"'
 
 
-class _TokenModule(LipschitzModule):
-    """Base class of 1-Lipschitz modules that map sequences of tokens to sequences of tokens."""
-
-    def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound 1 on the Lipschitz constant of this module."""
-        self._check(length)
-        return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
-
-    def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of output tokens for input tokens of norm at most ``radius``."""
-        return self._reach(self._check(length), check_ball(radius))
-
-    def output_length(self, length: int) -> int:
-        """Return the number of output tokens for ``length`` input tokens."""
-        return self._count(self._check(length))
-
-    def _check(self, length: object) -> int:
-        return check_length(length)
-
-    def _count(self, length: int) -> int:
-        return length
-
-    @abstractmethod
-    def _reach(self, length: int, radius: float) -> float: ...
-
-
-class Patches(_TokenModule):
+class Patches(_SequenceModule):
     """A module that cuts images (batch, channels, height, width) into square patches and preserves distances.
 
     The tokens are (batch, n, channels · size²). Patches are ordered row by row, and the entries of a patch
@@ -82,11 +63,8 @@ class Patches(_TokenModule):
         patches: Tensor = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         return patches
 
-    def _reach(self, length: int, radius: float) -> float:
-        return radius
 
-
-class AddPositions(_TokenModule):
+class AddPositions(_SequenceModule):
     """A 1-Lipschitz module that adds a learned vector to the token at each position.
 
     Parameters
@@ -133,17 +111,10 @@ class AddPositions(_TokenModule):
         return rounded_up(radius + norm_above("positions", positions[longest, None]))
 
 
-class PrependToken(_TokenModule):
-    """A 1-Lipschitz module that puts a learned token in front of each sequence, like the class token of a
-    ViT.
+class PrependToken(_SequenceModule):
+    """A 1-Lipschitz module that puts a learned token before each sequence, like the class token of a ViT.
 
-    Parameters
-    ----------
-    dim
-        Dimension d of a token.
-    std
-        Standard deviation of the Gaussian numbers that initialise the weight.
-
+    ``dim`` and ``std`` are as for :class:`AddPositions`.
     """
 
     def __init__(
@@ -158,9 +129,7 @@ class PrependToken(_TokenModule):
         self.token = _drawn((dim,), std, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Put the learned token in front of the tokens (batch, n, d), with a result of shape (batch, n + 1,
-        d).
-        """
+        """Put the learned token before the tokens (batch, n, d), with a result (batch, n + 1, d)."""
         check_tokens("x", x, dim=len(self.token), ndim=3, like=self.token)
         return torch.cat([self.token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
 
@@ -171,14 +140,10 @@ class PrependToken(_TokenModule):
         return max(radius, norm_above("token", self.token[None]))
 
 
-class TakeToken(_TokenModule):
-    """A 1-Lipschitz module that maps each sequence to one of its tokens, from (batch, n, d) to (batch, d).
+class TakeToken(_SequenceModule):
+    """A 1-Lipschitz module that maps each sequence (batch, n, d) to its token at ``index``, (batch, d).
 
-    Parameters
-    ----------
-    index
-        Position of the token; negative numbers count from the end.
-
+    Negative indices count from the end.
     """
 
     _shown = ("index",)
@@ -204,11 +169,8 @@ class TakeToken(_TokenModule):
     def _count(self, length: int) -> int:
         return 1
 
-    def _reach(self, length: int, radius: float) -> float:
-        return radius
 
-
-class MeanPool(_TokenModule):
+class MeanPool(_SequenceModule):
     """A 1-Lipschitz module that maps tokens (batch, n, d) to √n times their mean, (batch, d).
 
     The mean itself has constant 1/√n, so the factor √n makes the constant 1.
@@ -227,25 +189,17 @@ class MeanPool(_TokenModule):
         return rounded_up(math.sqrt(length) * radius)
 
 
-class ClipTokens(_TokenModule):
-    """A 1-Lipschitz module that projects each token onto a ball around zero.
+class ClipTokens(_SequenceModule):
+    """A 1-Lipschitz module that projects each token onto the ball of a given ``radius`` around zero.
 
     If a model begins with this module, its certificate holds for all inputs instead of inputs in a ball only.
-
-    Parameters
-    ----------
-    radius
-        Radius of the ball.
-
     """
 
     _shown = ("radius",)
 
     def __init__(self, radius: float) -> None:
         super().__init__()
-        self.radius = check_ball(radius)
-        if not 0 < float(radius) < math.inf:
-            raise ArgumentError("radius", expected="a finite number > 0", got=repr(radius))
+        self.radius = check_number("radius", radius)
 
     def forward(self, x: Tensor) -> Tensor:
         """Scale each token of x (..., d) of norm above ``self.radius`` down to this norm."""
@@ -254,7 +208,7 @@ class ClipTokens(_TokenModule):
 
     def _reach(self, length: int, radius: float) -> float:
         # The radius may have been changed since the construction, which checks it.
-        return min(ClipTokens(self.radius).radius, radius)
+        return min(check_ball(check_number("radius", self.radius)), radius)
 
 
 def _drawn(
@@ -263,6 +217,5 @@ def _drawn(
     """Return a weight (..., dim) of Gaussian numbers with standard deviation ``std``."""
     check_size("dim", shape[-1])
     check_placement(device, dtype)
-    if not (math.isfinite(float(std)) and float(std) >= 0):
-        raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
-    return nn.Parameter(torch.randn(*shape, device=device, dtype=dtype) * float(std))
+    scale = check_number("std", std, "a finite number >= 0", lambda number: 0 <= number < math.inf)
+    return nn.Parameter(torch.randn(*shape, device=device, dtype=dtype) * scale)

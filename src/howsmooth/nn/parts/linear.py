@@ -10,23 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import check_ball, check_length, check_placement, check_size, check_tokens
-from howsmooth.nn.lipschitz_module import LipschitzModule
-from howsmooth.nn.upward_rounding import norm_above, rounded_up, times, upper_bound
+from howsmooth.nn.checks import check_placement, check_size, check_tokens
+from howsmooth.nn.lipschitz_module import TokenModule
+from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
 
 __all__ = ["OrthogonalLinear", "SpectralLinear"]
 
-_SOURCE = 'spectral norm of the weight, howsmooth documentation, "Enforce"'
 _MAPS = ("matrix_exp", "cayley", "householder")
 
 
-class _ConstrainedLinear(LipschitzModule):
-    """A linear module whose weight is kept orthogonal, or of spectral norm one, by a PyTorch
-    parametrization.
+class _ConstrainedLinear(TokenModule):
+    """A linear module whose weight a parametrization of PyTorch keeps orthogonal, or of spectral norm one.
+
+    ``in_features`` and ``out_features`` are the dimensions of the tokens, and ``bias`` says whether a bias is
+    added. The reported constant is the spectral norm of the current weight, computed in float64 and rounded
+    up.
     """
 
+    _source = 'spectral norm of the weight, howsmooth documentation, "Enforce"'
     _shown = ("in_features", "out_features")
 
     def __init__(
@@ -82,25 +84,16 @@ class _ConstrainedLinear(LipschitzModule):
         y: Tensor = self.linear(x)
         return y
 
-    def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the spectral norm of the current weight, computed in float64 and rounded up."""
-        check_length(length)
-        return upper_bound(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
+    def _constant(self, length: int, radius: float) -> float:
+        with _as_it_is(self.linear):
+            return norm_above("weight", self.weight)
 
-    def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of output tokens for input tokens of norm at most ``radius``.
-
-        It is ‖W‖ · ``radius`` + ‖b‖ for the weight W and the bias b.
-        """
-        check_length(length)
+    def _reach(self, length: int, radius: float) -> float:
         shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])
-        return rounded_up(times(self._norm(), check_ball(radius)) + shift)
+        return rounded_up(times(self._constant(length, radius), radius) + shift)
 
     def _stored(self) -> Tensor:
-        """Return the unconstrained tensor from which PyTorch computes the weight.
-
-        Its dtype is checked.
-        """
+        """Return the tensor from which PyTorch computes the weight, after checking its dtype."""
         stored = self.linear.parametrizations.weight.original  # type: ignore[union-attr]
         assert isinstance(stored, Tensor)
         if stored.dtype not in (torch.float32, torch.float64):
@@ -112,10 +105,6 @@ class _ConstrainedLinear(LipschitzModule):
             )
         return stored
 
-    def _norm(self) -> float:
-        with _as_it_is(self.linear):
-            return norm_above("weight", self.weight)
-
 
 class OrthogonalLinear(_ConstrainedLinear):
     """A 1-Lipschitz linear map whose weight has orthonormal rows or orthonormal columns.
@@ -123,17 +112,8 @@ class OrthogonalLinear(_ConstrainedLinear):
     The smaller set of the two is orthonormal. ``torch.nn.utils.parametrizations.orthogonal`` keeps it
     orthonormal during training. With at least as many outputs as inputs, the map is an isometry (apart from
     the bias). The reported bound is the spectral norm of the computed weight, which is 1 up to rounding in
-    the weight's dtype.
-
-    Parameters
-    ----------
-    in_features, out_features
-        Dimensions of the tokens.
-    bias
-        Whether a bias is added.
-    orthogonal_map
-        "matrix_exp", "cayley" or "householder"; None for PyTorch's default.
-
+    the weight's dtype. ``orthogonal_map`` is "matrix_exp", "cayley" or "householder"; None for PyTorch's
+    default.
     """
 
     def __init__(
@@ -159,18 +139,9 @@ class SpectralLinear(_ConstrainedLinear):
     """A linear map whose weight is divided by an estimate of its spectral norm.
 
     ``torch.nn.utils.parametrizations.spectral_norm`` estimates the norm from below by power iterations during
-    training, so the norm of the quotient is 1 or slightly more. The reported bound is computed from this
-    quotient instead of being assumed to be 1. ``settle`` makes it 1 up to rounding.
-
-    Parameters
-    ----------
-    in_features, out_features
-        Dimensions of the tokens.
-    bias
-        Whether a bias is added.
-    iterations
-        Number of power iterations in each forward pass during training.
-
+    training, ``iterations`` of them in each forward pass, so the norm of the quotient is 1 or slightly more.
+    The reported bound is computed from this quotient instead of being assumed to be 1. ``settle`` makes it 1
+    up to rounding.
     """
 
     def __init__(
@@ -189,10 +160,7 @@ class SpectralLinear(_ConstrainedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Set the spectral norm of the weight to 1 up to rounding, by computing its singular vectors exactly.
-
-        For this, the estimates of the leading singular vectors are replaced by the result of an SVD.
-        """
+        """Set the spectral norm of the weight to 1 up to rounding, by the singular vectors of an SVD."""
         chain: Any = self.linear.parametrizations["weight"]  # type: ignore[index]
         estimate = chain[0]
         left, _, right = torch.linalg.svd(chain.original, full_matrices=False)
@@ -202,9 +170,8 @@ class SpectralLinear(_ConstrainedLinear):
 
 @contextmanager
 def _as_it_is(linear: nn.Linear) -> Iterator[None]:
-    """Return a context manager that stops PyTorch from updating its estimates of spectral norms.
-
-    In training mode, they would run whenever the weight is read, and change the weight.
+    """Keep PyTorch from updating its estimates of spectral norms, as it does in training whenever a weight is
+    read.
     """
     stages = [stage for chain in linear.parametrizations.values() for stage in chain]  # type: ignore[operator]
     training = [stage.training for stage in stages]

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificates.module_propagation import Composite, Row, refusal, walk
-from howsmooth.nn.checks import check_placement, check_tokens
-from howsmooth.nn.upward_rounding import rounded_up, times
+from howsmooth.nn.checks import check_number, check_placement, check_tokens
+from howsmooth.nn.lipschitz_module import TokenModule
 
-__all__ = ["AverageResidual", "Residual"]
+if TYPE_CHECKING:
+    from howsmooth.nn.certificates.module_propagation import Row
 
-_SOURCE = 'residuals, howsmooth documentation, "Enforce"'
+__all__ = ["AverageResidual", "BranchModule", "Residual"]
 
 
-class _Residual(Composite):
-    """Base class of residual modules x ↦ p x + q inner(x) with p, q ≥ 0."""
+class BranchModule(TokenModule):
+    """The base class of residual modules x ↦ p x + q inner(x) with p, q ≥ 0.
+
+    The branch ``inner`` is a module that returns tokens of the same number and dimension as its input.
+    """
+
+    _source = 'residuals, howsmooth documentation, "Enforce"'
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -27,21 +33,17 @@ class _Residual(Composite):
             raise ArgumentError("inner", expected="a module", got=type(inner).__name__)
         self.inner = inner
 
-    def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the rows of the certificate: one row for each module of the branch ``inner``, then the row
-        of this module.
+    def _constant(self, length: int, radius: float) -> float:
+        return self._row(length, radius).constant
 
-        The level of the branch's rows is higher by one than the level of this module's row.
-        """
-        branch = walk(self.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
-        if branch.length != length:
-            raise refusal(self, path, f"adds {length} tokens to the {branch.length} that its branch returns")
-        p, q = self._weights()
-        # The norm of p x + q y is at most p |x| + q |y|.
-        reach = rounded_up(times(p, radius) + times(q, branch.radius))
-        constant = rounded_up(p + times(q, branch.constant))
-        row = Row(path, type(self).__name__, level, constant, radius, reach, length, length, _SOURCE)
-        return (*branch.rows, row)
+    def _reach(self, length: int, radius: float) -> float:
+        return self._row(length, radius).radius_out
+
+    def _row(self, length: int, radius: float) -> Row:
+        # Residuals are among the modules that this propagation knows, so it imports them.
+        from howsmooth.nn.certificates.module_propagation import branched
+
+        return branched(self, length, radius, "", 0)[-1]
 
     def _branch(self, x: Tensor) -> Tensor:
         check_tokens("x", x)
@@ -61,20 +63,11 @@ class _Residual(Composite):
     def _weights(self) -> tuple[float, float]: ...
 
 
-class AverageResidual(_Residual):
+class AverageResidual(BranchModule):
     """A module x ↦ (1 − w) x + w inner(x), with Lipschitz constant at most (1 − w) + w Lip(inner).
 
-    For a branch of constant 1 the constant is 1.
-
-    Parameters
-    ----------
-    inner
-        The branch, a module that returns tokens of the same number and dimension as its input.
-    weight
-        w, from 0 to 1.
-    learnable
-        Whether w is trained, as the sigmoid of a parameter; it then starts strictly between 0 and 1.
-
+    For a branch of constant 1 the constant is 1. ``weight`` is w, from 0 to 1. If it is ``learnable``, w is
+    trained as the sigmoid of a parameter, and starts strictly between 0 and 1.
     """
 
     def __init__(
@@ -88,13 +81,10 @@ class AverageResidual(_Residual):
     ) -> None:
         super().__init__(inner)
         self.learnable = bool(learnable)
-        try:
-            number = float(weight)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not 0 <= number <= 1 or (self.learnable and number in (0.0, 1.0)):
-            expected = "a number strictly between 0 and 1" if self.learnable else "a number from 0 to 1"
-            raise ArgumentError("weight", expected=expected, got=repr(weight))
+        if self.learnable:
+            number = check_number("weight", weight, "a number strictly between 0 and 1", lambda w: 0 < w < 1)
+        else:
+            number = check_number("weight", weight, "a number from 0 to 1", lambda w: 0 <= w <= 1)
         check_placement(device, dtype)
         if self.learnable:
             logit = math.log(number) - math.log1p(-number)
@@ -122,17 +112,11 @@ class AverageResidual(_Residual):
         return 1 - w, w
 
 
-class Residual(_Residual):
+class Residual(BranchModule):
     """The usual residual connection x ↦ x + inner(x), with Lipschitz constant at most 1 + Lip(inner).
 
     The constants of consecutive modules multiply, so the bound grows fast with depth. With
     :class:`AverageResidual` it stays 1 if the branches have constant 1.
-
-    Parameters
-    ----------
-    inner
-        The branch, a module that returns tokens of the same number and dimension as its input.
-
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,30 +14,20 @@ __all__ = ["SelfAttentionBlock"]
 class SelfAttentionBlock(LipschitzModule):
     """The module x ↦ attention(x, x, x), which returns tokens without attention weights.
 
-    The attention layers themselves return a pair of tokens and weights, like ``torch.nn.MultiheadAttention``.
-    The constant is that of the attention layer.
-
-    Parameters
-    ----------
-    attention
-        An attention layer of ``hs.nn``.
-
+    ``attention`` is an attention layer of ``hs.nn``, which itself returns a pair of tokens and weights, like
+    ``torch.nn.MultiheadAttention``. The constant is that of the attention layer.
     """
 
     def __init__(self, attention: LipschitzModule) -> None:
         super().__init__()
         if not isinstance(attention, LipschitzModule):
-            raise ArgumentError(
-                "attention", expected="an attention layer of hs.nn", got=type(attention).__name__
-            )
+            got = type(attention).__name__
+            raise ArgumentError("attention", expected="an attention layer of hs.nn", got=got)
         self.attention = attention
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the self-attention output for tokens (batch, n, d), without the attention weights."""
-        output = self.attention(x, need_weights=False)
-        assert isinstance(output, tuple)
-        tokens = output[0]
-        assert isinstance(tokens, Tensor)
+        tokens: Tensor = self.attention(x, need_weights=False)[0]
         return tokens
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
