@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from howsmooth.bounds.bound import check_length as check_whole_length
 from howsmooth.errors import ArgumentError, HowsmoothError, reason
 
 __all__ = [
+    "Placement",
+    "check",
     "check_ball",
     "check_length",
     "check_number",
@@ -30,13 +32,16 @@ _SMALLEST = 1e-100
 _LONGEST = 2**53
 
 
+def check(ok: bool, argument: str, expected: str, got: object, remedy: str = "") -> None:
+    """Raise ArgumentError with these words unless ``ok``."""
+    if not ok:
+        raise ArgumentError(argument, expected=expected, got=str(got), remedy=remedy)
+
+
 def check_length(length: object) -> int:
     """Return the number of tokens after checking that it is an integer from 1 to 2^53."""
     n = check_whole_length(length)
-    if n > _LONGEST:
-        raise ArgumentError(
-            "length", expected=f"an integer number of tokens n <= {_LONGEST}", got="a larger number"
-        )
+    check(n <= _LONGEST, "length", f"an integer number of tokens n <= {_LONGEST}", "a larger number")
     return n
 
 
@@ -51,8 +56,7 @@ def check_number(
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if isinstance(value, bool | str) or not good(number):
-        raise ArgumentError(argument, expected=expected, got=repr(value))
+    check(not isinstance(value, bool | str) and good(number), argument, expected, repr(value))
     return number
 
 
@@ -69,10 +73,17 @@ def check_size(argument: str, value: object, *, least: int = 1) -> int:
     return value
 
 
-def check_placement(device: object, dtype: object) -> None:
+class Placement(TypedDict, total=False):
+    """Arguments of constructors: the device and the dtype of the weights, as in PyTorch."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+def check_placement(device: object = None, dtype: object = None) -> None:
     """Raise ArgumentError if the device does not exist or the dtype is not a floating-point dtype."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ArgumentError("dtype", expected="torch.float32 or torch.float64", got=repr(dtype))
+    floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    check(floating, "dtype", "torch.float32 or torch.float64", repr(dtype))
     try:
         torch.empty(0, device=device)  # type: ignore[call-overload]
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from howsmooth.errors import ArgumentError, HowsmoothError
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.certificates.model_bound import foreign_code
+from howsmooth.nn.checks import check
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.embedding_and_pooling import ClipTokens
 from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
@@ -27,13 +28,10 @@ Radii = dict[LipschitzAttention, float]  # of the layers that clip tokens
 def deploy(model: nn.Module) -> nn.Module:
     """Return a copy of a model for inference that computes the same function with plain weights.
 
-    The divisor of each attention layer is folded into its output projection. ``OrthogonalLinear`` and
-    ``SpectralLinear`` become :class:`torch.nn.Linear`,
-    ``LipschitzLayerNorm`` and ``LipschitzRMSNorm`` become :class:`torch.nn.LayerNorm` and
-    :class:`torch.nn.RMSNorm`, and parametrizations of PyTorch are removed.
-    What ``beyond="clip"`` clips is clipped by :class:`~howsmooth.nn.ClipTokens`. All else is copied.
-
-    :func:`~howsmooth.nn.certify` certifies the copy, with the constant of the model up to rounding.
+    The divisor of each attention layer is folded into its output projection. Constrained linear maps and
+    norms of hs.nn become those of PyTorch, whose parametrizations are removed. What ``beyond="clip"`` clips
+    is clipped by :class:`~howsmooth.nn.ClipTokens`. All else is copied. :func:`~howsmooth.nn.certify`
+    certifies the copy, with the constant of the model up to rounding.
 
     **Nothing in the copy checks the radius.** A layer with ``beyond="refuse"`` refused tokens beyond its
     radius, for which the certificate says nothing; the copy computes an output for them. Put
@@ -42,16 +40,9 @@ def deploy(model: nn.Module) -> nn.Module:
     give inputs that are not trusted to :func:`~howsmooth.nn.evaluate`, which refuses tokens beyond the
     radius. Masks that are arguments of a call are checked as before.
 
-    Parameters
-    ----------
-    model
-        A model with weights in float32 or float64. It is not changed.
-
-    Returns
-    -------
-    torch.nn.Module
-        The copy, in evaluation mode. torch.compile, torch.export and torch.onnx.export record it without
-        assertions. If its weights change, its constant changes, too.
+    The ``model``, with weights in float32 or float64, is not changed. torch.compile, torch.export and
+    torch.onnx.export record the copy, in evaluation mode, without assertions. If its weights change, its
+    constant changes, too.
 
     Raises
     ------
@@ -61,26 +52,17 @@ def deploy(model: nn.Module) -> nn.Module:
         with another module, or a layer has hooks or a forward of its own.
     NonFiniteError
         If a weight of an attention layer with a constant is NaN or infinite.
-
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+    check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     for name, weight in model.named_parameters():
-        if weight.is_floating_point() and weight.dtype.itemsize < 4:
-            raise ArgumentError(
-                "model",
-                expected="weights in float32 or float64",
-                got=f"{name} in {weight.dtype}",
-                remedy="Convert it with .float() first, and the copy with .to(dtype) afterwards.",
-            )
+        full = not weight.is_floating_point() or weight.dtype.itemsize >= 4
+        remedy = "Convert it with .float() first, and the copy with .to(dtype) afterwards."
+        check(full, "model", "weights in float32 or float64", f"{name} in {weight.dtype}", remedy)
     for path, module in model.named_modules():
-        if isinstance(module, LipschitzModule) and (reason := foreign_code(module)) is not None:
-            raise ArgumentError(
-                "model",
-                expected="layers of hs.nn as they were built",
-                got=f"{path or 'the model'} ({type(module).__name__}), which {reason}",
-                remedy="Deploy the model without it: the copy would leave it out.",
-            )
+        reason = foreign_code(module) if isinstance(module, LipschitzModule) else None
+        got = f"{path or 'the model'} ({type(module).__name__}), which {reason}"
+        remedy = "Deploy the model without it: the copy would leave it out."
+        check(reason is None, "model", "layers of hs.nn as they were built", got, remedy)
     found = copy.deepcopy(model).eval()
     attention = [one for one in found.modules() if isinstance(one, LipschitzAttention)]
     _check_shared_weights(found, attention)
@@ -98,13 +80,10 @@ def _check_shared_weights(model: nn.Module, attention: list[LipschitzAttention])
     for owner, recurse in owners:
         for weight in owner.parameters(recurse=recurse):
             other = seen.setdefault(weight, owner)
-            if other is not owner and other in inside:
-                raise ArgumentError(
-                    "model",
-                    expected="attention layers with weights of their own",
-                    got=f"{type(other).__name__} that shares weights with {type(owner).__name__}",
-                    remedy="Use the same layer in both places, or copy the weights.",
-                )
+            got = f"{type(other).__name__} that shares weights with {type(owner).__name__}"
+            remedy = "Use the same layer in both places, or copy the weights."
+            own = other is owner or other not in inside
+            check(own, "model", "attention layers with weights of their own", got, remedy)
 
 
 def _plain(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
@@ -124,12 +103,10 @@ def _replaced(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], ra
             block = SelfAttentionBlock(_undivided(layer))
             return nn.Sequential(ClipTokens(radii[layer]), block).eval()
         case LipschitzAttention() if module in radii:
-            raise ArgumentError(
-                "model",
-                expected="attention layers with beyond='clip' in an hs.nn.SelfAttentionBlock",
-                got=f"{path or 'the model'} ({type(module).__name__}) outside of one",
-                remedy="Put it into hs.nn.SelfAttentionBlock, or build it with beyond='refuse'.",
-            )
+            expected = "attention layers with beyond='clip' in an hs.nn.SelfAttentionBlock"
+            got = f"{path or 'the model'} ({type(module).__name__}) outside of one"
+            remedy = "Put it into hs.nn.SelfAttentionBlock, or build it with beyond='refuse'."
+            raise ArgumentError("model", expected=expected, got=got, remedy=remedy)
         case LipschitzAttention():
             return _undivided(module)
     # named_children would leave out a module that occurs twice.

@@ -48,7 +48,6 @@ class LipschitzModule(nn.Module, ABC):
         ------
         ArgumentError
             If the module does not accept inputs of this length and radius.
-
         """
 
     @abstractmethod

@@ -43,7 +43,6 @@ class Masking:
     rows
         The data on ``hidden`` that bounds need. They are computed once, because inside PyTorch's function
         transforms the values of tensors cannot be read.
-
     """
 
     kind: str
@@ -100,7 +99,6 @@ class Masking:
         ------
         ArgumentError
             If the constant does not cover the masks of this call, or a mask has a wrong shape or dtype.
-
         """
         batch, n, _ = x.shape
         own = self.always_added(x)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from contextlib import suppress
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,15 @@ from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.accepted_masks import Masking
 from howsmooth.nn.attention.head_weights import Parts, Weights, hull_radius, in_double, scaled_weights
 from howsmooth.nn.attention.output_divisor import CachedNumber, divided, is_far_from_zero, log_value
-from howsmooth.nn.checks import check_number, check_placement, check_size, check_tokens, require
+from howsmooth.nn.checks import (
+    Placement,
+    check,
+    check_number,
+    check_placement,
+    check_size,
+    check_tokens,
+    require,
+)
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.upward_rounding import rounded_up
 
@@ -83,17 +91,13 @@ class LipschitzAttention(LipschitzModule):
     With half precision (float16 or bfloat16 weights or inputs) and under autocast, the layer computes in
     float32 with autocast disabled, from the stored weights, and casts the result to the dtype of the input.
     If the divisor is above e^25 or below e^−25, the layer computes in float64, since products of such weights
-    may leave the range of float32. The constant holds in exact arithmetic. Bounds are computed in float64 on
-    the CPU.
+    may leave the range of float32. The constant holds in exact arithmetic.
 
     In evaluation mode torch.compile and torch.export can record the layer. The graph asserts what a call
     checks, with RuntimeError, and that the weights are those of its divisor. It gives the weights of a layer
     with ``constant`` no gradient. torch.onnx.export leaves assertions out, so call ``model.eval()`` after the
-    last change of a weight. torch.jit.trace keeps the divisor, and no check.
-
-    ``torch.func.vmap`` may map over inputs and masks. With ``constant``, it cannot map over weights, because
-    the divisor belongs to one set of weights.
-
+    last change of a weight. torch.jit.trace keeps the divisor, and no check. ``torch.func.vmap`` may map over
+    inputs and masks, and without ``constant`` over weights: a divisor belongs to one set of weights.
     """
 
     #: Kinds of masks for which the layer has a bound.
@@ -117,41 +121,35 @@ class LipschitzAttention(LipschitzModule):
         beyond: object = "refuse",
         shorter: bool = False,
         mask: object = "none",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
         self.embed_dim = check_size("embed_dim", embed_dim)
         self.num_heads = check_size("num_heads", num_heads)
-        if self.embed_dim % self.num_heads:
-            raise ArgumentError(
-                "num_heads", expected=f"a divisor of embed_dim = {embed_dim}", got=str(num_heads)
-            )
+        divides = self.embed_dim % self.num_heads == 0
+        check(divides, "num_heads", f"a divisor of embed_dim = {embed_dim}", num_heads)
         self.head_dim = self.embed_dim // self.num_heads
         self.length = check_length(length)
         self.radius = None if radius is None else check_radius(radius)
         self.constant = None if constant is None else check_number("constant", constant)
-        if self.constant is not None and self.radius is None and self._needs_radius:
-            raise ArgumentError(
-                "radius",
-                expected="a number, because the layer is divided by its bound on a ball",
-                got="None",
-                remedy="hs.bounds.norm_radius gives it after a norm layer; beyond='clip' enforces it.",
-            )
-        if beyond not in ("refuse", "clip"):
-            raise ArgumentError("beyond", expected="'refuse' or 'clip'", got=repr(beyond))
+        check(
+            self.constant is None or self.radius is not None or not self._needs_radius,
+            "radius",
+            "a number, because the layer is divided by its bound on a ball",
+            "None",
+            "hs.bounds.norm_radius gives it after a norm layer; beyond='clip' enforces it.",
+        )
+        check(beyond in ("refuse", "clip"), "beyond", "'refuse' or 'clip'", repr(beyond))
         self.beyond = str(beyond)
         self.shorter = bool(shorter)
         self.masking = Masking.read(mask, self.length)
-        if self.masking.kind not in self.masks:
-            raise ArgumentError(
-                "mask", expected=f"one of {self.masks}", got=repr(self.masking.kind), remedy=self._mask_remedy
-            )
-        if self.shorter and self.masking.kind == "fixed":
-            raise ArgumentError("shorter", expected="False for a mask of fixed length", got="True")
+        kind = self.masking.kind
+        check(kind in self.masks, "mask", f"one of {self.masks}", repr(kind), self._mask_remedy)
+        several = self.shorter and kind == "fixed"
+        check(not several, "shorter", "False for a mask of fixed length", "True")
         self.bias = bool(bias)
-        check_placement(device, dtype)
-        self._make_weights({"device": device, "dtype": dtype})
+        check_placement(**placed)
+        self._make_weights(placed)
         self._log_divisor_of = CachedNumber()
         self.register_load_state_dict_post_hook(_remember_divisor)  # type: ignore[no-untyped-call]
 
@@ -170,13 +168,13 @@ class LipschitzAttention(LipschitzModule):
     _bias: ClassVar[tuple[str, int]] = ("in_proj_bias", 3)
     in_proj_bias: nn.Parameter | None
 
-    def _make_weights(self, factory: dict[str, Any]) -> None:
+    def _make_weights(self, placed: Placement) -> None:
         """Create weights with the names, shapes and initial values of torch.nn.MultiheadAttention."""
         d, (name, count) = self.embed_dim, self._bias
-        self.in_proj_weight = nn.Parameter(torch.empty((self._matrices * d, d), **factory))
+        self.in_proj_weight = nn.Parameter(torch.empty((self._matrices * d, d), **placed))
         self.register_parameter("in_proj_bias", None)  # torch.nn.TransformerEncoderLayer reads it
-        self.register_parameter(name, nn.Parameter(torch.zeros(count * d, **factory)) if self.bias else None)
-        self.out_proj = nn.Linear(d, d, bias=self.bias, **factory)
+        self.register_parameter(name, nn.Parameter(torch.zeros(count * d, **placed)) if self.bias else None)
+        self.out_proj = nn.Linear(d, d, bias=self.bias, **placed)
         nn.init.xavier_uniform_(self.in_proj_weight)
         if self.bias:
             nn.init.zeros_(self.out_proj.bias)
@@ -190,6 +188,9 @@ class LipschitzAttention(LipschitzModule):
             "out_proj.bias": self.out_proj.bias,
         }
         return {name: weight for name, weight in found.items() if weight is not None}
+
+    def _parts(self, weights: Weights) -> Parts:
+        return Parts.of(weights, self.num_heads)
 
     def _queries_keys_values(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values (batch, heads, n, head_dim) of tokens x (batch, n, d)."""
@@ -232,7 +233,7 @@ class LipschitzAttention(LipschitzModule):
 
         ``weights`` are in float64 on the CPU. Here the output of a head is a mean of its values.
         """
-        parts = Parts.of(weights, self.num_heads)
+        parts = self._parts(weights)
         return hull_radius(parts.output, parts.value, parts.value_bias, parts.output_bias, radius)
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
@@ -249,13 +250,8 @@ class LipschitzAttention(LipschitzModule):
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return an upper bound on the Lipschitz constant of the layer for tokens of norm at most ``radius``.
 
-        Parameters
-        ----------
-        length
-            Number of tokens: the length of the layer, or a smaller one if ``shorter=True``.
-        radius
-            Largest norm of a token. It may exceed the radius of the layer only with ``beyond="clip"``; then
-            the result is the bound at the radius of the layer.
+        ``length`` is that of the layer, or a smaller one if ``shorter=True``. ``radius`` may exceed that of
+        the layer only with ``beyond="clip"``; then the result is the bound at the radius of the layer.
 
         Raises
         ------
@@ -263,21 +259,15 @@ class LipschitzAttention(LipschitzModule):
             If the layer does not accept inputs of this length and radius.
         NonFiniteError
             If a weight is NaN or infinite.
-
         """
         n, R = self._claimed(length, radius)
         weights = self._finite_weights()
         bound = self._undivided_bound(n, R, weights)
         if self.constant is None:
             return bound
-        log_divisor = self._log_divisor(weights)
-        return Bound.upper(
-            bound.name,
-            bound.quantity,
-            f"{bound.source}, divided by its value at length {self.length}, over {self.constant:g}",
-            log_formula=bound.log_formula - log_divisor,
-            hypotheses=bound.hypotheses,
-        )
+        source = f"{bound.source}, divided by its value at length {self.length}, over {self.constant:g}"
+        log = bound.log_formula - self._log_divisor(weights)
+        return Bound.upper(bound.name, bound.quantity, source, log_formula=log, hypotheses=bound.hypotheses)
 
     def output_radius(self, length: int, radius: float) -> float:
         """Return an upper bound on the norms of the output tokens, with the arguments and errors of
@@ -302,13 +292,10 @@ class LipschitzAttention(LipschitzModule):
         if self.radius is not None and rounded_up(self.radius) < R:
             if self.beyond == "refuse":
                 # Rounding in the layers before may lengthen tokens by less than six digits show.
-                same = f"{R:g}" == f"{self.radius:g}"
-                raise ArgumentError(
-                    "radius",
-                    expected=f"at most {self.radius:g}, the radius of the layer",
-                    got=repr(R) if same else f"{R:g}",
-                    remedy="Build the layer with a larger radius, or with beyond='clip'.",
-                )
+                got = repr(R) if f"{R:g}" == f"{self.radius:g}" else f"{R:g}"
+                expected = f"at most {self.radius:g}, the radius of the layer"
+                remedy = "Build the layer with a larger radius, or with beyond='clip'."
+                raise ArgumentError("radius", expected=expected, got=got, remedy=remedy)
             R = self.radius
         return n, R
 
@@ -320,10 +307,7 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return log(bound / constant), the logarithm of the number by which the layer divides its output.
-
-        It is computed again only if a weight or a setting of the layer has changed.
-        """
+        """Return log(bound / constant), computed again only if a weight or a setting has changed."""
         return self._log_divisor_of(
             weights, self._divisor_key, lambda: self._log_quotient(log_value(self._log, weights))
         )
@@ -367,11 +351,7 @@ class LipschitzAttention(LipschitzModule):
         return math.inf if self.radius is None else self.radius
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode, as in :class:`torch.nn.Module`.
-
-        In evaluation mode the divisor is computed and kept, because a graph that torch.compile or
-        torch.export records later cannot compute it.
-        """
+        """Set training or evaluation mode, in which the divisor is kept for graphs that are recorded."""
         super().train(mode)
         _remember_divisor(self)
         return self
@@ -389,32 +369,13 @@ class LipschitzAttention(LipschitzModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute self-attention, with the arguments of :meth:`torch.nn.MultiheadAttention.forward`.
+        """Compute self-attention, with arguments and results as in :class:`torch.nn.MultiheadAttention`.
 
-        Parameters
-        ----------
-        query
-            Tokens (batch, n, d), or (n, d).
-        key, value
-            None, or the same tensor as ``query``, because the constants are for self-attention.
-        key_padding_mask
-            Mask (batch, n), True (or −inf) for tokens that no query sees.
-        need_weights
-            Whether to return the attention weights.
-        attn_mask
-            Mask (n, n) or (batch · heads, n, n), True (or −inf) where a query (row) does not see a key
-            (column).
-        average_attn_weights
-            Whether the returned weights are averaged over the heads.
-        is_causal
-            Whether to apply a causal mask, if ``attn_mask`` is None.
-
-        Returns
-        -------
-        output, weights
-            The output has the shape of the query. The attention weights are (batch, n, n), or (batch, heads,
-            n, n) if they are not averaged (without batch axis if the query has none), or None. The weights
-            are not divided, so their rows sum to 1.
+        ``query`` are tokens (batch, n, d) or (n, d), ``key`` and ``value`` are None or the same tensor,
+        because the constants are for self-attention. ``key_padding_mask`` is (batch, n), ``attn_mask`` (n, n)
+        or (batch · heads, n, n), True or −inf where a key is not seen; ``is_causal`` applies the causal mask
+        if there is no ``attn_mask``. The attention weights that are returned, (batch, n, n) or for each head
+        (batch, heads, n, n), are not divided, so their rows sum to 1.
 
         Raises
         ------
@@ -423,7 +384,6 @@ class LipschitzAttention(LipschitzModule):
             another tensor, or the constant does not cover the mask.
         NonFiniteError
             If a token or a weight is NaN or infinite, for layers with a radius or a constant.
-
         """
         x, weights = self._checked(query, key, value)
         if torch.compiler.is_compiling() and self.constant is not None:
@@ -513,28 +473,20 @@ class LipschitzAttention(LipschitzModule):
         check_tokens("query", query, like=weight)
         for name, other in (("key", key), ("value", value)):
             if other is not None and other is not query:
-                raise ArgumentError(
-                    name,
-                    expected="None, or the tensor given as query",
-                    got="another tensor",
-                    remedy="The constant is for self-attention; there is none for cross-attention.",
-                )
-        if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim or 0 in query.shape[:-1]:
-            raise ArgumentError(
-                "query",
-                expected=f"tokens (batch, n, {self.embed_dim}) or (n, {self.embed_dim})",
-                got=f"shape {tuple(query.shape)}",
-            )
+                expected = "None, or the tensor given as query"
+                remedy = "The constant is for self-attention; there is none for cross-attention."
+                raise ArgumentError(name, expected=expected, got="another tensor", remedy=remedy)
+        d = self.embed_dim
+        if query.ndim not in (2, 3) or query.shape[-1] != d or 0 in query.shape[:-1]:
+            got = f"shape {tuple(query.shape)}"
+            raise ArgumentError("query", expected=f"tokens (batch, n, {d}) or (n, {d})", got=got)
         self._check_count(query.shape[-2], "query")
         # Mixing float32 and float64 is an error; half precision on either side is converted.
         dtypes = {query.dtype, weight.dtype}
         if dtypes == {torch.float32, torch.float64}:
-            raise ArgumentError(
-                "query",
-                expected=f"{weight.dtype} like the weights, or half precision",
-                got=str(query.dtype),
-                remedy="Convert one of the two, with .to(dtype).",
-            )
+            expected = f"{weight.dtype} like the weights, or half precision"
+            remedy = "Convert one of the two, with .to(dtype)."
+            raise ArgumentError("query", expected=expected, got=str(query.dtype), remedy=remedy)
         x = query.to(torch.float64 if torch.float64 in dtypes else torch.float32)
         return (x if x.ndim == 3 else x[None]), weights
 
@@ -542,13 +494,9 @@ class LipschitzAttention(LipschitzModule):
         # One comparison: an equality first would keep the full length out of a graph for all shorter ones.
         if n <= self.length if self.shorter else n == self.length:
             return
-        fewer = "at most " if self.shorter else ""
-        raise ArgumentError(
-            name,
-            expected=f"{fewer}{self.length} tokens, the length of the layer",
-            got=f"{n} tokens",
-            remedy="" if self.shorter else "With shorter=True a layer also accepts shorter sequences.",
-        )
+        expected = f"{'at most ' if self.shorter else ''}{self.length} tokens, the length of the layer"
+        remedy = "" if self.shorter else "With shorter=True a layer also accepts shorter sequences."
+        raise ArgumentError(name, expected=expected, got=f"{n} tokens", remedy=remedy)
 
     def inside_ball(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
         """Return the tokens, projected onto the ball if ``beyond`` is "clip"; else they must lie in it."""
@@ -679,13 +627,8 @@ def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:
 
 def _refuse_batched(name: str, weight: Tensor) -> None:
     """Raise ArgumentError if torch.func.vmap maps over a weight."""
-    error = ArgumentError(
-        name,
-        expected="one weight for all members of torch.func.vmap, because the layer is divided by its bound",
-        got="a weight for each member",
-        remedy="Call such layers one after the other, or build them without constant.",
-    )
+    expected = "one weight for all members of torch.func.vmap, because the layer is divided by its bound"
+    remedy = "Call such layers one after the other, or build them without constant."
+    error = ArgumentError(name, expected=expected, got="a weight for each member", remedy=remedy)
     # Within vmap the values that are looked at have the axis of the members, too.
-    require(
-        weight, lambda seen: torch.tensor(seen.ndim == weight.ndim), lambda _: error, f"{name}: one weight"
-    )
+    require(weight, lambda seen: torch.tensor(seen.ndim == weight.ndim), lambda _: error, expected)

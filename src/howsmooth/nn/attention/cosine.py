@@ -11,7 +11,7 @@ from torch import Tensor
 from howsmooth.bounds.differentiable_variant_upper_bounds import scaled_cosine_layer, value_radius
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.attention.head_weights import Parts, Weights, joined_radius
+from howsmooth.nn.attention.head_weights import Weights, joined_radius
 from howsmooth.nn.checks import check_number
 
 __all__ = ["CosineAttention"]
@@ -35,12 +35,9 @@ class CosineAttention(LipschitzAttention):
         The number ε > 0 under the roots. The bound without a radius is proportional to ε^{-1/2}, so
         LipsFormer's 1e-6 makes it a thousand times larger than ε = 1.
 
-    References
-    ----------
-    Qi, Wang, Chen, Shi, Zhang, *LipsFormer: Introducing Lipschitz Continuity to Vision Transformers*, ICLR
-    2023. For several heads, masks and balls: documentation page "Enforce: layers with a constant that is
-    proved", section "Scaled cosine attention on a ball".
-
+    See Qi, Wang, Chen, Shi, Zhang, *LipsFormer: Introducing Lipschitz Continuity to Vision Transformers*,
+    ICLR 2023, and for several heads, masks and balls the documentation page "Enforce: layers with a constant
+    that is proved", section "Scaled cosine attention on a ball".
     """
 
     _needs_radius = False
@@ -61,8 +58,8 @@ class CosineAttention(LipschitzAttention):
         super().__init__(embed_dim, num_heads, **keywords)
         self.temperature = check_number("temperature", temperature, "a finite number", math.isfinite)
         self.gain = check_number("gain", gain, "a finite number", math.isfinite)
-        # With eps = 0 the normalisation of a vector is not Lipschitz at zero.
-        self.eps = check_number("eps", eps)
+        expected = "a finite number > 0, as with eps = 0 the normalisation is not Lipschitz at zero"
+        self.eps = check_number("eps", eps, expected)
 
     def _queries_keys_values(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (self._normalised(rows) for rows in super()._queries_keys_values(x, weights))
@@ -76,7 +73,7 @@ class CosineAttention(LipschitzAttention):
         return self.temperature * q @ k.mT
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts = Parts.of(weights, self.num_heads)
+        parts = self._parts(weights)
         return scaled_cosine_layer(
             *parts.matrices,
             rows,
@@ -88,7 +85,7 @@ class CosineAttention(LipschitzAttention):
         )
 
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        parts = Parts.of(weights, self.num_heads)
+        parts = self._parts(weights)
         sizes = value_radius(parts.value, parts.value_bias, radius)
         shortened = torch.rsqrt(1 + self.eps / sizes.square())  # r/√(r² + ε), which is 1 for infinite r
         return joined_radius(parts, shortened, abs(self.gain))

@@ -11,9 +11,9 @@ from howsmooth.attention import L2Attention as L2Map
 from howsmooth.attention import TokenMap
 from howsmooth.bounds.differentiable_variant_upper_bounds import l2_layer
 from howsmooth.bounds.visible_key_counts import VisibleRows
-from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.attention.head_weights import Weights, hull_radius, scaled_weights
+from howsmooth.nn.attention.head_weights import Parts, Weights, scaled_weights
+from howsmooth.nn.checks import check
 
 __all__ = ["L2Attention"]
 
@@ -36,11 +36,9 @@ class L2Attention(LipschitzAttention):
     out_proj
         The output projection, as in torch.nn.MultiheadAttention.
 
-    References
-    ----------
-    Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021. For masks and balls:
-    documentation page "Enforce: layers with a constant that is proved", section "L2 attention on a ball".
-
+    See Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021, and for masks and
+    balls the documentation page "Enforce: layers with a constant that is proved", section "L2 attention on a
+    ball".
     """
 
     _needs_radius = False
@@ -58,13 +56,21 @@ class L2Attention(LipschitzAttention):
         blind = self.masking.kind in ("any", "additive") or (
             hidden is not None and bool(hidden.diagonal().any())
         )
-        if blind and self.constant is not None:
-            raise ArgumentError(
-                "radius",
-                expected="a number, because a token may be hidden from itself",
-                got="None",
-                remedy="L2 attention is Lipschitz on the whole space only if each token sees itself.",
-            )
+        check(
+            not blind or self.constant is None,
+            "radius",
+            "a number, because a token may be hidden from itself",
+            "None",
+            "L2 attention is Lipschitz on the whole space only if each token sees itself.",
+        )
+
+    def _parts(self, weights: Weights) -> Parts:
+        """Return queries and keys Q_h (k, d), values V_h Q_hᵀQ_h/√k (k, d) and the rest, for all heads h."""
+        query, folded = self._folded(weights)
+        output, bias, own = (weights.get(n) for n in ("out_proj.weight", "value_bias", "out_proj.bias"))
+        assert output is not None
+        by_head = None if bias is None else self._cut(bias)
+        return Parts(query, query, folded @ query, output, None, None, by_head, own)
 
     def _folded(self, weights: Weights) -> tuple[Tensor, Tensor]:
         """Return Q_h (k, d), and V_h Q_hᵀ/√k (k, k), which maps queries to values, for all heads h."""
@@ -90,23 +96,8 @@ class L2Attention(LipschitzAttention):
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
         return l2_layer(query, value, weights["out_proj.weight"], rows, radius)
 
-    def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        query, folded = self._folded(weights)
-        biases = weights.get("value_bias"), weights.get("out_proj.bias")
-        return hull_radius(weights["out_proj.weight"], folded @ query, *biases, radius)
-
     def _map(self, weights: Weights, scale: float) -> TokenMap:
         if self.masking.hidden is not None:
             return super()._map(weights, scale)
-        w = scaled_weights(weights, scale)
-        query, folded = self._folded(w)
-        return L2Map(
-            query,
-            query,
-            folded @ query,
-            w["out_proj.weight"],
-            value_bias=self._cut(w["value_bias"]) if self.bias else None,
-            output_bias=w["out_proj.bias"] if self.bias else None,
-            scale=1 / math.sqrt(self.head_dim),
-            causal=self.masking.kind == "causal",
-        )
+        parts, causal = self._parts(scaled_weights(weights, scale)), self.masking.kind == "causal"
+        return parts.as_map(L2Map, scale=1 / math.sqrt(self.head_dim), causal=causal)

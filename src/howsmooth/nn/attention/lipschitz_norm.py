@@ -27,12 +27,9 @@ class LipschitzNormAttention(LipschitzAttention):
     so that they do not enter the norms. Parameters and errors are those of :class:`LipschitzAttention`;
     ``constant`` needs no radius, because the bound does not depend on it.
 
-    References
-    ----------
-    Dasoulas, Scaman, Virmaux, *Lipschitz Normalization for Self-Attention Layers with Application to Graph
-    Neural Networks*, ICML 2021. For the constant of the layer: documentation page "Enforce: layers with a
-    constant that is proved", section "LipschitzNorm".
-
+    See Dasoulas, Scaman, Virmaux, *Lipschitz Normalization for Self-Attention Layers with Application to
+    Graph Neural Networks*, ICML 2021, and for the constant of the layer the documentation page "Enforce:
+    layers with a constant that is proved", section "LipschitzNorm".
     """
 
     _needs_radius = False

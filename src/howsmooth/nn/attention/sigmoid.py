@@ -11,7 +11,7 @@ from torch import Tensor
 from howsmooth.bounds.differentiable_variant_upper_bounds import sigmoid_layer, value_radius
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.attention.head_weights import Parts, Weights, joined_radius
+from howsmooth.nn.attention.head_weights import Weights, joined_radius
 from howsmooth.nn.checks import check_number
 
 __all__ = ["SigmoidAttention"]
@@ -34,11 +34,8 @@ class SigmoidAttention(LipschitzAttention):
     shift
         The number b that is added to every score; None for −log ``length``.
 
-    References
-    ----------
-    Ramapuram et al., *Theory, Analysis, and Best Practices for Sigmoid Self-Attention*, ICLR 2025, for the
-    attention and its b.
-
+    See Ramapuram et al., *Theory, Analysis, and Best Practices for Sigmoid Self-Attention*, ICLR 2025, for
+    the attention and its b.
     """
 
     _bound_name = "sigmoid_layer"
@@ -59,13 +56,13 @@ class SigmoidAttention(LipschitzAttention):
         return torch.sigmoid(scores if added is None else scores + added)
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts, scale = Parts.of(weights, self.num_heads), 1 / math.sqrt(self.head_dim)
+        parts, scale = self._parts(weights), 1 / math.sqrt(self.head_dim)
         return sigmoid_layer(
             *parts.matrices, rows, radius, biases=parts.biases, scale=scale, shift=self.shift
         )
 
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        parts = Parts.of(weights, self.num_heads)
+        parts = self._parts(weights)
         # |⟨q, k⟩| is at most the product of the largest norms of queries and keys.
         longest = value_radius(parts.query, parts.query_bias, radius)
         scores = longest * value_radius(parts.key, parts.key_bias, radius) / math.sqrt(self.head_dim)

@@ -13,7 +13,7 @@ from howsmooth.bounds.differentiable_variant_upper_bounds import sinkhorn_layer
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.attention.head_weights import Parts, Weights, scaled_weights
+from howsmooth.nn.attention.head_weights import Weights, scaled_weights
 from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
 from howsmooth.nn.checks import check_number, check_size, require
 
@@ -42,12 +42,9 @@ class SinkhornAttention(LipschitzAttention):
     max_iterations
         Number of iterations after which the layer raises an error.
 
-    References
-    ----------
-    Sander, Ablin, Blondel, Peyré, *Sinkformers: Transformers with Doubly Stochastic Attention*, AISTATS 2022.
-    For bound and derivatives: documentation page "Enforce: layers with a constant that is proved", section
-    "Sinkhorn attention with several heads".
-
+    See Sander, Ablin, Blondel, Peyré, *Sinkformers: Transformers with Doubly Stochastic Attention*, AISTATS
+    2022, and for bound and derivatives the documentation page "Enforce: layers with a constant that is
+    proved", section "Sinkhorn attention with several heads".
     """
 
     masks = ("none", "fixed", "any", "additive")
@@ -82,13 +79,13 @@ class SinkhornAttention(LipschitzAttention):
         return p.to(v.dtype)
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts, scale = Parts.of(weights, self.num_heads), 1 / math.sqrt(self.head_dim)
+        parts, scale = self._parts(weights), 1 / math.sqrt(self.head_dim)
         return sinkhorn_layer(*parts.matrices, radius, scale=scale)
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
         if self.masking.hidden is not None:
             return super()._map(weights, scale)
-        parts = Parts.of(scaled_weights(weights, scale), self.num_heads)
+        parts = self._parts(scaled_weights(weights, scale))
         return parts.as_map(SinkhornMap, tolerance=self.tolerance, max_iterations=self.max_iterations)
 
 

@@ -18,8 +18,8 @@ from howsmooth.bounds.differentiable_upper_bounds import (
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.attention.head_weights import Parts, Weights, scaled_weights
-from howsmooth.nn.checks import check_number
+from howsmooth.nn.attention.head_weights import Weights, scaled_weights
+from howsmooth.nn.checks import check, check_number
 
 __all__ = ["QueryKeyNormAttention", "SoftmaxAttention"]
 
@@ -31,11 +31,11 @@ class _DotProductAttention(LipschitzAttention):
         return Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL
 
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        parts = Parts.of(weights, self.num_heads)
+        parts = self._parts(weights)
         return softmax_output_radius(parts.value, parts.output, parts.value_bias, parts.output_bias, radius)
 
     def _self_attention(self, scaled: Weights, **keywords: Any) -> SelfAttention:
-        parts, hidden = Parts.of(scaled, self.num_heads), self.masking.hidden
+        parts, hidden = self._parts(scaled), self.masking.hidden
         mask = None if hidden is None else ~hidden.to(parts.query.device)
         return parts.as_map(SelfAttention, causal=self.masking.kind == "causal", mask=mask, **keywords)
 
@@ -52,12 +52,9 @@ class SoftmaxAttention(_DotProductAttention):
 
     Parameters and errors are those of :class:`LipschitzAttention`.
 
-    References
-    ----------
-    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Section 6. Documentation page "Enforce:
-    layers with a constant that is proved", sections "Several heads: Theorem A for the whole layer" and
-    "Masks".
-
+    See Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Section 6, and the documentation page
+    "Enforce: layers with a constant that is proved", sections "Several heads: Theorem A for the whole layer"
+    and "Masks".
     """
 
     _bound_name = "softmax_layer"
@@ -68,38 +65,28 @@ class SoftmaxAttention(_DotProductAttention):
     def from_torch(cls, attention: object, **settings: Any) -> SoftmaxAttention:
         """Return a layer with the weights of a torch.nn.MultiheadAttention, but without its dropout.
 
-        Parameters
-        ----------
-        attention
-            A layer with ``batch_first=True`` whose keys and values have the dimension of the queries, without
-            ``add_bias_kv`` and ``add_zero_attn``.
-        settings
-            Further arguments of the constructor, such as ``length`` and ``radius``.
-
-        Raises
-        ------
-        ArgumentError
-            If ``attention`` is of another kind, or a setting has a wrong type or value.
-
+        It must have ``batch_first=True``, keys and values of the dimension of the queries, no ``add_bias_kv``
+        and no ``add_zero_attn``; else ArgumentError is raised. ``settings`` are further arguments of the
+        constructor, such as ``length`` and ``radius``.
         """
         if not isinstance(attention, nn.MultiheadAttention):
-            raise ArgumentError(
-                "attention", expected="a torch.nn.MultiheadAttention", got=type(attention).__name__
-            )
-        if not attention._qkv_same_embed_dim or attention.bias_k is not None or attention.add_zero_attn:
-            raise ArgumentError(
-                "attention",
-                expected="kdim and vdim equal to embed_dim, no add_bias_kv, no add_zero_attn",
-                got="other settings",
-                remedy="Such an attention has keys that are not tokens, or keys of another dimension.",
-            )
-        if not attention.batch_first:
-            raise ArgumentError(
-                "attention",
-                expected="batch_first=True, because the new layer takes tokens (batch, n, d)",
-                got="batch_first=False, which takes (n, batch, d)",
-                remedy="Set attention.batch_first = True, which keeps the weights, and transpose the tokens.",
-            )
+            got = type(attention).__name__
+            raise ArgumentError("attention", expected="a torch.nn.MultiheadAttention", got=got)
+        same = attention._qkv_same_embed_dim and attention.bias_k is None and not attention.add_zero_attn
+        check(
+            same,
+            "attention",
+            "kdim and vdim equal to embed_dim, no add_bias_kv, no add_zero_attn",
+            "other settings",
+            "Such an attention has keys that are not tokens, or keys of another dimension.",
+        )
+        check(
+            attention.batch_first,
+            "attention",
+            "batch_first=True, because the new layer takes tokens (batch, n, d)",
+            "batch_first=False, which takes (n, batch, d)",
+            "Set attention.batch_first = True, which keeps the weights, and transpose the tokens.",
+        )
         weight = attention.out_proj.weight
         placed = {"device": weight.device, "dtype": weight.dtype, **settings}
         bias = attention.in_proj_bias is not None
@@ -112,7 +99,7 @@ class SoftmaxAttention(_DotProductAttention):
         return self._self_attention(scaled_weights(weights, scale))
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts, scale = Parts.of(weights, self.num_heads), 1 / math.sqrt(self.head_dim)
+        parts, scale = self._parts(weights), 1 / math.sqrt(self.head_dim)
         return softmax_layer(*parts.matrices, rows, radius, query_bias=parts.query_bias, scale=scale)
 
 
@@ -137,12 +124,9 @@ class QueryKeyNormAttention(_DotProductAttention):
         hardly change. A part of the constant grows like 1/√ε, so the tiny ε of usual norm layers gives a
         large constant.
 
-    References
-    ----------
-    Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for Transformers*, EMNLP Findings 2020. For the
-    constant: documentation page "Enforce: layers with a constant that is proved", section "Normalised queries
-    and keys".
-
+    See Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for Transformers*, EMNLP Findings 2020, and
+    for the constant the documentation page "Enforce: layers with a constant that is proved", section
+    "Normalised queries and keys".
     """
 
     _bound_name = "query_key_norm_layer"
@@ -193,7 +177,7 @@ class QueryKeyNormAttention(_DotProductAttention):
         return self._self_attention(scaled, scale=temperature, query_norm=norm, key_norm=norm)
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts = Parts.of(weights, self.num_heads)
+        parts = self._parts(weights)
         return query_key_norm_layer(
             *parts.matrices,
             rows,

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificates.certificate import ModelCertificate
+from howsmooth.errors import ArgumentError, NonFiniteError, reason
 from howsmooth.nn.certificates.graph_propagation import first_module
-from howsmooth.nn.certificates.model_bound import certify
+from howsmooth.nn.certificates.model_bound import ModelCertificate, certify
 from howsmooth.nn.certificates.module_propagation import has_rules
-from howsmooth.nn.checks import check_size
+from howsmooth.nn.checks import check, check_number, check_size
 from howsmooth.nn.parts.embedding_and_pooling import Patches
 from howsmooth.roundoff import limit_in_digits
 
@@ -40,7 +39,6 @@ class Evaluation:
         Table with one row for each input, and columns ``index``; ``label``, if there are labels;
         ``predicted``; ``margin``, the logit of the label (or of the predicted class, without labels) minus
         the largest other logit; ``certified_radius``; and ``longest``, the norm of the input's longest token.
-
     """
 
     certificate: ModelCertificate
@@ -83,19 +81,12 @@ class Evaluation:
         return "\n".join(lines)
 
     def certified(self, radius: float) -> int:
-        """Return the number of inputs whose certified radius is larger than ``radius``.
+        """Return the number of inputs whose certified radius is larger than ``radius``, a finite number >= 0.
 
         These inputs are classified correctly, if labels were given, and provably keep their class within this
         distance.
-
-        Raises
-        ------
-        ArgumentError
-            If the radius is not a finite number >= 0.
-
         """
-        if isinstance(radius, bool) or not (math.isfinite(radius) and radius >= 0):
-            raise ArgumentError("radius", expected="a finite number >= 0", got=repr(radius))
+        check_number("radius", radius, "a finite number >= 0", lambda number: 0 <= number < math.inf)
         return int((self.table["certified_radius"] > radius).sum())
 
 
@@ -143,21 +134,19 @@ def evaluate(
         If an input, a weight or a logit is NaN or infinite.
     CertificateError
         If the model cannot be certified.
-
     """
     import pandas as pd
 
     check_size("batch", batch)
     for name, given in (("inputs", inputs), ("labels", inputs if labels is None else labels)):
-        if not isinstance(given, Tensor):
-            remedy = "torch.from_numpy(x) makes one of an array."
-            raise ArgumentError(name, expected="a tensor", got=type(given).__name__, remedy=remedy)
-    if not inputs.is_floating_point() or inputs.ndim < 2 or 0 in inputs.shape:
-        raise ArgumentError(
-            "inputs",
-            expected="floating-point numbers of at least one input, scaled as in training",
-            got=f"{inputs.dtype} of shape {tuple(inputs.shape)}",
-        )
+        remedy = "torch.from_numpy(x) makes one of an array."
+        check(isinstance(given, Tensor), name, "a tensor", type(given).__name__, remedy)
+    check(
+        inputs.is_floating_point() and inputs.ndim >= 2 and 0 not in inputs.shape,
+        "inputs",
+        "floating-point numbers of at least one input, scaled as in training",
+        f"{inputs.dtype} of shape {tuple(inputs.shape)}",
+    )
     finite = torch.isfinite(inputs).flatten(1).all(dim=1)
     if not bool(finite.all()):
         got = f"NaN or infinity in {int((~finite).sum())} of {len(inputs)} inputs"
@@ -166,33 +155,30 @@ def evaluate(
     # The first input is the example for a model with a forward of its own.
     certificate = certify(exact, length, radius, inputs=None if has_rules(exact) else x[:1])
     tokens = _tokens_of(exact, x)
-    if tokens.shape[1] != length:
-        raise ArgumentError(
-            "inputs",
-            expected=f"inputs of {length} tokens, the length of the certificate",
-            got=f"{len(x)} inputs of {tokens.shape[1]} tokens",
-        )
+    got = f"{len(x)} inputs of {tokens.shape[1]} tokens"
+    expected = f"inputs of {length} tokens, the length of the certificate"
+    check(tokens.shape[1] == length, "inputs", expected, got)
     norms = torch.linalg.vector_norm(tokens, dim=-1).amax(dim=1)
     count = int((norms > radius * (1 + _SLACK)).sum())
-    if count:
-        raise ArgumentError(
-            "inputs",
-            expected=f"tokens of norm at most {radius:g}, the radius of the certificate",
-            got=f"{count} of {len(x)} inputs with a longer one, the longest of norm {norms.max():g}",
-            remedy="Certify for a larger radius, or put hs.nn.ClipTokens in front of the model, which then "
-            "has a certificate for radius=math.inf.",
-        )
+    check(
+        count == 0,
+        "inputs",
+        f"tokens of norm at most {radius:g}, the radius of the certificate",
+        f"{count} of {len(x)} inputs with a longer one, the longest of norm {norms.max():g}",
+        "Certify for a larger radius, or put hs.nn.ClipTokens in front of the model, which then has a "
+        "certificate for radius=math.inf.",
+    )
     logits = torch.cat([_logits(exact, part) for part in x.split(batch)])
     radii = certificate.certified_radius(logits, labels)
     last = min(batch, len(x)) - 1
     alone = _logits(exact, x[last : last + 1])
-    if not torch.allclose(logits[last], alone[0], rtol=0.0, atol=1e-6 * float(logits[last].abs().amax())):
-        raise ArgumentError(
-            "model",
-            expected="a forward that treats the inputs of a batch one by one",
-            got=f"other logits for input {last} alone than in a batch",
-            remedy="Let the forward depend on neither the size of the batch nor the other inputs in it.",
-        )
+    check(
+        torch.allclose(logits[last], alone[0], rtol=0.0, atol=1e-6 * float(logits[last].abs().amax())),
+        "model",
+        "a forward that treats the inputs of a batch one by one",
+        f"other logits for input {last} alone than in a batch",
+        "Let the forward depend on neither the size of the batch nor the other inputs in it.",
+    )
     predicted = logits.argmax(dim=1)
     own = predicted if labels is None else labels.detach().to("cpu", torch.int64)
     # The largest logit of another class.
@@ -236,10 +222,8 @@ def _logits(model: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             logits = model(x)
     except (RuntimeError, IndexError, TypeError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ArgumentError(
-            "inputs", expected="inputs that the model takes", got=f"shape {tuple(x.shape)} ({reason})"
-        ) from error
+        got = f"shape {tuple(x.shape)} ({reason(error)})"
+        raise ArgumentError("inputs", expected="inputs that the model takes", got=got) from error
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(x):
         raise ArgumentError(
             "model",

@@ -49,7 +49,6 @@ class _State:
         token. None for images, whose tokens are patches.
     pair
         Whether this is the output of an attention layer, a tuple of tokens and attention weights.
-
     """
 
     constant: float
@@ -80,7 +79,6 @@ def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> 
         If the operations depend on values of the input, or one of them has no rule. The message names it.
     ArgumentError
         If the model does not take ``inputs``.
-
     """
     random = _random_states(inputs.device)
     graph, again = _recorded(model), _recorded(model)

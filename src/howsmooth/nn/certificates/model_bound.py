@@ -2,21 +2,125 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
 import torch
+from jaxtyping import Float
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from howsmooth.bounds.radius.pretrained_classifier_reader import foreign_hooks
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificates.certificate import ModelCertificate
 from howsmooth.nn.certificates.graph_propagation import walk_graph
-from howsmooth.nn.certificates.module_propagation import kind_of, refusal, walk
-from howsmooth.nn.checks import check_ball, check_length, check_tokens
+from howsmooth.nn.certificates.module_propagation import Row, kind_of, refusal, walk
+from howsmooth.nn.checks import check, check_ball, check_length, check_tokens
 from howsmooth.nn.lipschitz_module import LipschitzModule
+from howsmooth.roundoff import limit_in_digits
 
-__all__ = ["certify", "foreign_code"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["ModelCertificate", "certify", "foreign_code"]
 
 _EXACT = "The constant is that of the model in exact arithmetic, for its weights as they are."
+
+
+@dataclass(frozen=True)
+class ModelCertificate:
+    """An upper bound on the Lipschitz constant of a model, with the constants of its modules.
+
+    The bound refers to Frobenius norms and to inputs of ``length`` tokens of norm at most ``radius``. It
+    holds in exact arithmetic, for the weights at the time of certification.
+
+    Attributes
+    ----------
+    constant
+        The bound: the product of the constants of all rows of level 0. It is printed rounded up, the rows are
+        printed rounded to the nearest.
+    length, radius
+        Number of input tokens, and their largest norm.
+    output_length, output_radius
+        Number of output tokens, and an upper bound on their norms.
+    rows
+        One row for each module, in the order in which tokens pass through them; in a model with a forward of
+        its own also for each operation that changes the constant or the norms.
+    notes
+        Sentences on what the bound does not cover.
+    """
+
+    constant: float
+    length: int
+    radius: float
+    output_length: int
+    output_radius: float
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """The rows as a table: path, kind, level, constant, radius_in, radius_out, length_in, length_out,
+        source.
+        """
+        import pandas as pd
+
+        return pd.DataFrame(map(asdict, self.rows), columns=list(Row.__dataclass_fields__))
+
+    def certified_radius(self, logits: Tensor, labels: Tensor | None = None) -> Float[Tensor, " inputs"]:
+        """Return for each input the distance, in the Frobenius norm, within which its class cannot change.
+
+        The distance, in float64, is the margin between the logit of the class and the largest other logit,
+        divided by √2 times the constant. It is zero if another logit is as large (Tsuzuku, Sato, Sugiyama,
+        *Lipschitz-margin training*, NeurIPS 2018). The perturbed input must be covered by the certificate, so
+        its tokens must have norm at most ``radius``. ``logits`` are outputs of the model, (batch, classes),
+        and ``labels`` the class of each input; None for the class with the largest logit.
+
+        Raises
+        ------
+        ArgumentError
+            If logits or labels have a wrong type, shape or value.
+        NonFiniteError
+            If a logit is NaN or infinite.
+        """
+        if not isinstance(logits, Tensor):
+            raise ArgumentError("logits", expected="a tensor (batch, classes)", got=type(logits).__name__)
+        z = logits.detach().to(torch.float64)
+        classes = z.ndim == 2 and z.shape[1] >= 2
+        check(classes, "logits", "shape (batch, classes), classes >= 2", tuple(z.shape))
+        if not bool(torch.isfinite(z).all()):
+            raise NonFiniteError("logits", expected="finite numbers", got="NaN or infinity")
+        if labels is None:
+            labels = z.argmax(dim=1)
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+            got = str(labels.dtype) if isinstance(labels, Tensor) else type(labels).__name__
+            raise ArgumentError("labels", expected="a tensor of whole numbers", got=got)
+        shape = f"shape {tuple(labels.shape)}"
+        check(labels.shape == z.shape[:1], "labels", f"one label for each of {len(z)} inputs", shape)
+        known = bool(((labels >= 0) & (labels < z.shape[1])).all())
+        check(known, "labels", f"classes from 0 to {z.shape[1] - 1}", labels.unique().tolist())
+        labels = labels.to(z.device, torch.int64)
+        own = z.gather(1, labels[:, None])[:, 0]
+        others = z.scatter(1, labels[:, None], -math.inf).amax(dim=1)
+        margin = (own - others).clamp(min=0.0)
+        # The radii are rounded down. If the constant is zero, every positive margin gives an infinite radius.
+        radii = margin / (math.sqrt(2) * self.constant) * (1 - 1e-12) if self.constant else margin * math.inf
+        return torch.where(margin > 0, radii, 0.0)
+
+    def __str__(self) -> str:
+        everywhere = "" if math.isinf(self.radius) else f" of norm at most {self.radius:g}"
+        shown = self.table[["path", "kind", "constant", "radius_in", "radius_out"]].copy()
+        paths = ["  " * row.level + (row.path or "the model") for row in self.rows]
+        shown["path"] = [path.ljust(max(map(len, paths))) for path in paths]
+        table = shown.to_string(index=False, justify="left", float_format=lambda v: f"{v:.6g}")
+        constant = limit_in_digits(self.constant, 6, upper=True)
+        lines = [
+            f"Lipschitz constant at most {constant} on {self.length} tokens{everywhere}",
+            table if self.rows else "",
+            *self.notes,
+        ]
+        return "\n".join(line for line in lines if line)
 
 
 def certify(
@@ -49,11 +153,6 @@ def certify(
         all inputs of this shape, and of another batch size if the operations do not depend on it. The model
         is run once.
 
-    Returns
-    -------
-    ModelCertificate
-        The constant, and a table of the modules' constants.
-
     Raises
     ------
     CertificateError
@@ -63,10 +162,8 @@ def certify(
         If a weight is NaN or infinite.
     ArgumentError
         If an argument has a wrong type or value.
-
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+    check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     length = check_length(length)
     reach = check_ball(radius)
     # Not walked are the parts of a layer whose constant is known for the layer as a whole.

@@ -55,7 +55,6 @@ class Row:
         Upper bounds on the norms of its input and output tokens, and the numbers of these tokens.
     source
         The source of the constant.
-
     """
 
     path: str
@@ -90,7 +89,6 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
         If no constant is known for a module. The message names the module.
     NonFiniteError
         If a weight is NaN or infinite.
-
     """
     kind = kind_of(module)
     if path and isinstance(module, LipschitzAttention):

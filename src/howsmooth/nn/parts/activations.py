@@ -16,11 +16,7 @@ __all__ = ["GroupSort", "MaxMin"]
 class GroupSort(TokenModule):
     """The 1-Lipschitz activation that sorts the entries of each token within groups of neighbours.
 
-    Parameters
-    ----------
-    group_size
-        Number of entries in a group. It must divide the dimension of a token.
-
+    The number ``group_size`` of entries in a group must divide the dimension of a token.
     """
 
     _source = "Anil, Lucas, Grosse, Sorting out Lipschitz function approximation, ICML 2019"

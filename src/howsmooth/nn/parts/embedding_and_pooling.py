@@ -5,12 +5,15 @@ clipping.
 from __future__ import annotations
 
 import math
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import (
+    Placement,
+    check,
     check_ball,
     check_length,
     check_number,
@@ -35,13 +38,7 @@ class Patches(_SequenceModule):
     The tokens are (batch, n, channels · size²). Patches are ordered row by row, and the entries of a patch
     channel by channel. The distance of two images equals the distance of their tokens. ``length`` and
     ``radius`` of a certificate refer to the patches: pixels in [0, 1] give tokens of norm at most size ·
-    √channels.
-
-    Parameters
-    ----------
-    patch_size
-        Height and width of a patch. It must divide height and width of the images.
-
+    √channels. ``patch_size`` must divide height and width of the images.
     """
 
     _shown = ("patch_size",)
@@ -67,29 +64,14 @@ class Patches(_SequenceModule):
 class AddPositions(_SequenceModule):
     """A 1-Lipschitz module that adds a learned vector to the token at each position.
 
-    Parameters
-    ----------
-    length
-        Number of tokens n. Sequences of other lengths raise an error.
-    dim
-        Dimension d of a token.
-    std
-        Standard deviation of the Gaussian numbers that initialise the weight.
-
+    It takes sequences of ``length`` tokens of dimension ``dim``. ``std`` is the standard deviation of the
+    Gaussian numbers that initialise the weight.
     """
 
-    def __init__(
-        self,
-        length: int,
-        dim: int,
-        *,
-        std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, length: int, dim: int, *, std: float = 0.02, **placed: Unpack[Placement]) -> None:
         super().__init__()
         check_size("length", length)
-        self.positions = _drawn((length, dim), std, device, dtype)
+        self.positions = _drawn(std, placed, length, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the learned vector of each position to tokens (batch, n, d)."""
@@ -100,9 +82,8 @@ class AddPositions(_SequenceModule):
         return x + self.positions
 
     def _check(self, length: object) -> int:
-        n = check_length(length)
-        if n != len(self.positions):
-            raise ArgumentError("length", expected=f"{len(self.positions)}, as many as positions", got=str(n))
+        n, own = check_length(length), len(self.positions)
+        check(n == own, "length", f"{own}, as many as positions", n)
         return n
 
     def _reach(self, length: int, radius: float) -> float:
@@ -117,16 +98,9 @@ class PrependToken(_SequenceModule):
     ``dim`` and ``std`` are as for :class:`AddPositions`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, dim: int, *, std: float = 0.02, **placed: Unpack[Placement]) -> None:
         super().__init__()
-        self.token = _drawn((dim,), std, device, dtype)
+        self.token = _drawn(std, placed, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Put the learned token before the tokens (batch, n, d), with a result (batch, n + 1, d)."""
@@ -150,8 +124,8 @@ class TakeToken(_SequenceModule):
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise ArgumentError("index", expected="a whole number", got=repr(index))
+        whole = isinstance(index, int) and not isinstance(index, bool)
+        check(whole, "index", "a whole number", repr(index))
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,8 +136,7 @@ class TakeToken(_SequenceModule):
 
     def _check(self, length: object) -> int:
         n = check_length(length)
-        if not -n <= self.index < n:
-            raise ArgumentError("length", expected=f"a token number {self.index}", got=f"{n} tokens")
+        check(-n <= self.index < n, "length", f"a token number {self.index}", f"{n} tokens")
         return n
 
     def _count(self, length: int) -> int:
@@ -211,11 +184,9 @@ class ClipTokens(_SequenceModule):
         return min(check_ball(check_number("radius", self.radius)), radius)
 
 
-def _drawn(
-    shape: tuple[int, ...], std: float, device: torch.device | str | None, dtype: torch.dtype | None
-) -> nn.Parameter:
+def _drawn(std: float, placed: Placement, *shape: int) -> nn.Parameter:
     """Return a weight (..., dim) of Gaussian numbers with standard deviation ``std``."""
     check_size("dim", shape[-1])
-    check_placement(device, dtype)
+    check_placement(**placed)
     scale = check_number("std", std, "a finite number >= 0", lambda number: 0 <= number < math.inf)
-    return nn.Parameter(torch.randn(*shape, device=device, dtype=dtype) * scale)
+    return nn.Parameter(torch.randn(*shape, **placed) * scale)

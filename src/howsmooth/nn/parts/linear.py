@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import check_placement, check_size, check_tokens
+from howsmooth.nn.checks import Placement, check, check_placement, check_size, check_tokens
 from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
 
@@ -31,21 +31,14 @@ class _ConstrainedLinear(TokenModule):
     _source = 'spectral norm of the weight, howsmooth documentation, "Enforce"'
     _shown = ("in_features", "out_features")
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool, placed: Placement) -> None:
         super().__init__()
         check_size("in_features", in_features)
         check_size("out_features", out_features)
-        if dtype not in (None, torch.float32, torch.float64):
-            raise ArgumentError("dtype", expected="float32 or float64", got=str(dtype))
-        check_placement(device, dtype)
-        self.linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        dtype = placed.get("dtype")
+        check(dtype in (None, torch.float32, torch.float64), "dtype", "float32 or float64", dtype)
+        check_placement(**placed)
+        self.linear = nn.Linear(in_features, out_features, bias=bias, **placed)
         if bias:
             nn.init.zeros_(self.linear.bias)
 
@@ -123,14 +116,11 @@ class OrthogonalLinear(_ConstrainedLinear):
         bias: bool = True,
         *,
         orthogonal_map: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        if orthogonal_map is not None and orthogonal_map not in _MAPS:
-            raise ArgumentError(
-                "orthogonal_map", expected=f"one of {', '.join(_MAPS)}, or None", got=repr(orthogonal_map)
-            )
+        super().__init__(in_features, out_features, bias, placed)
+        expected = f"one of {', '.join(_MAPS)}, or None"
+        check(orthogonal_map in (*_MAPS, None), "orthogonal_map", expected, repr(orthogonal_map))
         nn.init.orthogonal_(self.linear.weight)
         parametrizations.orthogonal(self.linear, orthogonal_map=orthogonal_map)
 
@@ -151,10 +141,9 @@ class SpectralLinear(_ConstrainedLinear):
         bias: bool = True,
         *,
         iterations: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, bias, placed)
         check_size("iterations", iterations)
         parametrizations.spectral_norm(self.linear, n_power_iterations=iterations)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius
-from howsmooth.nn.checks import check_number, check_placement, check_size, check_tokens
+from howsmooth.nn.checks import Placement, check_number, check_placement, check_size, check_tokens
 from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.nn.upward_rounding import norm_above, rounded_up
 
@@ -32,17 +32,11 @@ class _LipschitzNorm(TokenModule):
     gain: nn.Parameter | None
     shift: nn.Parameter | None
 
-    def __init__(
-        self,
-        dim: int,
-        affine: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, dim: int, affine: bool, placed: Placement) -> None:
         super().__init__()
         self.dim = check_size("dim", dim)
-        check_placement(device, dtype)
-        ones = torch.ones(dim, device=device, dtype=dtype)
+        check_placement(**placed)
+        ones = torch.ones(dim, **placed)
         self.register_parameter("gain", nn.Parameter(ones) if affine else None)
         shifted = affine and self.centred
         self.register_parameter("shift", nn.Parameter(torch.zeros_like(ones)) if shifted else None)
@@ -103,15 +97,9 @@ class CenterNorm(_LipschitzNorm):
     centred = True
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        affine: bool = True,
-        scaled: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, *, affine: bool = True, scaled: bool = False, **placed: Unpack[Placement]
     ) -> None:
-        super().__init__(dim, affine, device, dtype)
+        super().__init__(dim, affine, placed)
         if scaled:
             check_size("dim", dim, least=2)
         self._factor = dim / (dim - 1) if scaled else 1.0
@@ -136,15 +124,9 @@ class _SmoothedNorm(_LipschitzNorm):
     _shown = ("dim", "floor")
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        floor: float = 1.0,
-        affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, *, floor: float = 1.0, affine: bool = True, **placed: Unpack[Placement]
     ) -> None:
-        super().__init__(dim, affine, device, dtype)
+        super().__init__(dim, affine, placed)
         self.floor = check_number("floor", floor)
 
     def _shorten(self, h: Tensor) -> Tensor:

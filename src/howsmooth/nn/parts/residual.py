@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.checks import check_number, check_placement, check_tokens
+from howsmooth.nn.checks import Placement, check, check_number, check_placement, check_tokens
 from howsmooth.nn.lipschitz_module import TokenModule
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ class BranchModule(TokenModule):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        if not isinstance(inner, nn.Module):
-            raise ArgumentError("inner", expected="a module", got=type(inner).__name__)
+        check(isinstance(inner, nn.Module), "inner", "a module", type(inner).__name__)
         self.inner = inner
 
     def _constant(self, length: int, radius: float) -> float:
@@ -76,8 +75,7 @@ class AverageResidual(BranchModule):
         weight: float = 0.5,
         *,
         learnable: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__(inner)
         self.learnable = bool(learnable)
@@ -85,10 +83,10 @@ class AverageResidual(BranchModule):
             number = check_number("weight", weight, "a number strictly between 0 and 1", lambda w: 0 < w < 1)
         else:
             number = check_number("weight", weight, "a number from 0 to 1", lambda w: 0 <= w <= 1)
-        check_placement(device, dtype)
+        check_placement(**placed)
         if self.learnable:
             logit = math.log(number) - math.log1p(-number)
-            self.logit = nn.Parameter(torch.tensor(logit, device=device, dtype=dtype))
+            self.logit = nn.Parameter(torch.tensor(logit, **placed))
         self._number = number
 
     @property

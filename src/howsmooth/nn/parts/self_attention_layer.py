@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from howsmooth.bounds import Bound
-from howsmooth.errors import ArgumentError
+from howsmooth.nn.checks import check
 from howsmooth.nn.lipschitz_module import LipschitzModule
 
 __all__ = ["SelfAttentionBlock"]
@@ -20,9 +20,8 @@ class SelfAttentionBlock(LipschitzModule):
 
     def __init__(self, attention: LipschitzModule) -> None:
         super().__init__()
-        if not isinstance(attention, LipschitzModule):
-            got = type(attention).__name__
-            raise ArgumentError("attention", expected="an attention layer of hs.nn", got=got)
+        known = isinstance(attention, LipschitzModule)
+        check(known, "attention", "an attention layer of hs.nn", type(attention).__name__)
         self.attention = attention
 
     def forward(self, x: Tensor) -> Tensor:
