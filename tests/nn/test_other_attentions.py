@@ -18,7 +18,7 @@ from howsmooth.attention import SinkhornAttention as SinkhornMap
 from howsmooth.bounds import differentiable_variant_upper_bounds as ball
 from howsmooth.bounds.visible_key_counts import visible_rows
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
-from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
+from howsmooth.nn.attention.sinkhorn import doubly_stochastic
 from tests._search import Point, largest_ratio
 from tests._steepest import dense_norm, steepest
 

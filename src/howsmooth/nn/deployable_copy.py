@@ -14,10 +14,10 @@ from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.certificates.model_bound import foreign_code
 from howsmooth.nn.checks import check
 from howsmooth.nn.lipschitz_module import LipschitzModule
+from howsmooth.nn.parts.blocks import SelfAttentionBlock
 from howsmooth.nn.parts.embedding_and_pooling import ClipTokens
-from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
+from howsmooth.nn.parts.feed_forward import OrthogonalLinear, SpectralLinear
 from howsmooth.nn.parts.norms import LipschitzLayerNorm, LipschitzRMSNorm
-from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
 
 __all__ = ["deploy"]
 
@@ -47,11 +47,9 @@ def deploy(model: nn.Module) -> nn.Module:
     Raises
     ------
     ArgumentError
-        If ``model`` is no module, its weights are in half precision, in which folding would change them, an
-        attention layer that clips is not in a :class:`~howsmooth.nn.SelfAttentionBlock`, it shares weights
-        with another module, or a layer has hooks or a forward of its own.
-    NonFiniteError
-        If a weight of an attention layer with a constant is NaN or infinite.
+        If ``model`` is no module, its weights are in half precision, in which folding would change them, or
+        not finite, an attention layer that clips is not in a :class:`~howsmooth.nn.SelfAttentionBlock`, it
+        shares weights with another module, or a layer has hooks or a forward of its own.
     """
     check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     for name, weight in model.named_parameters():

@@ -31,33 +31,17 @@ class LipschitzModule(nn.Module, ABC):
         """Return the settings of the module as text for ``repr``."""
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._shown)
 
-    # ---- what every subclass defines
-
     @abstractmethod
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return an upper bound on the Lipschitz constant of the module.
 
-        Parameters
-        ----------
-        length
-            Number n of input tokens.
-        radius
-            Largest Euclidean norm of an input token; math.inf for all tokens.
-
-        Raises
-        ------
-        ArgumentError
-            If the module does not accept inputs of this length and radius.
+        ``length`` is the number n of input tokens, and ``radius`` their largest Euclidean norm; math.inf for
+        all tokens. ArgumentError is raised if the module does not accept such inputs.
         """
 
     @abstractmethod
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the Euclidean norms of the output tokens of the module.
-
-        Parameters and errors are as for :meth:`lipschitz_bound`.
-        """
-
-    # ---- what a subclass that drops or adds tokens defines
+        """Return an upper bound on the norms of the output tokens, as for :meth:`lipschitz_bound`."""
 
     def output_length(self, length: int) -> int:
         """Return the number of output tokens for ``length`` input tokens, by default the same number."""
@@ -65,11 +49,7 @@ class LipschitzModule(nn.Module, ABC):
 
 
 class TokenModule(LipschitzModule):
-    """The base class of the parts of hs.nn, whose arguments are checked here.
-
-    A part defines ``_source``, and what differs from a map of constant 1 that keeps number and norms of
-    tokens.
-    """
+    """The base class of parts of models, by default of constant 1 and keeping number and norms of tokens."""
 
     _source: ClassVar[str]
 

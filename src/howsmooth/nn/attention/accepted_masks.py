@@ -32,17 +32,10 @@ _ONE_MASK = {
 class Masking:
     """The attention masks that a layer accepts, because its Lipschitz constant is proved for them.
 
-    Attributes
-    ----------
-    kind
-        "none" is no mask. "causal" always applies the causal mask, and "fixed" always applies ``hidden``.
-        "any" covers every boolean mask, and "additive" every mask of numbers or −inf. Each query must see at
-        least one key.
-    hidden
-        The mask (n, n) of kind "fixed".
-    rows
-        The data on ``hidden`` that bounds need. They are computed once, because inside PyTorch's function
-        transforms the values of tensors cannot be read.
+    Of the kinds, "none" is no mask, "causal" always applies the causal mask, and "fixed" always applies
+    ``hidden``, a mask (n, n). "any" covers every boolean mask, and "additive" every mask of numbers or −inf.
+    Each query must see at least one key. ``rows`` is the data on ``hidden`` that bounds need, computed once,
+    because inside PyTorch's function transforms the values of tensors cannot be read.
     """
 
     kind: str
@@ -91,25 +84,18 @@ class Masking:
         heads: int,
         x: Tensor,
     ) -> Tensor | None:
-        """Return all masks of a call as one tensor of numbers that are added to the attention scores.
+        """Return all masks of a call as numbers (batch or 1, heads or 1, n, n) that are added to the scores.
 
-        Its shape is (batch or 1, heads or 1, n, n). The result is None if the call has no mask.
-
-        Raises
-        ------
-        ArgumentError
-            If the constant does not cover the masks of this call, or a mask has a wrong shape or dtype.
+        The result is None if the call has no mask. ArgumentError is raised if the constant does not cover the
+        masks of this call, or a mask has a wrong shape or dtype.
         """
         batch, n, _ = x.shape
         own = self.always_added(x)
         if attn_mask is None and is_causal:
             if self.kind not in ("causal", "any", "additive"):
-                raise ArgumentError(
-                    "is_causal",
-                    expected="False, because the constant was proved without a causal mask",
-                    got="True",
-                    remedy="Build the layer with mask='causal'.",
-                )
+                expected = "False, because the constant was proved without a causal mask"
+                remedy = "Build the layer with mask='causal'."
+                raise ArgumentError("is_causal", expected=expected, got="True", remedy=remedy)
             own = _as_numbers(_causal(n).to(x.device), x.dtype)[None, None]
         given = {}
         shapes: dict[tuple[int, ...], tuple[int, ...]]

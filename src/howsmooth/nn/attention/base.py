@@ -81,10 +81,7 @@ class LipschitzAttention(LipschitzModule):
     device, dtype
         Device and dtype of the weights.
 
-    Raises
-    ------
-    ArgumentError
-        If an argument has a wrong type or value; the message names the argument.
+    ArgumentError names an argument of a wrong type or value.
 
     Notes
     -----
@@ -105,8 +102,7 @@ class LipschitzAttention(LipschitzModule):
     _mask_remedy: ClassVar[str] = "No theorem covers this kind of mask."
     #: The attribute of torch.nn.MultiheadAttention with this name.
     batch_first: ClassVar[bool] = True
-    # torch.nn.TransformerEncoderLayer reads this attribute of torch.nn.MultiheadAttention. With this value it
-    # calls the layer in eval mode too, instead of a fused kernel for softmax attention.
+    # torch.nn.TransformerEncoderLayer would otherwise call a fused kernel for softmax attention instead.
     _qkv_same_embed_dim: ClassVar[bool] = False
 
     def __init__(
@@ -145,8 +141,8 @@ class LipschitzAttention(LipschitzModule):
         self.masking = Masking.read(mask, self.length)
         kind = self.masking.kind
         check(kind in self.masks, "mask", f"one of {self.masks}", repr(kind), self._mask_remedy)
-        several = self.shorter and kind == "fixed"
-        check(not several, "shorter", "False for a mask of fixed length", "True")
+        fits = not self.shorter or kind != "fixed"
+        check(fits, "shorter", "False for a mask of fixed length", "True")
         self.bias = bool(bias)
         check_placement(**placed)
         self._make_weights(placed)
@@ -211,11 +207,11 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        """Return the Lipschitz bound that the layer has before its output is divided, a float64 scalar.
+        """Return the bound before the output is divided, a float64 scalar, differentiable in the weights.
 
-        It is differentiable in the weights, and may be too small by the rounding errors of its computation.
-        ``rows`` says how many keys each query sees under the layer's masks, ``radius`` is the largest norm of
-        a token, possibly infinite, and ``weights`` are in float64 on the CPU.
+        It may be too small by the rounding errors of its computation. ``rows`` says how many keys each query
+        sees under the layer's masks, ``radius`` is the largest norm of a token, possibly infinite, and
+        ``weights`` are in float64 on the CPU.
         """
 
     def _quantity(self, radius: float) -> Quantity:
@@ -240,11 +236,6 @@ class LipschitzAttention(LipschitzModule):
         """Return :attr:`map` for these weights, with its output multiplied by ``scale``."""
         return _LayerMap(self, scaled_weights(weights, scale))
 
-    def _cut(self, weight: Tensor) -> Tensor:
-        """Split a weight (heads · k, d) or a bias (heads · k,) into heads, along a new first axis."""
-        heads: Tensor = weight.unflatten(0, (self.num_heads, -1))
-        return heads
-
     # ---- the constant
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
@@ -252,13 +243,7 @@ class LipschitzAttention(LipschitzModule):
 
         ``length`` is that of the layer, or a smaller one if ``shorter=True``. ``radius`` may exceed that of
         the layer only with ``beyond="clip"``; then the result is the bound at the radius of the layer.
-
-        Raises
-        ------
-        ArgumentError
-            If the layer does not accept inputs of this length and radius.
-        NonFiniteError
-            If a weight is NaN or infinite.
+        Others raise ArgumentError, and a weight that is NaN or infinite NonFiniteError.
         """
         n, R = self._claimed(length, radius)
         weights = self._finite_weights()
@@ -284,8 +269,7 @@ class LipschitzAttention(LipschitzModule):
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
         """Check a number of tokens and a radius; the radius is at most that of a layer that clips."""
         n = check_length(length)
-        # An infinite radius stands for all tokens. It is allowed if the layer clips, or if its bound needs no
-        # radius.
+        # An infinite radius stands for all tokens, for a layer that clips or whose bound needs no radius.
         everywhere = radius == math.inf and (self.radius is not None or not self._needs_radius)
         R = math.inf if everywhere else check_radius(radius)
         self._check_count(n, "length")
@@ -337,13 +321,13 @@ class LipschitzAttention(LipschitzModule):
         log = self._named_bound(log_formula, self._bound_radius).log_value
         if not abs(log) < _LARGEST_LOG:
             self._finite_weights()
-            raise ArgumentError(
-                "constant",
-                expected="a layer whose bound is a positive number",
-                got="zero" if log == -math.inf else f"exp({log:.4g})",
-                remedy="A layer with bound zero cannot be scaled to another constant; a huge bound comes "
-                "from huge weights or a huge radius, a tiny one from tiny weights.",
+            got = "zero" if log == -math.inf else f"exp({log:.4g})"
+            remedy = (
+                "A layer with bound zero cannot be scaled to another constant; a huge bound comes from huge "
+                "weights or a huge radius, a tiny one from tiny weights."
             )
+            expected = "a layer whose bound is a positive number"
+            raise ArgumentError("constant", expected=expected, got=got, remedy=remedy)
         return log - math.log(self.constant)
 
     @property
@@ -413,10 +397,7 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _undivided(self, x: Tensor, added: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Return the output (batch, n, d) before its division, and the attention weights.
-
-        The mask ``added`` is added to the scores of the tokens x (batch, n, d).
-        """
+        """Return the output before its division, and the attention weights, for tokens x (batch, n, d)."""
         q, k, v = self._queries_keys_values(x, weights)
         probabilities = self._probabilities(q, k, v, added, weights)
         attended = (probabilities @ v).transpose(1, 2).flatten(2)
@@ -424,10 +405,9 @@ class LipschitzAttention(LipschitzModule):
         return output, probabilities
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Return constant / bound, by which the output is multiplied, differentiable in the weights.
+        """Return constant / bound, differentiable in the weights, on the device of ``like``.
 
-        It is on the device of ``like``, in the dtype in which the layer computes: that of ``like``, or
-        float64 if the number is far from one.
+        It is in the dtype in which the layer computes: that of ``like``, or float64 if it is far from one.
         """
         if torch.compiler.is_compiling():
             if self.training:
@@ -536,10 +516,7 @@ class LipschitzAttention(LipschitzModule):
 
 
 class _LayerMap(TokenMap):
-    """A layer with given weights as a map of tokens, whose Jacobian is computed by automatic differentiation.
-
-    It serves attention variants that have no class in ``howsmooth.attention``.
-    """
+    """A layer with given weights as a map of tokens, for variants without a class in howsmooth.attention."""
 
     def __init__(self, layer: LipschitzAttention, weights: Weights) -> None:
         self._layer = layer
@@ -547,38 +524,31 @@ class _LayerMap(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of the map's input tokens."""
         return self._layer.embed_dim
 
     @property
     def d_out(self) -> int:
-        """Dimension of the map's output tokens."""
         return self._layer.embed_dim
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the map's weights."""
         return self._weights["out_proj.weight"].dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the map's weights."""
         return self._weights["out_proj.weight"].device
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> _LayerMap:
-        """Return the map with weights in another dtype or on another device."""
         moved = {name: weight.to(dtype=dtype, device=device) for name, weight in self._weights.items()}
         return _LayerMap(self._layer, moved)
 
     def describe(self) -> str:
-        """Return a phrase that describes the map, for messages and reports."""
         kind, heads = self._layer.masking.kind, self._layer.num_heads
         masked = "" if kind in ("none", "any", "additive") else f", {kind} mask"
         many = "s" if heads > 1 else ""
         return f"{self._layer._phrase}, {heads} head{many}{masked}, with output projection"
 
     def check_length(self, n: int) -> None:
-        """Raise ArgumentError if the map does not accept ``n`` tokens."""
         length = self._layer.length
         if self._layer.masking.hidden is not None and n != length:
             raise ArgumentError("X", expected=f"{length} tokens, as in the mask", got=f"{n} tokens")
@@ -596,23 +566,17 @@ class _LayerMap(TokenMap):
 def _beyond(largest: float, radius: float) -> HowsmoothError:
     if not math.isfinite(largest):
         return NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
-    return ArgumentError(
-        "query",
-        expected=f"tokens of norm at most {radius:g}, the radius of the layer",
-        got=f"a token of norm {largest:g}",
-        remedy="Build the layer with a larger radius, or with beyond='clip', which projects them.",
-    )
+    expected = f"tokens of norm at most {radius:g}, the radius of the layer"
+    remedy = "Build the layer with a larger radius, or with beyond='clip', which projects them."
+    return ArgumentError("query", expected=expected, got=f"a token of norm {largest:g}", remedy=remedy)
 
 
 def _out_of_range(dtype: torch.dtype) -> HowsmoothError:
-    return NonFiniteError(
-        "query",
-        expected=f"tokens whose output has entries within the range of {dtype}",
-        got="larger ones",
-        remedy="Weights so large overflow inside the layer: divide them by a constant."
-        if dtype == torch.float64
-        else "Small weights have a small bound, by which biases are divided, too: convert with .double().",
-    )
+    expected = f"tokens whose output has entries within the range of {dtype}"
+    remedy = "Weights so large overflow inside the layer: divide them by a constant."
+    if dtype != torch.float64:
+        remedy = "Small weights have a small bound, by which biases are divided, too: convert with .double()."
+    return NonFiniteError("query", expected=expected, got="larger ones", remedy=remedy)
 
 
 def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:

@@ -1,9 +1,8 @@
 """Division of the output of an attention layer by its Lipschitz bound, differentiable in the weights.
 
-This divisor is the layer's Lipschitz bound divided by the constant that the layer shall have. The value comes
-from ``howsmooth.bounds`` and is rounded outwards. The gradient comes from an expression of the weights, which
-is evaluated in the backward pass only. Derivation: documentation page "Enforce: layers with a constant that
-is proved", section "Division by the bound".
+This divisor is the layer's Lipschitz bound over the constant that it shall have, rounded outwards. The
+gradient comes from an expression of the weights, which is evaluated in the backward pass only. Derivation:
+documentation page "Enforce: layers with a constant that is proved", section "Division by the bound".
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 class CachedNumber:
-    """A number that is computed from weights and cached until a weight changes.
+    """A number that is computed from weights and cached until a weight changes; ``far`` if far from zero.
 
-    ``far`` says whether it is far from zero, as :func:`is_far_from_zero` decides. Weights are compared with a
-    copy, entry by entry, because PyTorch's version counters miss changes through ``.data``.
+    Weights are compared with a copy, because PyTorch's version counters miss changes through ``.data``.
     """
 
     def __init__(self) -> None:
@@ -42,9 +40,7 @@ class CachedNumber:
         self._number = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the number, by ``compute`` if a weight has changed since the last call, or ``key``, which
-        holds everything else on which the number depends.
-        """
+        """Return the number, computed again if a weight or ``key``, all else that matters, has changed."""
         tensors = [weight.detach() for weight in weights.values()]
         if not self._fits(tensors, key) or not all(map(torch.equal, tensors, self._weights)):
             self._value = compute()
@@ -149,7 +145,7 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, None]:
-        """Compute the factor once for all members of torch.func.vmap, which share the weights."""
+        # All members share the weights.
         if any(dim is not None for dim in in_dims):
             raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
         result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]

@@ -43,14 +43,12 @@ class _DotProductAttention(LipschitzAttention):
 class SoftmaxAttention(_DotProductAttention):
     """Softmax self-attention whose Lipschitz constant on a ball of tokens is at most a given number.
 
-    The layer is torch.nn.MultiheadAttention, divided by its Lipschitz bound / ``constant``. With
-    ``constant=1`` it is the 1-Lipschitz attention that Castin, Ablin and Peyré suggest for Vision
-    Transformers, whose length is fixed and whose radius is set by a norm layer. The bound is Theorem A for
-    several heads, for the masks that the layer accepts. It is never above the bounds of
-    :func:`~howsmooth.bounds.best`. Without ``constant`` the layer computes the same function as
-    torch.nn.MultiheadAttention, and ``lipschitz_bound`` returns the bound of this function.
-
-    Parameters and errors are those of :class:`LipschitzAttention`.
+    The layer is torch.nn.MultiheadAttention, divided by its Lipschitz bound / ``constant``; without
+    ``constant`` it is the same function. With ``constant=1`` it is the 1-Lipschitz attention that Castin,
+    Ablin and Peyré suggest for Vision Transformers, whose length is fixed and whose radius is set by a norm
+    layer. The bound is Theorem A for several heads, for the masks that the layer accepts. It is never above
+    the bounds of :func:`~howsmooth.bounds.best`. Parameters and errors are those of
+    :class:`LipschitzAttention`.
 
     See Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Section 6, and the documentation page
     "Enforce: layers with a constant that is proved", sections "Several heads: Theorem A for the whole layer"
@@ -112,17 +110,10 @@ class QueryKeyNormAttention(_DotProductAttention):
     radius, while the constant of softmax attention grows with the square of the radius. It stays bounded for
     query and key biases of any size. Values are not normalised, so the layer has a constant on a ball only.
 
-    Parameters
-    ----------
-    temperature
-        Initial value of τ > 0, the factor of the cosines in the scores. With the default √head_dim, queries
-        and keys of independent entries have scores of variance one.
-    learn_temperature
-        Whether log τ is a trainable weight or fixed.
-    eps
-        The number ε > 0 under the roots. Queries and keys much longer than √ε are normalised; shorter ones
-        hardly change. A part of the constant grows like 1/√ε, so the tiny ε of usual norm layers gives a
-        large constant.
+    ``temperature`` is the initial value of τ > 0; with the default √head_dim, queries and keys of independent
+    entries have scores of variance one. With ``learn_temperature`` log τ is a trainable weight, else fixed.
+    Queries and keys much longer than √ε, with ε = ``eps`` > 0, are normalised; shorter ones hardly change. A
+    part of the constant grows like 1/√ε, so the tiny ε of usual norm layers gives a large constant.
 
     See Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for Transformers*, EMNLP Findings 2020, and
     for the constant the documentation page "Enforce: layers with a constant that is proved", section

@@ -31,14 +31,10 @@ _SLACK = 1e-12
 class Evaluation:
     """The certified radii and predictions of a classifier at some inputs.
 
-    Attributes
-    ----------
-    certificate
-        Certificate of the model in float64.
-    table
-        Table with one row for each input, and columns ``index``; ``label``, if there are labels;
-        ``predicted``; ``margin``, the logit of the label (or of the predicted class, without labels) minus
-        the largest other logit; ``certified_radius``; and ``longest``, the norm of the input's longest token.
+    ``certificate`` is that of the model in float64. ``table`` has one row for each input, and columns
+    ``index``; ``label``, if there are labels; ``predicted``; ``margin``, the logit of the label (or of the
+    predicted class, without labels) minus the largest other logit; ``certified_radius``; and ``longest``, the
+    norm of the input's longest token.
     """
 
     certificate: ModelCertificate
@@ -62,10 +58,8 @@ class Evaluation:
 
     def __repr__(self) -> str:
         radius, radii = self.certificate.radius, self.table["certified_radius"]
-        where = "of any norm" if math.isinf(radius) else f"of norm at most {radius:.6g}"
         lines = [
-            f"Lipschitz constant at most {limit_in_digits(self.certificate.constant, 6, upper=True)} on "
-            f"{self.certificate.length} tokens {where}",
+            self.certificate.headline,
             f"{len(radii)} inputs, the longest token of norm {self.table['longest'].max():.4g}"
             + ("" if self.correct is None else f"; {self.correct} of the class of their label"),
             f"{self.certified(0.0)} with a certified radius: median of all "
@@ -81,10 +75,8 @@ class Evaluation:
         return "\n".join(lines)
 
     def certified(self, radius: float) -> int:
-        """Return the number of inputs whose certified radius is larger than ``radius``, a finite number >= 0.
-
-        These inputs are classified correctly, if labels were given, and provably keep their class within this
-        distance.
+        """Return the number of inputs that provably keep the class of their label, or the predicted class
+        without labels, within a distance of ``radius``, a finite number >= 0.
         """
         check_number("radius", radius, "a finite number >= 0", lambda number: 0 <= number < math.inf)
         return int((self.table["certified_radius"] > radius).sum())
@@ -117,8 +109,8 @@ def evaluate(
     labels
         Classes (batch,). Without labels, radii refer to the predicted classes.
     length, radius
-        Number of tokens, and their largest norm, for the certificate. An input with a longer token raises an
-        error. The radii hold for perturbed inputs that meet these conditions, too. A model that begins with
+        Number of tokens, and their largest norm, for the certificate. Inputs with longer tokens are refused.
+        The radii hold for perturbed inputs that meet these conditions, too. A model that begins with
         :class:`~howsmooth.nn.ClipTokens` (behind ``Patches``) is certified for all inputs, with
         ``radius=math.inf``.
     batch
@@ -128,8 +120,7 @@ def evaluate(
     ------
     ArgumentError
         If inputs or labels have a wrong type, shape or length, if tokens lie beyond the radius (the message
-        counts these inputs), or if the outputs are not logits, or are others for an input alone than in a
-        batch.
+        counts these inputs), or if the outputs are not logits, or others for an input alone than in a batch.
     NonFiniteError
         If an input, a weight or a logit is NaN or infinite.
     CertificateError
@@ -195,7 +186,7 @@ def evaluate(
 
 
 def _tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Convert the inputs of a model to the tokens (batch, n, d) to which its certificate refers."""
+    """Return the tokens (batch, n, d) to which the certificate of a model refers."""
     if inputs.ndim == 3:
         return inputs
     if inputs.ndim == 2:
@@ -220,15 +211,12 @@ def _tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
 def _logits(model: nn.Module, x: Tensor) -> Tensor:
     try:
         with torch.no_grad():
-            logits = model(x)
+            logits: Tensor = model(x)
     except (RuntimeError, IndexError, TypeError, AssertionError) as error:
         got = f"shape {tuple(x.shape)} ({reason(error)})"
         raise ArgumentError("inputs", expected="inputs that the model takes", got=got) from error
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(x):
-        raise ArgumentError(
-            "model",
-            expected="a model whose output is logits (batch, classes)",
-            got=f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__,
-            remedy="End the model with hs.nn.MeanPool or TakeToken and a linear map.",
-        )
+    got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+    fits = isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(x)
+    remedy = "End the model with hs.nn.MeanPool or TakeToken and a linear map."
+    check(fits, "model", "a model whose output is logits (batch, classes)", got, remedy)
     return logits

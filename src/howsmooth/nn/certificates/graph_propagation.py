@@ -21,8 +21,8 @@ from torch import Tensor, fx, nn
 from howsmooth.errors import ArgumentError, CertificateError, HowsmoothError, reason
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.certificates.module_propagation import Row, Walk, attention_block, kind_of, refusal, walk
-from howsmooth.nn.certificates.torch_module_constants import rule_of
-from howsmooth.nn.checks import check_ball
+from howsmooth.nn.certificates.torch_module_constants import Reach, linear_reach, rule_of
+from howsmooth.nn.checks import check, check_ball
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.embedding_and_pooling import Patches
 from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
@@ -34,21 +34,12 @@ _SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce
 
 @dataclass(frozen=True)
 class _State:
-    """One tensor of the forward pass.
+    """One tensor of the forward pass, of a ``shape`` at the example.
 
-    Attributes
-    ----------
-    constant
-        Upper bound on the Lipschitz constant of the map from the model's input to this tensor.
-    radius
-        Upper bound on the norms of the tensor's tokens.
-    shape
-        The tensor's shape at the example.
-    tokens
-        The axes that number the tokens. Axis 0 is the batch, and all other axes number the entries of a
-        token. None for images, whose tokens are patches.
-    pair
-        Whether this is the output of an attention layer, a tuple of tokens and attention weights.
+    ``constant`` bounds the Lipschitz constant of the map from the model's input to this tensor, and
+    ``radius`` the norms of its tokens. ``tokens`` are the axes that number the tokens; axis 0 is the batch,
+    and all other axes number the entries of a token. It is None for images, whose tokens are patches. A
+    ``pair`` is the output of an attention layer, tokens and attention weights.
     """
 
     constant: float
@@ -73,20 +64,15 @@ class _Recorder(fx.Tracer):
 def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> Walk:
     """Propagate Lipschitz constants through the operations of a model's ``forward``, run once on ``inputs``.
 
-    Raises
-    ------
-    CertificateError
-        If the operations depend on values of the input, or one of them has no rule. The message names it.
-    ArgumentError
-        If the model does not take ``inputs``.
+    CertificateError names an operation that has no rule or depends on values of the input, and ArgumentError
+    says that the model does not take ``inputs``.
     """
     random = _random_states(inputs.device)
     graph, again = _recorded(model), _recorded(model)
     # Tensors that the forward creates get new names whenever it is recorded.
     if len({re.sub(r"_tensor_constant\d+", "", str(one)) for one in (graph, again)}) > 1:
-        raise refusal(
-            model, "", "computes something else whenever it is called, so it is not a fixed function"
-        )
+        why = "computes something else whenever it is called, so it is not a fixed function"
+        raise refusal(model, "", why)
     follower = _Follower(fx.GraphModule(model, graph), inputs, length, radius)
     last = follower.follow()
     if not all(map(torch.equal, random, _random_states(inputs.device))):
@@ -122,12 +108,9 @@ def _recorded(model: nn.Module) -> fx.Graph:
         raise
     except Exception as error:  # what a forward does may raise any error with tensors that have no values
         why = f"has a forward that torch.fx cannot record: {str(error).partition('. ')[0]}"
-        if hasattr(model, "config"):
-            why += (
-                ". For one input of a classifier of transformers, howsmooth.bounds.robust_radius(model, "
-                "inputs) proves a radius"
-            )
-        raise refusal(model, "", why) from error
+        radius = "howsmooth.bounds.robust_radius(model, inputs) proves a radius"
+        hint = f"For one input of a classifier of transformers, {radius}." if hasattr(model, "config") else ""
+        raise refusal(model, "", why, hint) from error
 
 
 class _Follower(fx.Interpreter):
@@ -148,7 +131,7 @@ class _Follower(fx.Interpreter):
         self._gates: dict[fx.Node, fx.Node] = {}
 
     def rows(self) -> tuple[Row, ...]:
-        """Return the rows of the certificate, without those of operations whose results are not used."""
+        # Without those of operations whose results are not used.
         used = self._between(self._nodes[0], self._nodes[-1])
         return tuple(row for node, rows in self._rows.items() if node in used for row in rows)
 
@@ -171,12 +154,11 @@ class _Follower(fx.Interpreter):
         return state
 
     def run_node(self, n: fx.Node) -> Any:
-        """Compute the value of one graph node at the example input, and its bounds for all inputs."""
         value = super().run_node(n)
         if n.op == "placeholder":
             if n is not self._nodes[0]:
                 return value  # an optional argument, with its default value
-            self._states[n] = self._first(n, value)
+            self._states[n] = self._first(value)
         elif n.op != "output" and any(one in self._states for one in n.all_input_nodes) and not _is_shape(n):
             # Shapes are the same for all inputs, so values computed from them alone need no bounds.
             self._states[n] = self._state(n, value)
@@ -189,7 +171,6 @@ class _Follower(fx.Interpreter):
         return value
 
     def _gate(self, node: fx.Node) -> fx.Node:
-        """Return the last node before a node that every path from the input of the model goes through."""
         found = {one for one in node.all_input_nodes if one in self._states}
         while len(found) > 1:
             last = max(found, key=self._nodes.index)
@@ -217,18 +198,12 @@ class _Follower(fx.Interpreter):
         radii, lengths = (first.radius, last.radius), (first.length, last.length)
         return (Row(node.name, name, 0, constant, *radii, *lengths, _SOURCE),)
 
-    def _first(self, node: fx.Node, value: Tensor) -> _State:
-        shape = tuple(value.shape)
-        if value.ndim == 4:
-            return _State(1.0, self._radius, shape, None)
-        tokens = (1,) if value.ndim == 3 else ()
-        state = _State(1.0, self._radius, shape, tokens)
-        if value.ndim not in (2, 3) or state.length != self._length:
-            raise ArgumentError(
-                "inputs",
-                expected=f"tokens (batch, {self._length}, d), or images (batch, channels, height, width)",
-                got=f"shape {shape}",
-            )
+    def _first(self, value: Tensor) -> _State:
+        tokens = {2: (), 3: (1,)}.get(value.ndim)
+        state = _State(1.0, self._radius, tuple(value.shape), tokens)
+        images, fits = value.ndim == 4, tokens is not None and state.length == self._length
+        expected = f"tokens (batch, {self._length}, d), or images (batch, channels, height, width)"
+        check(images or fits, "inputs", expected, f"shape {state.shape}")
         return state
 
     def _state(self, node: fx.Node, value: Any) -> _State:
@@ -257,8 +232,7 @@ class _Follower(fx.Interpreter):
         def given(one: fx.Node) -> Any:
             return self._states.get(one, self.env.get(one))
 
-        arguments: Any = fx.node.map_arg(node.args, given)
-        keywords: Any = fx.node.map_arg(node.kwargs, given)
+        arguments, keywords = fx.node.map_arg((node.args, node.kwargs), given)
         try:
             return rule(value, *arguments, **keywords)
         except TypeError:
@@ -304,30 +278,25 @@ class _Follower(fx.Interpreter):
         if self._rows:
             return "cuts the images a second time, perhaps into other patches than those of the radius"
         if isinstance(module, Patches):
-            constant, radius, kind = 1.0, state.radius, "Patches"
+            reach = Reach(1.0, state.radius, self._length)
         elif kind_of(module).forward is nn.Conv2d.forward:
             assert isinstance(module, nn.Conv2d)
             if module.kernel_size != module.stride or module.dilation != (1, 1) or module.groups != 1:
                 return "has patches that overlap or lie apart (kernel_size and stride differ), or groups"
             if module.padding not in ((0, 0), "valid"):
                 return "pads images, whose patches then are not the tokens of the certificate"
-            # Patches are disjoint, so the constant is that of one patch: the norm of the reshaped kernel.
-            constant = norm_above("weight", module.weight.flatten(1))
-            shift = 0.0 if module.bias is None else norm_above("bias", module.bias[None])
-            radius, kind = rounded_up(times(constant, state.radius) + shift), "Conv2d"
+            reach = linear_reach(module, self._length, state.radius)
         else:
             return (
                 "has no rule for images: begin with hs.nn.Patches (ClipTokens stands behind it), or a Conv2d "
                 "whose patches do not overlap"
             )
-        axes = (1,) if kind == "Patches" else (2, 3)
-        found = _State(rounded_up(times(constant, state.constant)), radius, tuple(value.shape), axes)
-        if found.length != self._length:
-            raise ArgumentError(
-                "inputs", expected=f"images of {self._length} patches", got=f"{found.length} patches"
-            )
-        n = self._length
-        self._rows[node] = (Row(str(node.target), kind, 0, constant, state.radius, radius, n, n, _SOURCE),)
+        axes = (1,) if value.ndim == 3 else (2, 3)
+        constant = rounded_up(times(reach.constant, state.constant))
+        found, n = _State(constant, reach.radius, tuple(value.shape), axes), self._length
+        check(found.length == n, "inputs", f"images of {n} patches", f"{found.length} patches")
+        own = str(node.target), kind_of(module).__name__, 0, reach.constant
+        self._rows[node] = (Row(*own, state.radius, reach.radius, n, n, _SOURCE),)
         return found
 
 
@@ -453,10 +422,6 @@ def _permute(value: Tensor, state: _State, *order: Any) -> _State | str:
     return replace(state, shape=tuple(value.shape), tokens=tokens)
 
 
-def _same(value: Tensor, state: _State) -> _State | str:
-    return state
-
-
 def _as_module(make: Callable[..., nn.Module]) -> Rule:
     def rule(value: Tensor, state: _State, **settings: Any) -> _State | str:
         step = walk(make(**settings), state.length, state.radius)
@@ -481,7 +446,7 @@ _NAMES: dict[Rule, tuple[Any, ...]] = {
     _flatten: (torch.flatten, "flatten"),
     _transpose: (torch.transpose, "transpose"),
     _permute: (torch.permute, "permute"),
-    _same: ("contiguous",),
+    lambda value, state: state: ("contiguous",),
     _dropout: (nn.functional.dropout,),
     _as_module(nn.ReLU): (nn.functional.relu, torch.relu, "relu"),
     _as_module(nn.GELU): (nn.functional.gelu,),

@@ -40,10 +40,8 @@ class ModelCertificate:
     constant
         The bound: the product of the constants of all rows of level 0. It is printed rounded up, the rows are
         printed rounded to the nearest.
-    length, radius
-        Number of input tokens, and their largest norm.
-    output_length, output_radius
-        Number of output tokens, and an upper bound on their norms.
+    length, radius, output_length, output_radius
+        Numbers of input and output tokens, and upper bounds on their norms.
     rows
         One row for each module, in the order in which tokens pass through them; in a model with a forward of
         its own also for each operation that changes the constant or the norms.
@@ -75,14 +73,8 @@ class ModelCertificate:
         divided by √2 times the constant. It is zero if another logit is as large (Tsuzuku, Sato, Sugiyama,
         *Lipschitz-margin training*, NeurIPS 2018). The perturbed input must be covered by the certificate, so
         its tokens must have norm at most ``radius``. ``logits`` are outputs of the model, (batch, classes),
-        and ``labels`` the class of each input; None for the class with the largest logit.
-
-        Raises
-        ------
-        ArgumentError
-            If logits or labels have a wrong type, shape or value.
-        NonFiniteError
-            If a logit is NaN or infinite.
+        and ``labels`` the class of each input; None for the class with the largest logit. ArgumentError names
+        what has a wrong type, shape or value.
         """
         if not isinstance(logits, Tensor):
             raise ArgumentError("logits", expected="a tensor (batch, classes)", got=type(logits).__name__)
@@ -109,18 +101,18 @@ class ModelCertificate:
         return torch.where(margin > 0, radii, 0.0)
 
     def __str__(self) -> str:
-        everywhere = "" if math.isinf(self.radius) else f" of norm at most {self.radius:g}"
         shown = self.table[["path", "kind", "constant", "radius_in", "radius_out"]].copy()
         paths = ["  " * row.level + (row.path or "the model") for row in self.rows]
         shown["path"] = [path.ljust(max(map(len, paths))) for path in paths]
         table = shown.to_string(index=False, justify="left", float_format=lambda v: f"{v:.6g}")
+        return "\n".join([self.headline, *([table] if self.rows else []), *self.notes])
+
+    @property
+    def headline(self) -> str:
+        """The constant, rounded up, with the inputs for which it holds, as one line of text."""
+        where = "of any norm" if math.isinf(self.radius) else f"of norm at most {self.radius:g}"
         constant = limit_in_digits(self.constant, 6, upper=True)
-        lines = [
-            f"Lipschitz constant at most {constant} on {self.length} tokens{everywhere}",
-            table if self.rows else "",
-            *self.notes,
-        ]
-        return "\n".join(line for line in lines if line)
+        return f"Lipschitz constant at most {constant} on {self.length} tokens {where}"
 
 
 def certify(
@@ -140,24 +132,21 @@ def certify(
     ----------
     model
         The model, with weights in float32 or float64.
-    length
-        Number of input tokens n. For a model that begins with ``Patches`` it is the number of patches; for a
-        model on vectors it is 1.
-    radius
-        Largest norm of an input token. ``math.inf`` stands for all inputs, if the model has a constant on
-        them, for instance because it begins with ``ClipTokens``.
+    length, radius
+        Number of input tokens, and their largest norm: of patches for a model that begins with ``Patches``;
+        the length is 1 for a model on vectors. ``math.inf`` stands for all inputs, if the model has a
+        constant on them, for instance because it begins with ``ClipTokens``.
     inputs
         An example input, for a model with a ``forward`` of its own: tokens (batch, n, d), vectors (batch, d),
         or images (batch, channels, height, width) for a model that begins with ``Patches`` or a ``Conv2d``
-        whose patches do not overlap; length and radius then refer to the patches. The certificate holds for
-        all inputs of this shape, and of another batch size if the operations do not depend on it. The model
-        is run once.
+        whose patches do not overlap. The certificate holds for all inputs of this shape, and of another batch
+        size if the operations do not depend on it. The model is run once.
 
     Raises
     ------
     CertificateError
-        If a module has no constant, or is in a mode in which it is not a fixed function. The message names
-        the module.
+        If a module, which the message names, has no constant or is in a mode in which it is no fixed
+        function.
     NonFiniteError
         If a weight is NaN or infinite.
     ArgumentError

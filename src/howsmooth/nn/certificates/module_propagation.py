@@ -20,8 +20,7 @@ from howsmooth.nn.attention.softmax import SoftmaxAttention
 from howsmooth.nn.certificates.torch_module_constants import Reach, rule_of
 from howsmooth.nn.checks import check_ball
 from howsmooth.nn.lipschitz_module import LipschitzModule
-from howsmooth.nn.parts.residual import BranchModule, Residual
-from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
+from howsmooth.nn.parts.blocks import BranchModule, Residual, SelfAttentionBlock
 from howsmooth.nn.upward_rounding import rounded_up, times
 
 __all__ = [
@@ -41,20 +40,12 @@ __all__ = [
 class Row:
     """One row of the table of a certificate: the Lipschitz constant of one module.
 
-    Attributes
-    ----------
-    path, kind
-        The module's name in ``named_modules``, and the name of its class; of an operation, its name in the
-        recorded graph and that of its function.
-    level
-        0 for the factors of the model's constant. Rows inside a branch have one level more than the row of
-        the residual or sum that the branch ends in, which follows them.
-    constant
-        Upper bound on the module's Lipschitz constant, on the tokens that can reach it.
-    radius_in, radius_out, length_in, length_out
-        Upper bounds on the norms of its input and output tokens, and the numbers of these tokens.
-    source
-        The source of the constant.
+    ``path`` and ``kind`` are the module's name in ``named_modules`` and that of its class; of an operation,
+    its name in the recorded graph and that of its function. ``constant`` is an upper bound on the Lipschitz
+    constant on the tokens that can reach it, from ``source``. ``radius_in`` and ``radius_out`` bound the
+    norms of input and output tokens, whose numbers are ``length_in`` and ``length_out``. Rows of ``level`` 0
+    are the factors of the model's constant. Rows inside a branch have one level more than the row of the
+    residual or sum that the branch ends in, which follows them.
     """
 
     path: str
@@ -83,12 +74,8 @@ class Walk:
 def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Walk:
     """Compute the Lipschitz constant of a module that gets ``length`` tokens of norm at most ``radius``.
 
-    Raises
-    ------
-    CertificateError
-        If no constant is known for a module. The message names the module.
-    NonFiniteError
-        If a weight is NaN or infinite.
+    CertificateError names the module for which no constant is known, NonFiniteError a weight that is not
+    finite.
     """
     kind = kind_of(module)
     if path and isinstance(module, LipschitzAttention):
@@ -122,10 +109,7 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
 
 
 def has_rules(module: nn.Module) -> bool:
-    """Return whether a module, or each module in a Sequential, has a rule for its Lipschitz constant.
-
-    There is no rule for other modules, such as models with a ``forward`` of their own.
-    """
+    """Return whether a module, or each in a Sequential, needs no recording of a ``forward`` of its own."""
     kind = kind_of(module)
     if isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward:
         return all(map(has_rules, module))
@@ -227,10 +211,7 @@ def _of_torch(module: nn.Module, length: int, radius: float, path: str) -> Reach
 
 
 def attention_block(module: nn.Module, length: int) -> SelfAttentionBlock | str:
-    """Return x ↦ attention(x, x, x)[0] for an attention of PyTorch or of hs.nn, or why there is no constant.
-
-    An attention of PyTorch is copied, without its dropout.
-    """
+    """Return the map of an attention of hs.nn or of a copy of PyTorch's, or why there is no constant."""
     if isinstance(module, LipschitzAttention):
         return SelfAttentionBlock(module)
     assert isinstance(module, nn.MultiheadAttention)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius, softmax_upper_bound
 from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
 
-__all__ = ["Reach", "Rule", "rule_of"]
+__all__ = ["Reach", "Rule", "linear_reach", "rule_of"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ def rule_of(kind: type[nn.Module]) -> Rule | None:
     return None
 
 
-def _linear(module: nn.Linear, length: int, radius: float) -> Reach:
-    norm = norm_above("weight", module.weight)
+def linear_reach(module: nn.Linear | nn.Conv2d, length: int, radius: float) -> Reach:
+    """Return the reach of a linear map, or of a convolution whose patches are disjoint: that of a patch."""
+    norm = norm_above("weight", module.weight.flatten(1))
     shift = 0.0 if module.bias is None else norm_above("bias", module.bias[None])
     return Reach(norm, rounded_up(times(norm, radius) + shift), length)
 
@@ -82,7 +83,9 @@ def _norm(module: nn.LayerNorm | nn.RMSNorm, length: int, radius: float) -> Reac
     eps = torch.finfo(torch.float64).eps if module.eps is None else module.eps
     if not eps > 0:
         return f"has eps = {eps:g}, so it has no constant near tokens of length zero"
-    gain = torch.ones(d, dtype=torch.float64) if module.weight is None else _exact(module.weight)
+    given = module.weight, getattr(module, "bias", None)
+    weight, bias = (None if t is None else t.detach().to("cpu", torch.float64) for t in given)
+    gain = torch.ones(d, dtype=torch.float64) if weight is None else weight
     # The normalised token u has |u| = |h|/√(|h|² + dε) with |h| ≤ radius, so the ellipsoid of outputs is
     # smaller by the largest value of this factor.
     reach = 1.0 if math.isinf(radius) else radius / math.hypot(radius, math.sqrt(d * eps))
@@ -91,15 +94,10 @@ def _norm(module: nn.LayerNorm | nn.RMSNorm, length: int, radius: float) -> Reac
     # The derivative at zero is Γ/√ε, and ΓH/√ε with the centring matrix H; it has the largest norm.
     if isinstance(module, nn.LayerNorm):
         norm = norm_above("weight", gain[:, None] * (torch.eye(d, dtype=torch.float64) - 1 / d))
-        shift = torch.zeros_like(gain) if module.bias is None else _exact(module.bias)
-        outputs = LayerNorm(scaled, shift)
+        outputs = LayerNorm(scaled, torch.zeros_like(gain) if bias is None else bias)
     else:
         norm, outputs = float(gain.abs().amax()), RMSNorm(scaled)
     return Reach(rounded_up(norm / math.sqrt(eps)), norm_radius(outputs), length)
-
-
-def _exact(parameter: Tensor) -> Tensor:
-    return parameter.detach().to("cpu", torch.float64)
 
 
 # Rule for entrywise functions φ: ``slope`` is the largest |φ'|, and |φ(t)| ≤ ``growth`` |t|, by default with
@@ -129,7 +127,7 @@ _MISH = 1.0886
 _SINGLE = 1 + 2**-22
 
 _RULES: dict[type, Rule] = {
-    nn.Linear: _linear,
+    nn.Linear: linear_reach,
     nn.Dropout: _dropout,
     nn.Flatten: _flatten,
     nn.Softmax: _softmax,

@@ -1,4 +1,4 @@
-"""Residual connections: the sum x + f(x), and the average of x and f(x), which is 1-Lipschitz if f is."""
+"""Blocks of models: self-attention from tokens to tokens, the sum x + f(x), and the average of x and f(x)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,46 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 from torch import Tensor, nn
 
+from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.checks import Placement, check, check_number, check_placement, check_tokens
-from howsmooth.nn.lipschitz_module import TokenModule
+from howsmooth.nn.lipschitz_module import LipschitzModule, TokenModule
 
 if TYPE_CHECKING:
     from howsmooth.nn.certificates.module_propagation import Row
 
-__all__ = ["AverageResidual", "BranchModule", "Residual"]
+__all__ = ["AverageResidual", "BranchModule", "Residual", "SelfAttentionBlock"]
+
+
+class SelfAttentionBlock(LipschitzModule):
+    """The module x ↦ attention(x, x, x), which returns tokens without attention weights.
+
+    ``attention`` is an attention layer of ``hs.nn``, which itself returns a pair of tokens and weights, like
+    ``torch.nn.MultiheadAttention``. The constant is that of the attention layer.
+    """
+
+    def __init__(self, attention: LipschitzModule) -> None:
+        super().__init__()
+        known = isinstance(attention, LipschitzModule)
+        check(known, "attention", "an attention layer of hs.nn", type(attention).__name__)
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the self-attention output for tokens (batch, n, d), without the attention weights."""
+        tokens: Tensor = self.attention(x, need_weights=False)[0]
+        return tokens
+
+    def lipschitz_bound(self, length: int, radius: float) -> Bound:
+        """Return the Lipschitz bound of the attention layer in this block."""
+        return self.attention.lipschitz_bound(length, radius)
+
+    def output_radius(self, length: int, radius: float) -> float:
+        """Return the attention layer's upper bound on the norms of its output tokens."""
+        return self.attention.output_radius(length, radius)
+
+    def output_length(self, length: int) -> int:
+        """Return the number of tokens that the attention layer returns."""
+        return self.attention.output_length(length)
 
 
 class BranchModule(TokenModule):
@@ -49,12 +81,9 @@ class BranchModule(TokenModule):
         y = self.inner(x)
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-            raise ArgumentError(
-                "inner",
-                expected=f"a module that returns tokens of shape {tuple(x.shape)}, the shape of its input",
-                got=got,
-                remedy="Put an attention layer into hs.nn.SelfAttentionBlock, which returns tokens alone.",
-            )
+            expected = f"a module that returns tokens of shape {tuple(x.shape)}, the shape of its input"
+            remedy = "Put an attention layer into hs.nn.SelfAttentionBlock, which returns tokens alone."
+            raise ArgumentError("inner", expected=expected, got=got, remedy=remedy)
         # Under autocast the branch may return half precision.
         return y.to(x.dtype)
 

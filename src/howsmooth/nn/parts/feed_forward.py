@@ -1,10 +1,11 @@
-"""Linear maps whose weight matrix stays orthogonal, or of spectral norm one, during training."""
+"""Linear maps of orthogonal weights or of spectral norm one, and activations by sorting.
+
+The activations are 1-Lipschitz and, unlike ReLU, preserve the norm of every gradient.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from howsmooth.nn.checks import Placement, check, check_placement, check_size, c
 from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
 
-__all__ = ["OrthogonalLinear", "SpectralLinear"]
+__all__ = ["GroupSort", "MaxMin", "OrthogonalLinear", "SpectralLinear"]
 
 _MAPS = ("matrix_exp", "cayley", "householder")
 
@@ -33,24 +34,14 @@ class _ConstrainedLinear(TokenModule):
 
     def __init__(self, in_features: int, out_features: int, bias: bool, placed: Placement) -> None:
         super().__init__()
-        check_size("in_features", in_features)
-        check_size("out_features", out_features)
+        self.in_features = check_size("in_features", in_features)
+        self.out_features = check_size("out_features", out_features)
         dtype = placed.get("dtype")
         check(dtype in (None, torch.float32, torch.float64), "dtype", "float32 or float64", dtype)
         check_placement(**placed)
         self.linear = nn.Linear(in_features, out_features, bias=bias, **placed)
         if bias:
             nn.init.zeros_(self.linear.bias)
-
-    @property
-    def in_features(self) -> int:
-        """The dimension of an input token."""
-        return self.linear.in_features
-
-    @property
-    def out_features(self) -> int:
-        """The dimension of an output token."""
-        return self.linear.out_features
 
     @property
     def weight(self) -> Tensor:
@@ -68,18 +59,22 @@ class _ConstrainedLinear(TokenModule):
         stored = self._stored()
         check_tokens("x", x, dim=self.in_features, like=stored)
         if x.dtype != stored.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ArgumentError(
-                "x",
-                expected=f"{stored.dtype} as the weights",
-                got=str(x.dtype),
-                remedy="Convert one of the two, with .to(dtype).",
-            )
+            remedy = "Convert one of the two, with .to(dtype)."
+            expected = f"{stored.dtype} as the weights"
+            raise ArgumentError("x", expected=expected, got=str(x.dtype), remedy=remedy)
         y: Tensor = self.linear(x)
         return y
 
     def _constant(self, length: int, radius: float) -> float:
-        with _as_it_is(self.linear):
-            return norm_above("weight", self.weight)
+        # In training PyTorch updates its estimates of spectral norms whenever a weight is read.
+        training = [module for module in self.linear.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            return norm_above("weight", self.weight.detach())
+        finally:
+            for module in training:
+                module.training = True
 
     def _reach(self, length: int, radius: float) -> float:
         shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])
@@ -90,12 +85,9 @@ class _ConstrainedLinear(TokenModule):
         stored = self.linear.parametrizations.weight.original  # type: ignore[union-attr]
         assert isinstance(stored, Tensor)
         if stored.dtype not in (torch.float32, torch.float64):
-            raise ArgumentError(
-                "weight",
-                expected="float32 or float64, because PyTorch can parametrize only these",
-                got=str(stored.dtype),
-                remedy="Convert the model with .float(); autocast may choose a lower precision.",
-            )
+            expected = "float32 or float64, because PyTorch can parametrize only these"
+            remedy = "Convert the model with .float(); autocast may choose a lower precision."
+            raise ArgumentError("weight", expected=expected, got=str(stored.dtype), remedy=remedy)
         return stored
 
 
@@ -157,18 +149,35 @@ class SpectralLinear(_ConstrainedLinear):
         estimate._v.copy_(right[0])
 
 
-@contextmanager
-def _as_it_is(linear: nn.Linear) -> Iterator[None]:
-    """Keep PyTorch from updating its estimates of spectral norms, as it does in training whenever a weight is
-    read.
+class GroupSort(TokenModule):
+    """The 1-Lipschitz activation that sorts the entries of each token within groups of neighbours.
+
+    The number ``group_size`` of entries in a group must divide the dimension of a token.
     """
-    stages = [stage for chain in linear.parametrizations.values() for stage in chain]  # type: ignore[operator]
-    training = [stage.training for stage in stages]
-    try:
-        for stage in stages:
-            stage.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for stage, was in zip(stages, training, strict=True):
-            stage.train(was)
+
+    _source = "Anil, Lucas, Grosse, Sorting out Lipschitz function approximation, ICML 2019"
+    _shown: ClassVar[tuple[str, ...]] = ("group_size",)
+
+    def __init__(self, group_size: int) -> None:
+        super().__init__()
+        self.group_size = check_size("group_size", group_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sort the entries of each token of x (..., d) within groups of ``group_size`` neighbours."""
+        check_tokens("x", x)
+        d = x.shape[-1]
+        if d % self.group_size:
+            raise ArgumentError(
+                "x", expected=f"tokens of a multiple of {self.group_size} numbers", got=str(d)
+            )
+        groups: Tensor = x.unflatten(-1, (d // self.group_size, self.group_size)).sort(dim=-1).values
+        return groups.flatten(-2)
+
+
+class MaxMin(GroupSort):
+    """The 1-Lipschitz activation that replaces each pair of entries a, b by min(a, b), max(a, b)."""
+
+    _shown = ()
+
+    def __init__(self) -> None:
+        super().__init__(2)
