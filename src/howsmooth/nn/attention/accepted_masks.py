@@ -21,11 +21,7 @@ from howsmooth.nn.checks import require
 __all__ = ["Masking"]
 
 _KINDS = ("none", "causal", "any", "additive")
-_ONE_MASK = {
-    "none": "no mask",
-    "causal": "the causal mask alone",
-    "fixed": "the mask of the layer alone",
-}
+_ONE_MASK = {"none": "no mask", "causal": "the causal mask alone", "fixed": "the mask of the layer alone"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,7 +52,7 @@ class LipschitzAttention(LipschitzModule):
     The bound holds for sequences of ``length`` tokens and, with a ``radius``, for tokens of at most this
     norm. Inputs and outputs are as for :class:`torch.nn.MultiheadAttention` with ``batch_first=True``. The
     weights have the same names, shapes and initial values. There is no dropout, so the layer is the same
-    function in training and in evaluation.
+    function in training and in evaluation. ArgumentError names an argument of a wrong type or value.
 
     Parameters
     ----------
@@ -80,8 +80,6 @@ class LipschitzAttention(LipschitzModule):
         also permits masks of arbitrary numbers.
     device, dtype
         Device and dtype of the weights.
-
-    ArgumentError names an argument of a wrong type or value.
 
     Notes
     -----
@@ -229,8 +227,7 @@ class LipschitzAttention(LipschitzModule):
 
         ``weights`` are in float64 on the CPU. Here the output of a head is a mean of its values.
         """
-        parts = self._parts(weights)
-        return hull_radius(parts.output, parts.value, parts.value_bias, parts.output_bias, radius)
+        return hull_radius(self._parts(weights), radius)
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
         """Return :attr:`map` for these weights, with its output multiplied by ``scale``."""

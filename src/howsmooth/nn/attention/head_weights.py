@@ -86,16 +86,15 @@ def joined_radius(parts: Parts, sizes: Tensor, factor: float = 1.0) -> float:
     return rounded_up(total + shift)
 
 
-def hull_radius(
-    output: Tensor, values: Tensor, value_bias: Tensor | None, output_bias: Tensor | None, radius: float
-) -> float:
+def hull_radius(parts: Parts, radius: float) -> float:
     """Return an upper bound on the norms of all outputs W_O (c + b_V) + b_O, where c joins for each head a
-    mean of vectors V_h x with |x| <= ``radius``. ``values`` (H, k, d) are the matrices V_h.
+    mean of vectors V_h x with |x| <= ``radius``.
     """
+    output, values, shift = parts.output, parts.value, parts.output_bias
     blocks = output.unflatten(1, (len(values), -1)).transpose(0, 1)
     summed = torch.linalg.matrix_norm(blocks @ values, 2).sum()
     apart = torch.linalg.matrix_norm(output, 2) * torch.linalg.matrix_norm(values, 2).square().sum().sqrt()
-    shift = torch.zeros(len(output), dtype=output.dtype) if output_bias is None else output_bias
-    if value_bias is not None:
-        shift = shift + output @ value_bias.flatten()
+    shift = torch.zeros(len(output), dtype=output.dtype) if shift is None else shift
+    if parts.value_bias is not None:
+        shift = shift + output @ parts.value_bias.flatten()
     return rounded_up(float(radius * torch.minimum(summed, apart) + torch.linalg.vector_norm(shift)))

@@ -50,8 +50,9 @@ class SinkhornAttention(LipschitzAttention):
     identity is the only doubly stochastic matrix with its pattern.
 
     ``tolerance`` is the largest allowed |Σ_i P_ij − 1| over the columns j, and ``max_iterations`` the number
-    of iterations after which the layer raises an error. See Sander, Ablin, Blondel, Peyré, *Sinkformers:
-    Transformers with Doubly Stochastic Attention*, AISTATS 2022.
+    of iterations after which the layer raises an error; other parameters are those of
+    :class:`LipschitzAttention`. See Sander, Ablin, Blondel, Peyré, *Sinkformers: Transformers with Doubly
+    Stochastic Attention*, AISTATS 2022.
     """
 
     masks = ("none", "fixed", "any", "additive")

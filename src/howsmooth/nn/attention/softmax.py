@@ -113,7 +113,8 @@ class QueryKeyNormAttention(_DotProductAttention):
     ``temperature`` is the initial value of τ > 0; with the default √head_dim, queries and keys of independent
     entries have scores of variance one. With ``learn_temperature`` log τ is a trainable weight, else fixed.
     Queries and keys much longer than √ε, with ε = ``eps`` > 0, are normalised; shorter ones hardly change. A
-    part of the constant grows like 1/√ε, so the tiny ε of usual norm layers gives a large constant.
+    part of the constant grows like 1/√ε, so the tiny ε of usual norm layers gives a large constant. Other
+    parameters are those of :class:`LipschitzAttention`.
 
     See Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for Transformers*, EMNLP Findings 2020, and
     for the constant the documentation page "Enforce: layers with a constant that is proved", section

@@ -34,6 +34,10 @@ class L2Attention(LipschitzAttention):
     ``constant`` needs no radius; without one it holds on the whole space, and each token must see itself.
     Parameters and errors are those of :class:`LipschitzAttention`.
 
+    See Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021, and for masks and
+    balls the documentation page "Enforce: layers with a constant that is proved", section "L2 attention on a
+    ball".
+
     Attributes
     ----------
     in_proj_weight
@@ -42,10 +46,6 @@ class L2Attention(LipschitzAttention):
         The bias of the values (embed_dim,), or None.
     out_proj
         The output projection, as in torch.nn.MultiheadAttention.
-
-    See Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021, and for masks and
-    balls the documentation page "Enforce: layers with a constant that is proved", section "L2 attention on a
-    ball".
     """
 
     _needs_radius = False
@@ -74,13 +74,9 @@ class L2Attention(LipschitzAttention):
     def _parts(self, weights: Weights) -> Parts:
         """Return queries and keys Q_h (k, d), values V_h Q_hᵀQ_h/√k (k, d) and the rest, for all heads h."""
         query, folded = self._folded(weights)
-        output, bias, own = (
-            weights["out_proj.weight"],
-            weights.get("value_bias"),
-            weights.get("out_proj.bias"),
-        )
+        bias, output = weights.get("value_bias"), weights["out_proj.weight"]
         by_head = None if bias is None else self._cut(bias)
-        return Parts(query, query, folded @ query, output, None, None, by_head, own)
+        return Parts(query, query, folded @ query, output, None, None, by_head, weights.get("out_proj.bias"))
 
     def _cut(self, weight: Tensor) -> Tensor:
         heads: Tensor = weight.unflatten(0, (self.num_heads, -1))
@@ -127,7 +123,7 @@ class CosineAttention(LipschitzAttention):
 
     ``temperature`` is τ; for n above e^{2τ} the bound does not depend on n. ``gain`` is ν. ``eps`` is ε > 0;
     the bound without a radius is proportional to ε^{-1/2}, so LipsFormer's 1e-6 makes it a thousand times
-    larger than ε = 1.
+    larger than ε = 1. Other parameters are those of :class:`LipschitzAttention`.
 
     See Qi, Wang, Chen, Shi, Zhang, *LipsFormer: Introducing Lipschitz Continuity to Vision Transformers*,
     ICLR 2023, and for several heads, masks and balls the documentation page "Enforce: layers with a constant
@@ -237,8 +233,9 @@ class SigmoidAttention(LipschitzAttention):
     could not be read. For one head without biases and masks it is the exact constant if ‖A‖R² <= log n, A =
     KᵀQ/√k, and A and V have leading singular vectors in common. It grows with n beyond that.
 
-    The weight of a hidden key is zero. ``shift`` is b, None for −log ``length``. See Ramapuram et al.,
-    *Theory, Analysis, and Best Practices for Sigmoid Self-Attention*, ICLR 2025, for the attention and its b.
+    The weight of a hidden key is zero. ``shift`` is b, None for −log ``length``; other parameters are those
+    of :class:`LipschitzAttention`. See Ramapuram et al., *Theory, Analysis, and Best Practices for Sigmoid
+    Self-Attention*, ICLR 2025, for the attention and its b.
     """
 
     _bound_name = "sigmoid_layer"
