@@ -90,31 +90,31 @@ def _check_shared_weights(model: nn.Module, attention: list[LipschitzAttention])
 
 def _plain(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
     """Return the module that replaces ``module``, the same one wherever it occurs in the model."""
-    if module not in seen:
-        seen[module] = _replaced(module, path, seen, radii)
-    return seen[module]
-
-
-def _replaced(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
+    if module in seen:
+        return seen[module]
+    plain: nn.Module
     match module:
         case OrthogonalLinear() | SpectralLinear():
-            return _unparametrized(module.linear)
+            plain = _unparametrized(module.linear)
         case LipschitzLayerNorm() | LipschitzRMSNorm():
-            return _norm(module)
+            plain = _norm(module)
         case SelfAttentionBlock(attention=layer) if layer in radii:
             block = SelfAttentionBlock(_undivided(layer))
-            return nn.Sequential(ClipTokens(radii[layer]), block).eval()
+            plain = nn.Sequential(ClipTokens(radii[layer]), block).eval()
         case LipschitzAttention() if module in radii:
             expected = "attention layers with beyond='clip' in an hs.nn.SelfAttentionBlock"
             got = f"{path or 'the model'} ({type(module).__name__}) outside of one"
             remedy = "Put it into hs.nn.SelfAttentionBlock, or build it with beyond='refuse'."
             raise ArgumentError("model", expected=expected, got=got, remedy=remedy)
         case LipschitzAttention():
-            return _undivided(module)
-    # named_children would leave out a module that occurs twice.
-    for name, child in [(name, one) for name, one in module._modules.items() if one is not None]:
-        setattr(module, name, _plain(child, f"{path}.{name}".strip("."), seen, radii))
-    return _unparametrized(module)
+            plain = _undivided(module)
+        case _:
+            # named_children would leave out a module that occurs twice.
+            for name, child in [(name, one) for name, one in module._modules.items() if one is not None]:
+                setattr(module, name, _plain(child, f"{path}.{name}".strip("."), seen, radii))
+            plain = _unparametrized(module)
+    seen[module] = plain
+    return plain
 
 
 def _undivided(layer: LipschitzAttention) -> LipschitzAttention:

@@ -341,21 +341,17 @@ def _product(value: Tensor, one: Any, other: Any) -> _State | str:
     if isinstance(one, _State) and isinstance(other, _State):
         return "multiplies two tensors that depend on the input, which is Lipschitz on no whole space"
     state, fixed = (one, other) if isinstance(one, _State) else (other, one)
-    return _scaled(value, state, torch.as_tensor(fixed))
+    if state.shape != tuple(value.shape):
+        return "enlarges a tensor by a product with a larger one"
+    largest = float(torch.as_tensor(fixed).detach().abs().amax())
+    constant, radius = times(largest, state.constant), times(largest, state.radius)
+    return replace(state, constant=rounded_up(constant), radius=rounded_up(radius))
 
 
 def _quotient(value: Tensor, one: Any, other: Any) -> _State | str:
     if isinstance(other, _State):
         return "divides by a tensor that depends on the input"
-    return _scaled(value, one, 1 / torch.as_tensor(other, dtype=torch.float64))
-
-
-def _scaled(value: Tensor, state: _State, factor: Tensor) -> _State | str:
-    if state.shape != tuple(value.shape):
-        return "enlarges a tensor by a product with a larger one"
-    largest = float(factor.detach().abs().amax())
-    constant, radius = times(largest, state.constant), times(largest, state.radius)
-    return replace(state, constant=rounded_up(constant), radius=rounded_up(radius))
+    return _product(value, one, 1 / torch.as_tensor(other, dtype=torch.float64))
 
 
 def _cat(value: Tensor, tensors: Any, dim: int = 0) -> _State | str:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelCertificate", "certify", "foreign_code"]
 
-_EXACT = "The constant is that of the model in exact arithmetic, for its weights as they are."
-
 
 @dataclass(frozen=True)
 class ModelCertificate:
@@ -91,7 +89,8 @@ class ModelCertificate:
         shape = f"shape {tuple(labels.shape)}"
         check(labels.shape == z.shape[:1], "labels", f"one label for each of {len(z)} inputs", shape)
         known = bool(((labels >= 0) & (labels < z.shape[1])).all())
-        check(known, "labels", f"classes from 0 to {z.shape[1] - 1}", labels.unique().tolist())
+        got = f"{labels.min()} to {labels.max()}" if len(labels) else "none"
+        check(known, "labels", f"classes from 0 to {z.shape[1] - 1}", got)
         labels = labels.to(z.device, torch.int64)
         own = z.gather(1, labels[:, None])[:, 0]
         others = z.scatter(1, labels[:, None], -math.inf).amax(dim=1)
@@ -176,9 +175,9 @@ def certify(
         found = walk(model, length, reach)
     else:
         found = walk_graph(model, check_tokens("inputs", inputs), length, reach)
-    return ModelCertificate(
-        found.constant, length, float(radius), found.length, found.radius, found.rows, (_EXACT,)
-    )
+    exact = "The constant is that of the model in exact arithmetic, for its weights as they are."
+    output = found.length, found.radius
+    return ModelCertificate(found.constant, length, float(radius), *output, found.rows, (exact,))
 
 
 def _check(module: nn.Module, path: str) -> None:
