@@ -54,11 +54,8 @@ class VerifiedLayer:
         return next(self.others, self.found)
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return a list of maps that the layer computes, such as the whole attention or single heads, each
-        with its input tokens.
-
-        The list has one :class:`Site`, or one for each selected head in scope ``head``. ``scope`` says which
-        part of the layer the map covers, such as "head" or "attention".
+        """Return the map of a scope of the layer (in scope ``head`` one for each selected head) with its
+        input tokens.
 
         Raises
         ------
@@ -121,20 +118,9 @@ class VerifiedLayer:
 def read_layer(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
     """Identify the map that a traced layer computes, and verify it.
 
-    Parameters
-    ----------
-    traced_layer
-        The layer, traced in a forward pass.
-    batch
-        The number of sequences in that forward pass.
-    user
-        The user's attention implementation.
-
-    Raises
-    ------
-    CaptureError
-        If the layer computes something that is not recognised, or the verification fails.
-
+    ``batch`` is the number of sequences in the forward pass, and ``user`` the user's attention
+    implementation. Raises CaptureError if the layer computes something that is not recognised, or the
+    verification fails.
     """
     try:
         return _read(traced_layer, batch, user)
@@ -182,9 +168,8 @@ def _verified(
 
 
 def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
-    """Return True if all tokens in ``x`` may be outputs of a norm layer.
-
-    The norm layer was identified on the first sequence only.
+    """Return True if all tokens in ``x`` may be outputs of a norm, which was identified on the first sequence
+    only.
     """
     if norm is None:
         return False
@@ -199,15 +184,8 @@ def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
 
 
 def indices_of(given: Sequence[int] | slice | None, count: int, what: str) -> list[int]:
-    """Convert a selection of layers or heads to a list of indices without repetition.
-
-    None selects all.
-
-    Raises
-    ------
-    ArgumentError
-        If an index is outside of ``-count`` to ``count - 1``, or a slice is empty.
-
+    """Convert a selection of layers or heads (None for all) to a list of indices without repetition; raise
+    ArgumentError if an index is outside of ``-count`` to ``count - 1``, or a slice is empty.
     """
     if given is None:
         return list(range(count))

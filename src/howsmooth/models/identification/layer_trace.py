@@ -43,9 +43,7 @@ class LayerTrace:
     layer: AttentionLayer
     x: Tensor  # (1, n, d): the tokens that the attention module is given
     softmaxes: list[SoftmaxCall] = field(default_factory=list)
-    before: list[ModuleCall] = field(
-        default_factory=list
-    )  # calls that ended before the attention module began
+    before: list[ModuleCall] = field(default_factory=list)  # before the attention module began
     inside: list[ModuleCall] = field(default_factory=list)  # between its beginning and its last softmax
     after: list[ModuleCall] = field(default_factory=list)  # after its last softmax
     last_norm: ModuleCall | None = None  # the last norm before the attention module, anywhere in the model
@@ -55,16 +53,8 @@ class LayerTrace:
 
 
 def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
-    """Return the recorded call of the whole layer that contains an attention module, so that the layer can be
-    run again.
-
-    If the model has no list of layers, the call is the call of the whole model.
-
-    Raises
-    ------
-    CaptureError
-        If the call cannot be repeated: it takes no tensor, or its arguments were changed in place.
-
+    """Return the recorded call of the whole layer that contains an attention module (of the whole model if
+    that has no list of layers). Raise CaptureError if the call cannot be repeated.
     """
     call = traced_layer.calls[0]
     given = [v for v in call.arguments().values() if isinstance(v, Tensor)]
@@ -80,14 +70,8 @@ def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
 def trace_layer(
     self_attention: SelfAttentionModule, traced_layer: TracedLayer, layer: ModuleReplay
 ) -> LayerTrace:
-    """Run the layer that contains a self-attention module on one sequence, and record the module calls and
-    softmaxes of the layer.
-
-    Raises
-    ------
-    CaptureError
-        If the layer does not call its attention module when it runs by itself.
-
+    """Run the layer that contains a self-attention module on one sequence, and record its module calls and
+    softmaxes. Raise CaptureError if it does not call its attention module when it runs by itself.
     """
     alone, module, count = self_attention.alone, self_attention.replay.module, len(self_attention.softmaxes)
     trace = LayerTrace(
@@ -161,9 +145,7 @@ def _ended(call: Call, trace: LayerTrace, heads: Tensor | None, is_attention: bo
 
 
 def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> ModuleCall | None:
-    """Return the last call of a norm layer before the attention module, for the first sequence of
-    the batch.
-    """
+    """Return the last norm before the attention module, for the first sequence of the batch."""
     replay = self_attention.replay
     norm = next((c.last_norm for c in traced_layer.calls if c.module is replay.module), None)
     if norm is None or norm.inputs is None:
