@@ -547,7 +547,11 @@ def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
                 raise CaptureError(f"The map gives {tuple(got.shape)}, the model {tuple(want.shape)}.")
             error = relative_error(got, want)
             if not error <= allowed:
-                why = "; its positions or masks differ between sequences: give one at a time" if i else ""
+                why = (
+                    "; other inputs, positions or masks differ between sequences: give one at a time"
+                    if i
+                    else ""
+                )
                 raise CaptureError(
                     f"The map differs from the model's own output{what} by {error:.1e} relative, where "
                     f"rounding explains {allowed:.1e}{why}."
