@@ -140,15 +140,13 @@ class VerifiedCrossLayer:
         )
 
 
-def read_cross_layer(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
+def read_cross_layer(traced_layer: TracedLayer) -> VerifiedCrossLayer:
     """Copy a traced cross-attention layer for one sequence, and verify the copy.
 
     Parameters
     ----------
     traced_layer
         The layer, traced in a forward pass of one sequence.
-    user
-        The user's attention implementation.
 
     Raises
     ------
@@ -159,7 +157,7 @@ def read_cross_layer(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer
 
     """
     try:
-        return _read(traced_layer, user)
+        return _read(traced_layer, traced_layer.model.implementation)
     except HowsmoothError:
         raise
     except Exception as error:  # a module may raise any error when it runs by itself

@@ -118,17 +118,13 @@ class VerifiedLayer:
         ]
 
 
-def read_layer(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
+def read_layer(traced_layer: TracedLayer) -> VerifiedLayer:
     """Identify the map that a traced layer computes, and verify it.
 
     Parameters
     ----------
     traced_layer
         The layer, traced in a forward pass.
-    batch
-        The number of sequences in that forward pass.
-    user
-        The user's attention implementation.
 
     Raises
     ------
@@ -137,7 +133,7 @@ def read_layer(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLaye
 
     """
     try:
-        return _read(traced_layer, batch, user)
+        return _read(traced_layer, traced_layer.model.batch, traced_layer.model.implementation)
     except HowsmoothError:
         raise
     except Exception as error:  # a module may raise any error when it runs by itself
