@@ -792,6 +792,77 @@ class ExpSum(Projected):
         return (e / e.sum(dim=-1, keepdim=True)) @ v
 
 
+class Sinks(Projected):
+    """Of gpt-oss: a score of its own for each head, whose probability is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(HEADS))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.transpose(2, 3) / math.sqrt(WIDTH)
+        s = s + _causal(s.shape[-1], s)
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(len(q), -1, q.shape[-2], -1)
+        combined = torch.cat([s, sinks], dim=-1)
+        combined = combined - combined.max(dim=-1, keepdim=True).values
+        return functional.softmax(combined, dim=-1)[..., :-1] @ v
+
+
+class SoftCap(Projected):
+    """Of Gemma 2: scores are capped by a tanh."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = 2 * torch.tanh(q @ k.mT / math.sqrt(WIDTH) / 2)
+        return torch.softmax(s + _causal(s.shape[-1], s), dim=-1) @ v
+
+
+class Chunked(Projected):
+    """A softmax for every two queries, which saves memory."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([torch.softmax(c @ k.mT / math.sqrt(WIDTH), -1) @ v for c in q.split(2, 2)], dim=2)
+
+
+class LectureHead(Module):
+    """One head, a module of its own (Karpathy's lecture)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.query = nn.Linear(D, WIDTH, bias=False), nn.Linear(D, WIDTH, bias=False)
+        self.value, self.dropout = nn.Linear(D, WIDTH, bias=False), nn.Dropout(0.0)
+        self.register_buffer("tril", torch.tril(torch.ones(16, 16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        T, k, q = x.shape[1], self.key(x), self.query(x)
+        wei = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
+        wei = wei.masked_fill(self.tril[:T, :T] == 0, float("-inf"))
+        wei = self.dropout(functional.softmax(wei, dim=-1))
+        return wei @ self.value(x)
+
+
+class LectureAttention(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.proj = nn.ModuleList(LectureHead() for _ in range(HEADS)), nn.Linear(D, D)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.cat([(h.forward if self.direct else h)(x) for h in self.heads], dim=-1)
+        return self.dropout(self.proj(out))
+
+
+class MixtureOfExperts(Module):
+    """A router whose softmax stands before a product, and is no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, 2), nn.ModuleList(MLP() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = torch.softmax(self.router(x), dim=-1)
+        return (w.unsqueeze(-2) @ torch.stack([e(x) for e in self.experts], dim=-2)).squeeze(-2)
+
+
 class PreNorm(Module):
     def __init__(self, attention: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -805,6 +876,12 @@ class PreNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + (self.attention.forward if self.direct else self.attention)(self.norm1(x))
         return x + self.mlp(self.norm2(x))
+
+
+class Mixture(PreNorm):
+    def __init__(self, attention: Callable[[], nn.Module]) -> None:
+        super().__init__(attention)
+        self.mlp = MixtureOfExperts()
 
 
 class Parallel(PreNorm):
@@ -837,7 +914,10 @@ class Stack(Module):
     """Token ids, two blocks, a norm, logits; ``shared`` runs one block twice, as ALBERT does."""
 
     def __init__(
-        self, attention: Callable[[], nn.Module], block: type[PreNorm] = PreNorm, shared: bool = False
+        self,
+        attention: Callable[[], nn.Module],
+        block: Callable[[Callable[[], nn.Module]], nn.Module] = PreNorm,
+        shared: bool = False,
     ) -> None:
         super().__init__()
         self.emb, self.shared = nn.Embedding(VOCABULARY, D), shared
@@ -849,6 +929,39 @@ class Stack(Module):
         for layer in [*self.layers] * (2 if self.shared else 1):
             x = layer(x)
         return self.head(self.norm(x))
+
+
+class Pooling(Projected):
+    """Queries that are learned: attention from the module to the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = nn.Parameter(torch.randn(N, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = _split(self.q(self.seed).expand(len(x), -1, -1))
+        return self.o(_join(torch.softmax(q @ _split(self.k(x)).mT, dim=-1) @ _split(self.v(x))))
+
+
+class Pooled(Stack):
+    def __init__(self) -> None:
+        super().__init__(Projected)
+        self.pool = Pooling()
+        self.head = nn.Sequential(self.pool, self.head)
+
+
+class DetrLayer(PreNorm):
+    """Of DETR: queries and keys are the tokens with their positions, values the tokens alone."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.MultiheadAttention(D, HEADS, batch_first=True))
+        self.pos = nn.Parameter(torch.randn(1, N, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = k = x + self.pos
+        attention = self.attention.forward if self.direct else self.attention
+        x = self.norm1(x + attention(q, k, value=x, need_weights=False)[0])
+        return self.norm2(x + self.mlp(x))
 
 
 class CrossAttention(Module):
@@ -932,7 +1045,7 @@ class Case:
     make: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
     tokens: tuple[Spot, ...]
-    attention: Spot
+    attention: tuple[Spot, ...]
     heads: tuple[Spot | str, ...]
     block: tuple[Block, ...]
     model: tuple[Spot, ...]
@@ -973,7 +1086,7 @@ def _layer(
     """The places of a pre-norm layer: what follows the sum is the input of the next norm."""
     return {
         "tokens": (Spot(f"{root}.{attention}"),),
-        "attention": Spot(f"{root}.{attention}", "out"),
+        "attention": (Spot(f"{root}.{attention}", "out"),),
         "heads": (Spot(f"{root}.{attention}.{projection}"),),
         "block": (Block(Spot(root), Spot(f"{root}.{following}")),),
         "model": entries,
@@ -996,7 +1109,7 @@ _MIN = _layer(
 _LLAMA = _layer("layers.1", "attention", "wo", "attention_norm", "ffn_norm", (Spot("tok_embeddings", "out"),))
 _X = {
     "tokens": (Spot("attn_layers.layers.2.1"),),
-    "attention": Spot("attn_layers.layers.2.1", "out"),
+    "attention": (Spot("attn_layers.layers.2.1", "out"),),
     "heads": (Spot("attn_layers.layers.2.1.to_out"),),
     "block": (Block(Spot("attn_layers.layers.2.0.0"), Spot("attn_layers.layers.2.1", "out"), adds=True),),
     "model": (Spot("token_emb", "out"),),
@@ -1034,7 +1147,7 @@ CASES: dict[str, Case] = {
         LucidViT,
         lambda: {"img": _noise(BATCH, 3, 4, 4)},
         tokens=(Spot(f"{_LUCID}.to_qkv"), Spot(_LUCID)),  # its norm stands inside
-        attention=Spot(_LUCID, "out"),
+        attention=(Spot(_LUCID, "out"),),
         heads=(Spot(f"{_LUCID}.to_out"),),
         block=(Block(Spot(_LUCID), Spot("transformer.layers.1.1")),),
         model=(Spot("dropout"), Spot("")),
@@ -1089,6 +1202,36 @@ CASES: dict[str, Case] = {
         FlexAttention, half=False, differences=True, expected={"model": "measured, or refused: FlexAttention"}
     ),
     "exp and sum": _stack(ExpSum, expected=dict.fromkeys(SCOPES[:5], _UNKNOWN)),
+    "sinks": _stack(Sinks),
+    "soft cap": _stack(SoftCap),
+    # Whether their layers are the modules or the softmaxes is free: the last is in the last block.
+    "chunked": _stack(Chunked, layer=-1, expected=dict.fromkeys(SCOPES[:5], "any")),
+    "lecture": _stack(
+        LectureAttention,
+        layer=-1,
+        attention=(Spot("layers.1.attention", "out"), Spot("layers.1.attention.heads.1", "out")),
+        heads=(Spot("layers.1.attention.proj"), Spot("layers.1.attention.heads.1", "out")),
+        expected={**dict.fromkeys(SCOPES[:5], "any"), "attention": "measured"},
+    ),
+    "mixture of experts": _stack(Projected, make=lambda: Stack(Projected, Mixture)),
+    "pooling": _stack(
+        Pooling,
+        make=Pooled,
+        layer=-1,
+        tokens=(Spot("pool"),),
+        attention=(Spot("pool", "out"),),
+        heads=(Spot("pool.o"),),
+        block=(Block(Spot("pool"), Spot("pool", "out"), adds=True),),
+        expected=dict.fromkeys(SCOPES[:5], "any"),
+    ),
+    "detr": _stack(
+        Projected,
+        make=lambda: Stack(Projected, lambda attention: DetrLayer()),
+        tokens=(Spot("layers.1"),),
+        heads=("layers.1.attention.out_proj",),
+        expected=dict.fromkeys(("head", "heads", "attention", "residual"), "any"),
+        **_POST,
+    ),
     "parallel": _stack(
         Projected, make=lambda: Stack(Projected, Parallel),
         block=(Block(Spot("layers.1.norm1"), Spot("layers.1.attention", "out"), adds=True),),
@@ -1098,7 +1241,7 @@ CASES: dict[str, Case] = {
     "shared weights": _stack(
         Projected, make=lambda: Stack(Projected, PostNorm, shared=True),
         tokens=(Spot("layers.0.attention", call=1),),
-        attention=Spot("layers.0.attention", "out", call=1),
+        attention=(Spot("layers.0.attention", "out", call=1),),
         heads=(Spot("layers.0.attention.o", call=1),),
         block=(Block(Spot("layers.0", call=1), Spot("layers.0.norm1", "out", call=1)),),
     ),

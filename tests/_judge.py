@@ -128,7 +128,8 @@ def own_functions(case: Case, own: Own, scope: str) -> list[tuple[Spot, Callable
     if scope == "block":
         return [(block.enter, _block(own, block)) for block in case.block]
     if scope in ("attention", "residual"):
-        return [(spot, _attention(own, spot, case.attention, scope)) for spot in case.tokens]
+        leaves = case.attention if scope == "attention" else case.attention[:1]
+        return [(spot, _attention(own, spot, leave, scope)) for leave in leaves for spot in case.tokens]
     return [(spot, _heads(case, own, spot, heads, scope)) for heads in case.heads for spot in case.tokens]
 
 
@@ -143,7 +144,7 @@ def _attention(own: Own, enter: Spot, leave: Spot, scope: str) -> Callable[[Tens
 
 
 def _heads(case: Case, own: Own, enter: Spot, where: Spot | str, scope: str) -> Callable[[Tensor], Tensor]:
-    read = own.function(enter, where if isinstance(where, Spot) else case.attention)
+    read = own.function(enter, where if isinstance(where, Spot) else case.attention[0])
 
     def heads(x: Tensor) -> Tensor:
         y = read(x)
@@ -189,7 +190,7 @@ class Truth:
     norm: float  # of the last sequence
 
 
-def truth(spot: Spot, f: Callable[[Tensor], Tensor], x: Tensor, differences: bool = False) -> Truth:
+def truth_at(spot: Spot, f: Callable[[Tensor], Tensor], x: Tensor, differences: bool = False) -> Truth:
     with torch.no_grad():
         values = {words: f(x + move) for words, move in moves(x).items()}
     return Truth(spot, x, values, dense_norm(f, x, len(x) - 1, differences))
@@ -199,7 +200,7 @@ def truth(spot: Spot, f: Callable[[Tensor], Tensor], x: Tensor, differences: boo
 def truths(own: Own, case: Case, scope: str) -> tuple[Truth, ...]:
     """What the model gives in a scope, for every place at which its tokens may enter."""
     places = own_functions(case, own, scope)
-    return tuple(truth(spot, f, own.at(spot), case.differences) for spot, f in places)
+    return tuple(truth_at(spot, f, own.at(spot), case.differences) for spot, f in places)
 
 
 def truths_of_real_tokens(own: Own, case: Case, scope: str, sequence: int, real: Tensor) -> tuple[Truth, ...]:
@@ -215,7 +216,7 @@ def truths_of_real_tokens(own: Own, case: Case, scope: str, sequence: int, real:
     found = []
     for spot, f in own_functions(case, own, scope):
         whole = own.at(spot)
-        found.append(truth(spot, alone(f, whole), whole[sequence, real][None]))
+        found.append(truth_at(spot, alone(f, whole), whole[sequence, real][None]))
     return tuple(found)
 
 
@@ -322,7 +323,8 @@ def _words(error: Exception) -> str:
 
 
 @cache
-def _own(name: str, half: bool) -> Own:
+def own_of(name: str, half: bool = False) -> Own:
+    """A hand-written module, in float64 with weights that bfloat16 can hold if ``half``."""
     case = CASES[name]
     model = spread(case.make())
     inputs = case.inputs()
@@ -383,7 +385,7 @@ def judge(name: str, way: str, scopes: Iterable[str] = SCOPES) -> list[Verdict]:
     given = next(iter(inputs.values())) if len(inputs) == 1 else inputs
     with torch.no_grad():
         before = _first_output(model(**inputs))
-    found = judged((name, way), model, given, case, _own(name, half), scopes, 1e-3 if half else 1e-9)
+    found = judged((name, way), model, given, case, own_of(name, half), scopes, 1e-3 if half else 1e-9)
     try:
         with torch.no_grad():
             after = _first_output(model(**inputs))

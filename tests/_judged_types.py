@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from tests._hand_written import Block, Case, Spot
-from tests._judge import Own, Verdict, called, judged, outcome, truths_of_real_tokens, verdict
+from tests._judge import Own, Verdict, called, judged, outcome, print_table, truths_of_real_tokens, verdict
 from tests._tiny_models import WithoutDowncast
 from tests.keep.cases_models import filled
 
@@ -42,7 +42,7 @@ def _after(root: str, attention: str, following: str, entry: str, projection: st
     """Of a layer whose attention is followed by a sum, and that by a module."""
     return {
         "tokens": (Spot(f"{root}.{attention}"),),
-        "attention": Spot(f"{root}.{projection or attention}", "out"),
+        "attention": (Spot(f"{root}.{projection or attention}", "out"),),
         "block": (Block(Spot(root), Spot(f"{root}.{following}")),),
         "model": (Spot(entry, "out"), Spot(root.rsplit(".", 1)[0] + ".0")),
     }
@@ -60,7 +60,7 @@ def _bert(root: str, inner: str = "attention", entry: str = "embeddings.word_emb
     """Of a layer whose attention module ends with its residual and norm."""
     return {
         "tokens": (Spot(f"{root}.{inner}"),),
-        "attention": Spot(f"{root}.{inner}.output.dense", "out"),
+        "attention": (Spot(f"{root}.{inner}.output.dense", "out"),),
         "block": (Block(Spot(root), Spot(f"{root}.{inner}", "out")),),
         "model": (Spot(entry, "out"), Spot("embeddings", "out")),
     }
@@ -213,6 +213,7 @@ def judge_type(
 
 #: Two documents in one sequence, each with positions of its own, and the ways to say whether a cache is used.
 PACKED = {"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 0, 1, 2]]).expand(2, -1)}
+PACKED_TYPES = ("llama", "mistral", "gemma2", "gpt2")
 CACHES: dict[str, dict[str, Any]] = {
     "as it is called": {},
     "use_cache=False": {"use_cache": False},
@@ -231,6 +232,7 @@ def judge_packed(
         return judged((name, how), built(name), inputs, type_case(name), own, scopes, 1e-9)
 
 
+PADDED_TYPES = ("bert", "gpt2", "llama", "mistral")
 LENGTHS = (3, 5)
 
 
@@ -256,3 +258,17 @@ def judge_padded(name: str, side: str, scopes: Iterable[str] = ("attention", "bl
 
                 found.append(Verdict(name, f"padded {side}", scope, *outcome(get)))
     return found
+
+
+def table() -> list[Verdict]:
+    """Judge all types, packed and padded batches, and print every verdict and how many there are."""
+    found = [one for name in TYPES for one in judge_type(name)]
+    found += [one for name in CALLED for way in CALLED_WAYS for one in judge_type(name, way)]
+    found += [one for name in PACKED_TYPES for how in CACHES for one in judge_packed(name, how)]
+    found += [one for name in PADDED_TYPES for side in ("right", "left") for one in judge_padded(name, side)]
+    print_table(found)
+    return found
+
+
+if __name__ == "__main__":
+    table()

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import howsmooth as hs
-from tests._hand_written import CASES, Spot
-from tests._judge import HEAD, Verdict, _own, judge, truths, verdict, ways_of
+from tests._hand_written import CASES, Spot, spread
+from tests._judge import HEAD, Verdict, judge, own_of, truths, verdict, ways_of
 
 PAIRS = [(name, way) for name in CASES for way in ways_of(name)]
 #: Attention alone, which takes a fraction of a second.
@@ -63,16 +63,10 @@ def test_what_can_be_measured_is_and_the_rest_is_refused_with_its_reason(name: s
 # ---- the judge itself
 
 
-def _site() -> hs.Site:
-    from tests._hand_written import spread
-
-    case = CASES["nanogpt flash"]
-    return hs.capture(spread(case.make()), case.inputs(), layers=[1])[0]
-
-
 def test_the_judge_sees_a_wrong_value_a_wrong_place_and_a_wrong_constant() -> None:
-    site, name = _site(), "nanogpt flash"
-    case, own = CASES[name], _own(name, False)
+    name = "nanogpt flash"
+    case, own = CASES[name], own_of(name)
+    (site,) = hs.capture(spread(case.make()), case.inputs(), layers=[1])
     given = truths(own, case, "attention")
     assert verdict(site, given, 1e-9)[0] == "closed form"
     assert "off by" in verdict(site, truths(own, case, "residual"), 1e-9)[1]
@@ -84,7 +78,7 @@ def test_the_judge_sees_a_wrong_value_a_wrong_place_and_a_wrong_constant() -> No
 
 def test_the_models_own_numbers_are_those_of_its_modules_called_by_hand() -> None:
     name = "nanogpt flash"
-    case, own = CASES[name], _own(name, False)
+    case, own = CASES[name], own_of(name)
     block = own.model.transformer.h[1]
     x = own.at(case.tokens[0])
     values = {

@@ -242,9 +242,9 @@ def test_progress_is_told_layer_by_layer() -> None:
 def test_a_layer_is_read_once_for_all_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
-    def counted(passed: Any, batch: int, user: str) -> Any:
+    def counted(passed: Any) -> Any:
         read.append(passed.layer.index)
-        return read_layer(passed, batch, user)
+        return read_layer(passed)
 
     monkeypatch.setattr(inspect, "read_layer", counted)
     found = inspect_model(tiny("bert"))

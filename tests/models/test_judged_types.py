@@ -9,6 +9,8 @@ from tests._judged_types import (
     CACHES,
     CALLED,
     CALLED_WAYS,
+    PACKED_TYPES,
+    PADDED_TYPES,
     TYPES,
     judge_packed,
     judge_padded,
@@ -52,14 +54,14 @@ def test_wrapped(name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("how", CACHES)
-@pytest.mark.parametrize("name", others_slow(["llama", "mistral", "gemma2", "gpt2"], ["llama"]))
+@pytest.mark.parametrize("name", others_slow(PACKED_TYPES, ["llama"]))
 def test_packed_documents_leak_where_the_model_leaks(name: str, how: str) -> None:
     faults = _faults(judge_packed(name, how), _LEAKS.get(how, "measured"))
     assert not faults, faults
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", others_slow(["bert", "gpt2", "llama", "mistral"], ["mistral"]))
+@pytest.mark.parametrize("name", others_slow(PADDED_TYPES, ["mistral"]))
 def test_padded(name: str, side: str) -> None:
     faults = _faults(judge_padded(name, side), "closed form")
     assert not faults, faults

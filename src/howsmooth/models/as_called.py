@@ -16,8 +16,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.float32_weights import HALF, device_of, stored_dtype
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.inputs.model_inputs import model_inputs
 from howsmooth.models.measurement_mode import configs, measurement_mode, quiet
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import padding_of
 from howsmooth.models.preserved_state import preserved_state
 from howsmooth.models.tolerance import relative_error
@@ -34,7 +35,7 @@ _CACHES = frozenset({"past_key_values", "cache_params"})
 @contextmanager
 def as_called(
     model: nn.Module, inputs: Tensor | Mapping[str, Any], *, training: bool = True
-) -> Iterator[ModelInputs]:
+) -> Iterator[ModelCall]:
     """Return a context manager in which a model runs as it is measured, and that yields its checked inputs.
 
     What ``measurement_mode`` changes may not change the outputs of the model: where a change can matter, the
@@ -49,7 +50,7 @@ def as_called(
         If the outputs differ by more than rounding, or in training mode by more than random numbers.
 
     """
-    given = _compared(model, model_inputs(model, inputs), training)
+    given = _compared(model_inputs(model, inputs), training)
     with measurement_mode(model):
         yield given
 
@@ -61,13 +62,14 @@ class _Forgetting(DynamicCache):  # type: ignore[misc]
         return key_states, value_states
 
 
-def _compared(model: nn.Module, given: ModelInputs, training: bool) -> ModelInputs:
+def _compared(given: ModelCall, training: bool) -> ModelCall:
     """Compare a model as it is measured with the model as called, and return the inputs to measure it with.
 
     A model that raises an error as it is called has nothing to be compared with.
     """
+    model = given.model
     known, modules = isinstance(model, PreTrainedModel), list(model.modules())
-    named, padding, trained = given.named, padding_of(model, given), any(m.training for m in modules)
+    named, padding, trained = given.named, padding_of(given), any(m.training for m in modules)
     cached = any(getattr(config, "use_cache", False) for config in configs(model))
     if known and "use_cache" in named:
         cached, given = named["use_cache"], replace(given, named={**named, "use_cache": False})
@@ -77,7 +79,9 @@ def _compared(model: nn.Module, given: ModelInputs, training: bool) -> ModelInpu
         with preserved_state(model), measurement_mode(model, keep), quiet():
             if drawn:  # other random numbers then follow
                 torch.rand(drawn, device=device_of(model)), random.random(), np.random.rand()  # noqa: NPY002
-            return model(**own_copies(named)) if "precision" in keep else run(model, named)
+            if "precision" in keep:
+                return model(**own_copies(named))
+            return run(replace(given, named=dict(named)))
 
     def attempt(*how: Any) -> Any:
         try:

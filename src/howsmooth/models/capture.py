@@ -20,10 +20,9 @@ from howsmooth.models.identification.cross_attention_layer import OneSequence, r
 from howsmooth.models.identification.layer_identification import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs, takes_decoder_ids
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.model_as_token_map import ModelParts
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
 from howsmooth.models.tracing.recorder import AttentionLayer, trace_forward_pass
 from howsmooth.plain_modules import unwrapped
@@ -117,7 +116,6 @@ def capture(
     module = module_of(model)
     if scope not in SCOPE_MEANINGS:
         raise ArgumentError("scope", expected=f"one of {', '.join(SCOPE_MEANINGS)}", got=repr(scope))
-    _check_side(module, side, scope)
     sites = _captured(module, inputs, layers, scope, heads, side, output, last_token)
     # The weights of a loaded model may be stored in its file in another dtype than in memory.
     return [replace(site, stored=model.stored) for site in sites] if isinstance(model, LoadedModel) else sites
@@ -134,6 +132,10 @@ def _captured(
     last_token: bool,
 ) -> list[Site]:
     """Capture the layers of a module; the arguments are those of :func:`capture`."""
+    if side not in (None, *SIDES) or (side is not None and scope not in (CROSS_SCOPE, "model")):
+        got = repr(side) if scope in (CROSS_SCOPE, "model") else f"{side!r} with scope {scope!r}"
+        expected = f"one of {', '.join(SIDES)}, with scope {CROSS_SCOPE!r}, or 'model' of an encoder-decoder"
+        raise ArgumentError("side", expected=expected, got=got)
     if scope in MODEL_SCOPES:
         return [_part(model, inputs, layers, scope, heads, output, last_token, side)]
     for name, value, usual in (("output", output, "hidden"), ("last_token", last_token, False)):
@@ -147,30 +149,17 @@ def _captured(
     wanted, chosen = _checked("layers", layers), _checked("heads", heads)
     with as_called(model, inputs) as given:
         if scope == CROSS_SCOPE:
-            return list(_cross_sites(model, given, wanted, side or "joint"))
-        if (padding := padding_of(model, given)) is not None:
-            return _captured_without_padding(model, padding, wanted, scope, chosen)
-        return [site for layer in _verified(model, given, wanted) for site in layer.sites(scope, chosen)]
+            return list(_cross_sites(given, wanted, side or "joint"))
+        if (padding := padding_of(given)) is not None:
+            return _captured_without_padding(padding, wanted, scope, chosen)
+        return [site for layer in _verified(given, wanted) for site in layer.sites(scope, chosen)]
 
 
-def _check_side(model: nn.Module, side: object, scope: str) -> None:
-    if scope == "model" and takes_decoder_ids(model):
-        if side not in (None, "queries", "memory"):
-            expected = "'queries' or 'memory' with scope 'model': both at once are not captured"
-            raise ArgumentError("side", expected=expected, got=repr(side))
-    elif side is not None and scope != CROSS_SCOPE:
-        got = f"{side!r} with scope {scope!r}"
-        expected = f"None unless scope is {CROSS_SCOPE!r}, or 'model' of an encoder-decoder"
-        raise ArgumentError("side", expected=expected, got=got)
-    elif side not in (None, *SIDES):
-        raise ArgumentError("side", expected=f"one of {', '.join(SIDES)}", got=repr(side))
-
-
-def _cross_sites(model: nn.Module, given: ModelInputs, wanted: _Indices, side: str) -> Iterator[CrossSite]:
+def _cross_sites(given: ModelCall, wanted: _Indices, side: str) -> Iterator[CrossSite]:
     """Capture the selected cross-attention layers for each sequence of a batch, and yield them sequence by
     sequence.
     """
-    if padding_of(model, given) is not None and given.named.get("decoder_input_ids") is given.named.get(
+    if padding_of(given) is not None and given.named.get("decoder_input_ids") is given.named.get(
         "input_ids", given
     ):
         raise ArgumentError(
@@ -179,16 +168,16 @@ def _cross_sites(model: nn.Module, given: ModelInputs, wanted: _Indices, side: s
             got="the same padded tokens for both",
             remedy="Give decoder_input_ids, or sequences of one length.",
         )
-    for number, one in enumerate(one_by_one(model, given)):
-        seen, kept = trace_forward_pass(model, one.named, _traced(wanted))
+    for number, one in enumerate(one_by_one(given)):
+        seen, kept = trace_forward_pass(one, _traced(wanted))
         if not seen:
-            raise CaptureError(_nothing_seen(model, one))
+            raise CaptureError(_nothing_seen(one))
         found = False
         for index in indices_of(wanted, len(seen), "layer"):
             traced_layer = kept.pop(index)
             with weights_in_memory(*traced_layer.modules):
                 try:
-                    layer = read_cross_layer(traced_layer, implementation(model))
+                    layer = read_cross_layer(traced_layer)
                 except OneSequence:
                     if wanted is not None:
                         raise
@@ -196,7 +185,7 @@ def _cross_sites(model: nn.Module, given: ModelInputs, wanted: _Indices, side: s
                 found = True
                 yield layer.site(side, number if given.batch > 1 else None)
         if not found:
-            raise CaptureError(f"{type(model).__name__} has no cross-attention.")
+            raise CaptureError(f"{given.kind} has no cross-attention.")
 
 
 def _part(
@@ -243,7 +232,7 @@ def model_parts(
     The arguments are those of :func:`capture`.
     """
     with as_called(model, inputs) as given:
-        yield ModelParts(model, given, side)
+        yield ModelParts(given, side)
 
 
 def _ends(layers: object, count: int) -> tuple[int, int]:
@@ -288,21 +277,19 @@ def module_of(model: object) -> nn.Module:
     return unwrapped(module)
 
 
-def _captured_without_padding(
-    model: nn.Module, padding: Padding, wanted: _Indices, scope: str, heads: _Indices
-) -> list[Site]:
+def _captured_without_padding(padding: Padding, wanted: _Indices, scope: str, heads: _Indices) -> list[Site]:
     """Capture the layers for each sequence of a padded batch separately, without its padding.
 
     It raises CaptureError if the tokens of a layer then differ from the tokens in the padded batch.
     """
-    _, traced_layer = trace_forward_pass(model, padding.whole.named, _traced(wanted))
+    _, traced_layer = trace_forward_pass(padding.whole, _traced(wanted))
     sites: list[Site] = []
     for sequence in range(padding.whole.batch):
         moved: AttentionLayer | None = None
-        for given in without_padding(model, padding, sequence):
+        for given in without_padding(padding, sequence):
             found: list[Site] = []
             moved = None
-            for layer in _verified(model, given, wanted):
+            for layer in _verified(given, wanted):
                 index = layer.self_attention.layer.index
                 if index not in traced_layer or not reproduces(layer, traced_layer[index], padding, sequence):
                     moved = layer.self_attention.layer
@@ -332,7 +319,7 @@ def self_attention_layers(
     and errors are those of :func:`capture`; the inputs are one sequence without padding.
     """
     with as_called(model, inputs) as given:
-        if given.batch != 1 or padding_of(model, given) is not None:
+        if given.batch != 1 or padding_of(given) is not None:
             got = f"{given.batch} sequences" if given.batch != 1 else "a padded sequence"
             raise ArgumentError(
                 "inputs",
@@ -340,32 +327,30 @@ def self_attention_layers(
                 got=got,
                 remedy="Of a padded batch, take one sequence: ids[i][mask[i].bool()][None].",
             )
-        yield from _layers(model, given, _checked("layers", layers))
+        yield from _layers(given, _checked("layers", layers))
 
 
-def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterator[VerifiedLayer]:
+def _verified(given: ModelCall, wanted: _Indices) -> Iterator[VerifiedLayer]:
     """Yield each selected layer after verifying its map. Raise the error of the first layer that cannot be
     captured.
 
     All sequences of the batch have the same length.
     """
-    for _, layer in _layers(model, given, wanted):
+    for _, layer in _layers(given, wanted):
         if isinstance(layer, CaptureError):
             raise layer
         yield layer
 
 
-def _layers(
-    model: nn.Module, given: ModelInputs, wanted: _Indices
-) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
+def _layers(given: ModelCall, wanted: _Indices) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
     """Identify and verify the map of each selected layer. Yield pairs, in which the first entry is the index
     of the layer, and the second is the verified layer or the error that says why it cannot be captured.
 
     If ``wanted`` is None, layers of cross-attention are left out.
     """
-    seen, kept = trace_forward_pass(model, given.named, _traced(wanted))
+    seen, kept = trace_forward_pass(given, _traced(wanted))
     if not seen:
-        raise CaptureError(_nothing_seen(model, given))
+        raise CaptureError(_nothing_seen(given))
     indices = indices_of(wanted, len(seen), "layer")
     crossed: list[CrossAttention] = []
     for index in indices:
@@ -373,7 +358,7 @@ def _layers(
         with weights_in_memory(*traced_layer.modules):
             layer: VerifiedLayer | CaptureError
             try:
-                layer = read_layer(traced_layer, given.batch, implementation(model))
+                layer = read_layer(traced_layer)
             except CrossAttention as error:
                 if wanted is None:
                     crossed.append(error)
@@ -383,14 +368,14 @@ def _layers(
                 layer = error
             yield index % len(seen), layer
     if len(crossed) == len(indices):
-        raise CaptureError(f"{type(model).__name__} has no self-attention that is captured: {crossed[0]}")
+        raise CaptureError(f"{given.kind} has no self-attention that is captured: {crossed[0]}")
 
 
-def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
-    none = f"No softmax attention of {type(model).__name__} was seen"
+def _nothing_seen(given: ModelCall) -> str:
+    none = f"No softmax attention of {given.kind} was seen"
     tracer = NonSoftmaxTracer(most=4)
-    with tracer.watching(model):
-        trace_forward_pass(model, given.named, ())
+    with tracer.watching(given.model):
+        trace_forward_pass(given, ())
     other = next(tracer.find(given.batch), None)
     if other is not None:
         return (
@@ -399,7 +384,9 @@ def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
             f"hs.local_lipschitz(model.get_submodule({other.name!r}), x) at its tokens x (..., n, d), or the "
             "whole model with scope 'model'."
         )
-    classes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
+    classes = sorted(
+        {type(m).__name__ for m in given.model.modules() if "attention" in type(m).__name__.lower()}
+    )
     named = ", ".join(classes) if classes else "no module with attention in its name"
     return (
         f"{none} ({named}): it has none, or a fused kernel computes it (load the model with "

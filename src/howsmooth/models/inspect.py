@@ -20,11 +20,10 @@ from howsmooth.models.identification.cross_attention_layer import read_cross_lay
 from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.inputs.submodels_by_modality import named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import implementation
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import one_by_one
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
@@ -138,17 +137,17 @@ def inspect_model(
     elif tokens is not None:
         raise ArgumentError("tokens", expected="None if inputs are given", got=repr(tokens))
     with as_called(module, inputs) as given:
-        return _inspected(module, given, on_layer)
+        return _inspected(given, on_layer)
 
 
-def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, int], None]) -> Inspection:
+def _inspected(given: ModelCall, on_layer: Callable[[int, int], None]) -> Inspection:
     tracer = NonSoftmaxTracer()
-    with tracer.watching(model):
-        layers, kept = trace_forward_pass(model, given.named, None, tracer.on_layer)
+    with tracer.watching(given.model):
+        layers, kept = trace_forward_pass(given, None, tracer.on_layer)
     non_softmax = list(tracer.find(given.batch))
     if not layers and not non_softmax:
         raise CaptureError(
-            f"No layer of {type(model).__name__} was seen to mix tokens: it computes no softmax attention, "
+            f"No layer of {given.kind} was seen to mix tokens: it computes no softmax attention, "
             "or a fused kernel computes it (load the model with attn_implementation='sdpa' then)."
         )
     refused: list[Refusal] = []
@@ -157,30 +156,28 @@ def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, in
         on_layer(layer.index, len(layers))
         traced_layer = kept.pop(layer.index)
         with weights_in_memory(*traced_layer.modules):
-            sites.append(_site(traced_layer, model, given, refused))
+            sites.append(_site(traced_layer, refused))
     on_layer(len(layers), len(layers))
     for one in reversed(non_softmax):  # in the order of the forward pass
         sites.insert(one.after, InspectedSite(None, one.name, one.module, kind=_NONE))
     refused += [Refusal((), (one.name,), SCOPES, f"The layer has {NO_SOFTMAX}.") for one in non_softmax]
     return Inspection(
-        model=type(model).__name__,
+        model=given.kind,
         tokens=next((site.tokens for site in sites if site.scopes), None),
         sites=tuple(sites),
         refusals=_together(refused),
-        unreached=_unreached(model, [f"{site.name}." for site in sites]),
+        unreached=_unreached(given.model, [f"{site.name}." for site in sites]),
     )
 
 
-def _site(
-    traced_layer: TracedLayer, model: nn.Module, given: ModelInputs, refused: list[Refusal]
-) -> InspectedSite:
+def _site(traced_layer: TracedLayer, refused: list[Refusal]) -> InspectedSite:
     """Capture one layer in every scope, and describe it; append the failures to ``refused``."""
     layer = traced_layer.layer
     plain = InspectedSite(layer.index, layer.name, type(layer.module).__name__, heads=layer.heads)
     try:
-        read = read_layer(traced_layer, given.batch, implementation(model))
+        read = read_layer(traced_layer)
     except CrossAttention:
-        return _cross_site(traced_layer, model, given, plain, refused)
+        return _cross_site(traced_layer, plain, refused)
     except Exception as error:  # a module may raise any error, and the other layers are still captured
         refused.append(_refusal(layer, SCOPES, error))
         return plain
@@ -198,20 +195,14 @@ def _site(
     return _described(replace(plain, scopes=tuple(sites)), read, next(iter(sites.values())))
 
 
-def _cross_site(
-    traced_layer: TracedLayer,
-    model: nn.Module,
-    given: ModelInputs,
-    plain: InspectedSite,
-    refused: list[Refusal],
-) -> InspectedSite:
+def _cross_site(traced_layer: TracedLayer, plain: InspectedSite, refused: list[Refusal]) -> InspectedSite:
     """Capture a layer of cross-attention, and describe it; append a failure to ``refused``."""
     plain, layer = replace(plain, kind=_CROSS), traced_layer.layer
     try:
-        if given.batch > 1:  # it is read for one sequence
-            first = one_by_one(model, given)[0]
-            traced_layer = trace_forward_pass(model, first.named, [layer.index])[1][layer.index]
-        read = read_cross_layer(traced_layer, implementation(model))
+        if traced_layer.model.batch > 1:  # it is read for one sequence
+            first = one_by_one(traced_layer.model)[0]
+            traced_layer = trace_forward_pass(first, [layer.index])[1][layer.index]
+        read = read_cross_layer(traced_layer)
     except Exception as error:  # as in _site
         refused.append(_refusal(layer, (CROSS_SCOPE,), error))
         return plain

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from howsmooth.errors import CaptureError
 from howsmooth.models.as_called import as_called
 from howsmooth.models.measurement_mode import measurement_mode
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tolerance import relative_error
 from howsmooth.models.tracing.attention_hooks import plain_attention
 from howsmooth.models.tracing.recorder import run, run_with_attention
@@ -52,7 +53,7 @@ class LogitsOfModel:
         self.model = model
         with as_called(model, inputs) as given:
             self.named = given.named
-            output = run(model, self.named)
+            output = run(ModelCall(model, self.named, 1))
         #: The logits of the unchanged model, (rows, classes): one row for each token, or for the sequence.
         self.logits = self._rows(output)
         again = self.changed(lambda layer, keys, values: (keys, values))
@@ -137,7 +138,7 @@ class LogitsOfModel:
             other = change(layer, softmax.key, softmax.value)
             return None if other is None else _attention(softmax, *other)
 
-        return self._rows(run_with_attention(self.model, self.named, attend))
+        return self._rows(run_with_attention(ModelCall(self.model, self.named, 1), attend))
 
     def _rows(self, output: object) -> Float[Tensor, "rows classes"]:
         """Return the logits in the output of a model, with one row for each prediction."""

@@ -22,7 +22,7 @@ from howsmooth.errors import ArgumentError, CaptureError, DerivativeError, Howsm
 from howsmooth.functional import register
 from howsmooth.jacobian.autodiff import AutodiffJacobian, moved_by_rounding
 from howsmooth.models.captured_layer import Site
-from howsmooth.models.float32_weights import computing_dtype, device_of, stored_dtype
+from howsmooth.models.float32_weights import computing_dtype, device_of
 from howsmooth.models.identification.model_part_map import (
     ModelMap,
     ModelPart,
@@ -36,8 +36,9 @@ from howsmooth.models.identification.model_part_map import (
     rows,
 )
 from howsmooth.models.identification.self_attention_module import kept_tensors, moved_tokens
-from howsmooth.models.inputs.model_inputs import ModelInputs, embedding_of, takes_decoder_ids
+from howsmooth.models.inputs.model_inputs import embedding_of, takes_decoder_ids
 from howsmooth.models.measurement_mode import implementation
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import one_by_one, padding_of
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.module_replay import first_tensor
@@ -84,7 +85,11 @@ class ModelParts:
 
     """
 
-    def __init__(self, model: nn.Module, given: ModelInputs, side: str | None = None) -> None:
+    def __init__(self, given: ModelCall, side: str | None = None) -> None:
+        model = given.model
+        if side is not None and (side == "joint" or not takes_decoder_ids(model)):
+            expected = "'queries' or 'memory' with scope 'model' of an encoder-decoder, else None"
+            raise ArgumentError("side", expected=expected, got=repr(side))
         if takes_decoder_ids(model) and side is None:
             raise CaptureError(
                 f"{type(model).__name__} is an encoder-decoder, whose output depends on two sequences. Take "
@@ -94,7 +99,7 @@ class ModelParts:
             )
         self.side = side
         self.model = model
-        self.given = _sequences_of(model, given)
+        self.given = _sequences_of(given)
         self.blocks: list[Place] = []  # the outputs of the blocks around the layers; two may share one
         calls: dict[nn.Module, int] = {}
         # Calls of embedding tables, each with its number among the calls of the table, and what it is given.
@@ -117,7 +122,7 @@ class ModelParts:
             self.blocks.append(Place(layer.root_name, "output", calls[layer.root]))
 
         with watched(dict(model.named_modules()), starts, ends):
-            self.layers, _ = trace_forward_pass(model, given.named, (), seen)
+            self.layers, _ = trace_forward_pass(given, (), seen)
         self._calls = calls  # the number of the last call of each module that ran
 
     def whole(self, output: str, *, last_token: bool = False) -> Site:
@@ -306,7 +311,7 @@ class ModelParts:
         The part has the layers from ``first`` to ``last``. The blocks before them return what they returned
         in the forward pass. If ``first`` is None, the part begins at the embeddings, and all blocks run.
         """
-        model, end_layer = self.model, len(self.layers) if last is None else last + 1
+        end_layer = len(self.layers) if last is None else last + 1
         own = None if first is None or start in self.blocks else self.blocks[first]
         before = [place for place in dict.fromkeys(self.blocks[: first or 0]) if place != own]
         running = {place.module for place in self.blocks[:end_layer] if place not in before}
@@ -316,7 +321,7 @@ class ModelParts:
             before.append(encoder)
             idle.append(encoder.module)
             begins = replace(start, call=0)
-        runs = [_Run(model, one, start, end, before) for one in self.given]
+        runs = [_Run(one, start, end, before) for one in self.given]
         self._check_cut(runs[0], output)
         x = torch.stack([one.tokens for one in runs])
         answers: dict[str, list[Any]] = {}
@@ -341,7 +346,7 @@ class ModelParts:
             x=x,
             map=found,
             norm=None,
-            stored=stored_dtype(model),
+            stored=self.given[0].stored,
         )
 
     def _check_cut(self, run: _Run, output: Output) -> None:
@@ -420,7 +425,7 @@ def _of_tokens(last: bool) -> str:
     return "of the last token" if last else "of all tokens"
 
 
-def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
+def _sequences_of(given: ModelCall) -> list[ModelCall]:
     """Split a batch of model inputs into one object of inputs for each sequence.
 
     Raises
@@ -429,14 +434,14 @@ def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
         If a sequence is padded.
 
     """
-    if padding_of(model, given) is not None:
+    if padding_of(given) is not None:
         raise ArgumentError(
             "inputs",
             expected="sequences without padding, for a part of a model that is longer than a layer",
             got="padding",
             remedy="Give one sequence at a time, with its real tokens.",
         )
-    return one_by_one(model, given)
+    return one_by_one(given)
 
 
 def _attentions(model: nn.Module, n: int) -> list[str | None]:
@@ -458,10 +463,7 @@ def _attentions(model: nn.Module, n: int) -> list[str | None]:
 class _Run:
     """A forward pass of the original model on one sequence, with the tensors at some chosen points."""
 
-    def __init__(
-        self, model: nn.Module, given: ModelInputs, start: Place, end: Place, before: Sequence[Place] = ()
-    ) -> None:
-        self.model = model
+    def __init__(self, given: ModelCall, start: Place, end: Place, before: Sequence[Place] = ()) -> None:
         self.given = given
         self.start = start
         self.end = end
@@ -469,8 +471,8 @@ class _Run:
         found: list[Any] = []
         with ExitStack() as stack:
             for place in before:
-                stack.enter_context(observed(model, place, lambda v: self.answers.append(copied(v))))
-            stack.enter_context(observed(model, start, lambda value: found.append(copied(value))))
+                stack.enter_context(observed(given.model, place, lambda v: self.answers.append(copied(v))))
+            stack.enter_context(observed(given.model, start, lambda value: found.append(copied(value))))
             self.returned = self._ended()
         if not found or found[0] is None:
             raise CaptureError(f"The forward pass did not reach {start}.")
@@ -480,7 +482,7 @@ class _Run:
         """Run a part of the model from tokens ``x`` (n, d) at its first point, and return the tensor at its
         last point.
         """
-        with replaced(self.model, self.start, x):
+        with replaced(self.given.model, self.start, x):
             return self._ended()
 
     def _ended(self) -> Any:
@@ -490,8 +492,8 @@ class _Run:
             found.append(copied(value))
             raise StopForward
 
-        with observed(self.model, self.end, reached):
-            run(self.model, self.given.named)
+        with observed(self.given.model, self.end, reached):
+            run(self.given)
         if not found:
             raise CaptureError(f"The forward pass did not reach {self.end}.")
         return found[0]
@@ -547,7 +549,11 @@ def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
                 raise CaptureError(f"The map gives {tuple(got.shape)}, the model {tuple(want.shape)}.")
             error = relative_error(got, want)
             if not error <= allowed:
-                why = "; its positions or masks differ between sequences: give one at a time" if i else ""
+                why = (
+                    "; other inputs, positions or masks differ between sequences: give one at a time"
+                    if i
+                    else ""
+                )
                 raise CaptureError(
                     f"The map differs from the model's own output{what} by {error:.1e} relative, where "
                     f"rounding explains {allowed:.1e}{why}."

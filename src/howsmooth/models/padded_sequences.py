@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool
-from torch import Tensor, nn
+from torch import Tensor
 
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.layer_identification import VerifiedLayer
-from howsmooth.models.inputs.model_inputs import ModelInputs
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.recorder import TracedLayer
@@ -45,11 +45,11 @@ class Padding:
     """
 
     real: Bool[Tensor, "batch n"]  # True for real tokens, False for padding
-    whole: ModelInputs
+    whole: ModelCall
     mask: str  # the name of the padding mask among the inputs
 
 
-def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
+def padding_of(given: ModelCall) -> Padding | None:
     """Return which tokens of the inputs are padding, or None if there is no padding.
 
     Raises
@@ -87,14 +87,14 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
             )
         named = dict(given.named)
         tokens = named.get("decoder_input_ids")
-        known = inspect.signature(model.forward).parameters
+        known = inspect.signature(given.model.forward).parameters
         if tokens is not None and tokens is named.get("input_ids") and "decoder_attention_mask" in known:
             named["decoder_attention_mask"] = mask
         return Padding(real, replace(given, named=named), name)
     return None
 
 
-def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterator[ModelInputs]:
+def without_padding(padding: Padding, sequence: int) -> Iterator[ModelCall]:
     """Yield the model inputs for the real tokens of one sequence of a padded batch, in one or two variants.
 
     The first variant leaves positions to the model. The second, if the model takes ``position_ids``, gives
@@ -115,18 +115,19 @@ def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterat
     }
     if padding.mask == "attention_mask":
         named["attention_mask"] = torch.ones_like(padding.whole.named["attention_mask"][:1, real])
-    yield ModelInputs(named, 1)
-    if "position_ids" in inspect.signature(model.forward).parameters and "position_ids" not in named:
-        yield ModelInputs({**named, "position_ids": real.nonzero().reshape(1, -1)}, 1)
+    alone = replace(padding.whole, named=named, batch=1)
+    yield alone
+    if "position_ids" in inspect.signature(alone.model.forward).parameters and "position_ids" not in named:
+        yield replace(alone, named={**named, "position_ids": real.nonzero().reshape(1, -1)})
 
 
-def one_by_one(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
+def one_by_one(given: ModelCall) -> list[ModelCall]:
     """Return the inputs of each sequence of a batch separately, including its padding."""
     if given.batch == 1:
         return [given]
     first = next(iter(given.named.values()))
     whole = Padding(torch.ones(given.batch, first.shape[1], dtype=torch.bool), given, "")
-    return [next(iter(without_padding(model, whole, i))) for i in range(given.batch)]
+    return [next(iter(without_padding(whole, i))) for i in range(given.batch)]
 
 
 def _cut(name: str, value: Any, padding: Padding, sequence: int) -> Any:

@@ -137,10 +137,8 @@ class VerifiedCrossLayer:
         )
 
 
-def read_cross_layer(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
+def read_cross_layer(traced_layer: TracedLayer) -> VerifiedCrossLayer:
     """Copy a cross-attention layer, traced in a forward pass of one sequence, and verify the copy.
-
-    ``user`` is the user's attention implementation.
 
     Raises
     ------
@@ -151,17 +149,16 @@ def read_cross_layer(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer
 
     """
     try:
-        return _read(traced_layer, user)
+        return _read(traced_layer)
     except HowsmoothError:
         raise
     except Exception as error:  # a module may raise any error when it runs by itself
         raise CaptureError(f"{traced_layer.layer} cannot be run by itself: {first_line(error)}.") from error
 
 
-def _read(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
-    module = _find(traced_layer, user)
-    root = whole_layer(traced_layer, 1)
-    trace = trace_layer(module, traced_layer, root)
+def _read(traced_layer: TracedLayer) -> VerifiedCrossLayer:
+    module = _find(traced_layer)
+    trace = trace_layer(module, traced_layer, whole_layer(traced_layer))
     output = find_output(trace, module)
     if output.obstacle:
         raise CaptureError(f"{module.layer} has no scope {CROSS_SCOPE!r}: {output.obstacle}.")
@@ -181,11 +178,11 @@ def _memory_of(call: ModuleReplay) -> Tensor:
     return call.memory.reshape(-1, call.memory.shape[-1])
 
 
-def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule:
+def _find(traced_layer: TracedLayer) -> SelfAttentionModule:
     """Find the module of a traced layer that takes the query tokens and the memory as arguments."""
     layer, reasons = traced_layer.layer, list[str]()
     roles: dict[int, dict[str, SelfAttentionModule]] = {}
-    for tried in tried_arguments(traced_layer, 1, implementation, reasons):
+    for tried in tried_arguments(traced_layer, reasons):
         if all(one == QUERIES | MEMORY for one in tried.moved):
             raise OneSequence(
                 f"{layer} is self-attention: its queries, keys and values come from the same tokens. Capture "

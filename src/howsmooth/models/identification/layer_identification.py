@@ -115,24 +115,26 @@ class VerifiedLayer:
         ]
 
 
-def read_layer(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
+def read_layer(traced_layer: TracedLayer) -> VerifiedLayer:
     """Identify the map that a traced layer computes, and verify it.
 
-    ``batch`` is the number of sequences in the forward pass, and ``user`` the user's attention
-    implementation. Raises CaptureError if the layer computes something that is not recognised, or the
-    verification fails.
+    Raises
+    ------
+    CaptureError
+        If the layer computes something that is not recognised, or the verification fails.
+
     """
     try:
-        return _read(traced_layer, batch, user)
+        return _read(traced_layer)
     except HowsmoothError:
         raise
     except Exception as error:  # a module may raise any error when it runs by itself
         raise CaptureError(f"{traced_layer.layer} cannot be run by itself: {first_line(error)}.") from error
 
 
-def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
-    self_attention = find_self_attention(traced_layer, batch, user)
-    call = whole_layer(traced_layer, batch)
+def _read(traced_layer: TracedLayer) -> VerifiedLayer:
+    self_attention = find_self_attention(traced_layer)
+    call = whole_layer(traced_layer)
     alone = call.of_first_sequence()
     trace = trace_layer(self_attention, traced_layer, alone)
     output = find_output(trace, self_attention)

@@ -52,7 +52,7 @@ class LayerTrace:
     given: list[Tensor] = field(default_factory=list)  # the tensors that calls in the layer were given
 
 
-def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
+def whole_layer(traced_layer: TracedLayer) -> ModuleReplay:
     """Return the recorded call of the whole layer that contains an attention module (of the whole model if
     that has no list of layers). Raise CaptureError if the call cannot be repeated.
     """
@@ -64,7 +64,7 @@ def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
         raise CaptureError(
             f"{traced_layer.layer} lies in {type(call.module).__name__} {call.name}, which {why}."
         )
-    return ModuleReplay(call, (floating or given)[0], batch)
+    return ModuleReplay(call, (floating or given)[0], traced_layer.model.batch)
 
 
 def trace_layer(

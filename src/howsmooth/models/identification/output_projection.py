@@ -59,7 +59,7 @@ def find_output(trace: LayerTrace, self_attention: SelfAttentionModule) -> Atten
         if _gives_out_heads(trace, own):
             following = next((c for c in trace.after if is_given(c, own.output)), None)
             if following is None:
-                between = _what_lies_between(trace, own, outside=True)
+                between = _what_lies_between(trace, own, outside=False)
                 return AttentionOutput(own, None, unclear, obstacle=between)
             call = _outermost(trace, following)
             return AttentionOutput(call, None, unclear, True, _what_lies_between(trace, call, outside=True))
@@ -85,7 +85,7 @@ def _what_lies_between(trace: LayerTrace, call: ModuleCall, *, outside: bool) ->
     says what lies between.
     """
     around = (c for c in trace.after if c is not call and _holds(c.module, trace.layer.module))
-    returned = outside and any(_alike(t, call.output) for t in (trace.output, *(c.output for c in around)))
+    returned = any(_alike(t, call.output) for t in (trace.output, *(c.output for c in around)))
     if (returned or adds_up_with_a_residual(trace, call)) and (not outside or _by_token(call)):
         return ""
     following = later_calls(trace, call)[:3]

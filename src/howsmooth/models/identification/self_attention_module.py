@@ -80,11 +80,8 @@ class SelfAttentionModule:
         return self.before.softmaxes
 
 
-def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: str) -> SelfAttentionModule:
+def find_self_attention(traced_layer: TracedLayer) -> SelfAttentionModule:
     """Find the module of a traced layer whose queries, keys and values come from the same tokens.
-
-    ``batch`` is the number of sequences in the forward pass, and ``implementation`` the user's attention
-    implementation.
 
     Raises
     ------
@@ -98,11 +95,11 @@ def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: s
     """
     layer, reasons = traced_layer.layer, list[str]()
     partly = mixed = False
-    for tried in tried_arguments(traced_layer, batch, implementation, reasons):
+    for tried in tried_arguments(traced_layer, reasons):
         before, after = tried.softmaxes, tried.after.softmaxes
         check_finite(layer, tried.alone.x, before)
         if all(m == {*QUERIES, *MEMORY} for m in tried.moved):
-            _refuse_chosen_masks(traced_layer, tried, batch)
+            _refuse_chosen_masks(traced_layer, tried)
             return replace(tried, obstacle=obstacle_of(tried.layer, before, after))
         partly = partly or any(tried.moved)
         mixed = mixed or {*QUERIES, *MEMORY} in tried.moved
@@ -120,9 +117,7 @@ def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: s
     raise CaptureError(f"{layer} cannot be run by itself: {'; '.join(dict.fromkeys(reasons))[:300]}.")
 
 
-def tried_arguments(
-    traced_layer: TracedLayer, batch: int, implementation: str, reasons: list[str]
-) -> Iterator[SelfAttentionModule]:
+def tried_arguments(traced_layer: TracedLayer, reasons: list[str]) -> Iterator[SelfAttentionModule]:
     """Run the modules around the softmaxes of a layer, from the innermost, on each argument that may be their
     tokens, and yield what the argument moves. Why others cannot be tried is added to ``reasons``.
     """
@@ -136,10 +131,10 @@ def tried_arguments(
             if not any(p.ndim >= 2 and x.shape[-1] in p.shape for p in call.module.parameters()):
                 continue
             try:
-                replay = ModuleReplay(call, x, batch)
+                replay = ModuleReplay(call, x, traced_layer.model.batch)
                 alone = replay.of_first_sequence()
                 owned = kept_tensors(call.module)
-                way, before = _repeated(alone, implementation)
+                way, before = _repeated(alone, traced_layer.model.implementation)
                 if len(before.softmaxes) != traced_layer.softmaxes:
                     continue  # this module contains several layers
                 _refuse_cache(layer, owned, before.softmaxes)
@@ -182,7 +177,7 @@ def _repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, Atte
     return None, run
 
 
-def _refuse_chosen_masks(traced_layer: TracedLayer, tried: SelfAttentionModule, batch: int) -> None:
+def _refuse_chosen_masks(traced_layer: TracedLayer, tried: SelfAttentionModule) -> None:
     """Raise an error if the attention mask of a layer depends on the values of its tokens."""
     root, call = traced_layer.calls[0], tried.call
     given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
@@ -198,7 +193,7 @@ def _refuse_chosen_masks(traced_layer: TracedLayer, tried: SelfAttentionModule, 
     if call is root or not made or tokens is None:
         return
     try:
-        whole = ModuleReplay(root, tokens, batch).of_first_sequence()
+        whole = ModuleReplay(root, tokens, tried.replay.batch).of_first_sequence()
         runs = [attention_run(whole, t, tried.implementation) for t in (whole.x, moved_tokens(whole.x))]
     except Exception:  # the layer runs again when it is traced; the error is reported there
         return

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError
 from howsmooth.models.float32_weights import HALF, computing_dtype, device_of, has_weights, stored_dtype
+from howsmooth.models.model_call import ModelCall
 
 __all__ = [
-    "ModelInputs",
     "check_model",
     "check_value",
     "embedding_of",
@@ -31,15 +30,6 @@ __all__ = [
 
 # Arguments of transformers' models that say what is returned beside the outputs, and in which form.
 _FORM = frozenset({"output_attentions", "output_hidden_states", "return_dict"})
-
-
-@dataclass(frozen=True, eq=False)
-class ModelInputs:
-    """The checked inputs of a model, in a dict by the names of the model's arguments."""
-
-    #: The arguments of the model by name: tensors first, then numbers, words, True, False and None.
-    named: dict[str, Any]
-    batch: int  # the number of sequences
 
 
 def check_model(model: nn.Module) -> None:
@@ -124,7 +114,7 @@ def max_length(model: nn.Module) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> ModelInputs:
+def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> ModelCall:
     """Check a model and its inputs, and return the inputs on the device of the model.
 
     Arguments by which transformers' models only return more, or in another form, are left out.
@@ -178,7 +168,7 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> ModelI
     swapped = not known and any(
         isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in model.modules()
     )
-    return ModelInputs(named, first.shape[int(swapped and first.ndim > 2)] if batched else 1)
+    return ModelCall(model, named, first.shape[int(swapped and first.ndim > 2)] if batched else 1)
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:

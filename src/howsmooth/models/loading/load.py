@@ -41,6 +41,7 @@ from howsmooth.models.loading.safety_checks import check_files
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
 from howsmooth.models.measurement_mode import measurement_mode, nested_configs, quiet
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tracing.recorder import AttentionLayer, attention_layers
 from howsmooth.seeds import torch_seed
 
@@ -394,7 +395,7 @@ def _observed(
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
         with measurement_mode(model):
-            layers = attention_layers(model, named)
+            layers = attention_layers(ModelCall(model, dict(named), 1))
     except (ArgumentError, CaptureError) as error:
         return preparation, [], str(error)
     return preparation, layers, "" if layers else f"no softmax attention of {type(model).__name__} was seen"

@@ -21,8 +21,9 @@ from howsmooth.models.capture import capture
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
-from howsmooth.models.measurement_mode import implementation, measurement_mode
+from howsmooth.models.inputs.model_inputs import model_inputs
+from howsmooth.models.measurement_mode import measurement_mode
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.preserved_state import preserved_state
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
@@ -161,12 +162,12 @@ class _Measurement:
     scope: str
     accuracy: Accuracy
 
-    def of_probe(self, number: int, given: ModelInputs) -> Iterator[tuple[int, _Part]]:
+    def of_probe(self, number: int, given: ModelCall) -> Iterator[tuple[int, _Part]]:
         """Measure all layers at one probe input.
 
         The sequences of a padded input are measured one by one, each without its padding.
         """
-        padding = padding_of(self.model, given)
+        padding = padding_of(given)
         if padding is None:
             yield from self._parts((number, 0), given, None)
             return
@@ -184,7 +185,7 @@ class _Measurement:
         self, key: tuple[int, int], padding: Padding, padded: Callable[[int], _Padded]
     ) -> list[tuple[int, _Part]]:
         moved = ""
-        for alone in without_padding(self.model, padding, key[1]):
+        for alone in without_padding(padding, key[1]):
             try:
                 return self._parts(key, alone, lambda: padded(key[1]))
             except _Moved as error:
@@ -196,7 +197,7 @@ class _Measurement:
         )
 
     def _parts(
-        self, key: tuple[int, int], given: ModelInputs, padded: Callable[[], _Padded] | None
+        self, key: tuple[int, int], given: ModelCall, padded: Callable[[], _Padded] | None
     ) -> list[tuple[int, _Part]]:
         """Measure all layers at inputs without padding, each before the next is captured."""
         layers = _captured(self.model, given, self.layers, self.scope, padded)
@@ -240,7 +241,7 @@ class _Measurement:
             part.fixed |= layer.own.bound()
 
 
-def _places(model: nn.Module, given: ModelInputs) -> list[OwnAttention | TracedLayer]:
+def _places(model: nn.Module, given: ModelCall) -> list[OwnAttention | TracedLayer]:
     """Run the model on one probe input, and return all its attention layers in the order of their calls.
 
     Layers of howsmooth.nn are among them.
@@ -260,7 +261,7 @@ def _places(model: nn.Module, given: ModelInputs) -> list[OwnAttention | TracedL
             names.append(layer.name)
 
     with own.watching(names.append):
-        _, kept = trace_forward_pass(model, given.named, None, seen)
+        _, kept = trace_forward_pass(given, None, seen)
     # Softmaxes inside layers of howsmooth.nn belong to these layers and are not captured.
     passed = [one for _, one in sorted(kept.items()) if own.outside(one.layer.name)]
     calls, others = iter(own.calls), iter(passed)
@@ -273,7 +274,7 @@ def _places(model: nn.Module, given: ModelInputs) -> list[OwnAttention | TracedL
 
 def _captured(
     model: nn.Module,
-    given: ModelInputs,
+    given: ModelCall,
     layers: Sequence[int] | None,
     scope: str,
     padded: Callable[[], _Padded] | None,
@@ -323,7 +324,7 @@ def _read(
     place: OwnAttention | TracedLayer,
     index: int,
     model: nn.Module,
-    given: ModelInputs,
+    given: ModelCall,
     scope: str,
     padded: Callable[[], _Padded] | None,
 ) -> _Layer:
@@ -341,7 +342,7 @@ def _read(
         else:
             layer = _Layer(place.layer.name)
             _check_finite(place)
-            read = read_layer(place, given.batch, implementation(model))
+            read = read_layer(place)
             if padded is not None:
                 padded().check(read, index)
             layer.name = read.self_attention.layer.name

@@ -56,7 +56,7 @@ class Probes:
         sequences = 0
         for one in several:
             checked = model_inputs(model, one)
-            padding_of(model, checked)  # raises an error for a sequence of nothing but padding
+            padding_of(checked)  # raises an error for a sequence of nothing but padding
             sequences += checked.batch
             for name, value in checked.named.items():
                 if not isinstance(value, Tensor):

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from howsmooth.errors import CaptureError
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.measurement_mode import measurement_mode
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tracing.recorder import run
 from howsmooth.seeds import torch_seed
 from howsmooth.watching import Call, watched
@@ -65,7 +66,7 @@ def training_tokens(
             module.training = True
         for sequence, seed in zip(inputs, seeds, strict=True):
             torch.manual_seed(torch_seed(seed))
-            run(model, {"input_ids": sequence[None].to(model.device)})
+            run(ModelCall(model, {"input_ids": sequence[None].to(model.device)}, 1))
     if len(seen) != len(sites) or any(len(tokens) != len(inputs) for tokens in seen.values()):
         raise CaptureError(
             f"{type(model).__name__} uses one attention module for several layers, so that the tokens of one "
