@@ -38,20 +38,12 @@ from howsmooth.models.tracing.recorder import AttentionLayer, is_linear, output_
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
 __all__ = [
-    "CapturedMap",
-    "Hypothesis",
-    "Path",
-    "condition_of",
-    "heads_in",
-    "hypotheses",
-    "norms_all_heads",
-    "tail_of",
+    "CapturedMap", "Hypothesis", "condition_of", "heads_in", "hypotheses", "norms_all_heads", "tail_of",
     "width_of",
-]
+]  # fmt: skip
 
 _BY_HEAD = "a mask of its own for each head"
 
-Path = Literal["closed form", "autodiff"]
 CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
 
 
@@ -60,7 +52,7 @@ class Hypothesis:
     """A candidate for the map that an attention layer computes, which is not verified yet."""
 
     map: CapturedMap
-    path: Path  # how the Jacobian of the map is computed
+    path: Literal["closed form", "autodiff"]  # how the Jacobian of the map is computed
     reason: str  # a phrase that says why the Jacobian is computed so
     masking: str  # the mask in words
     condition: float  # a bound on the absolute scores, for tolerances

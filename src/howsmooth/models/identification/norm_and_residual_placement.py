@@ -414,9 +414,7 @@ def token_norm(trace: LayerTrace) -> LayerNorm | RMSNorm | None:
 
 
 def norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
-    """Return the LayerNorm or RMSNorm map that reproduces the output of a module call, or None if neither
-    does.
-    """
+    """Return the LayerNorm or RMSNorm that reproduces the output of a module call, or None if none does."""
     module, x, y = call.module, call.inputs, call.output
     if x is None or y is None or y.shape != x.shape:
         return None
@@ -424,25 +422,19 @@ def norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
     if len(own) > 2 or any(p.shape != x.shape[-1:] or p.dtype != x.dtype for p in own):
         return None
     one = x.new_ones(x.shape[-1])
+    gains = (own[0], 1 + own[0]) if own else (one,)  # Gemma and Nemotron store the gain minus one
+    given = (getattr(module, name, None) for name in ("eps", "variance_epsilon", "epsilon"))
+    eps = next((float(value) for value in given if value is not None), None)
+    if eps is None and isinstance(module, nn.RMSNorm):  # torch's default
+        eps = torch.finfo(x.dtype).eps
+    usual = (1e-5, 1e-6, 1e-8, 1e-12)  # the usual constants: OLMo writes its own in the code
     hypotheses: list[LayerNorm | RMSNorm] = []
-    for eps in _eps_of(module, x):
-        gains = (own[0], 1 + own[0]) if own else (one,)  # Gemma and Nemotron store the gain minus one
-        for gain in gains:
-            hypotheses.append(LayerNorm(gain, own[1] if len(own) == 2 else None, eps))
-            if len(own) < 2:
-                hypotheses.append(RMSNorm(gain, eps))
+    for constant, gain in product(usual if eps is None else (eps,), gains):
+        hypotheses.append(LayerNorm(gain, own[1] if len(own) == 2 else None, constant))
+        if len(own) < 2:
+            hypotheses.append(RMSNorm(gain, constant))
     errors = [relative_error(norm(x), y) for norm in hypotheses]
     best = min(range(len(hypotheses)), key=errors.__getitem__)
     # transformers' RMSNorm classes compute in float32 for every dtype of the model.
     eps_used = precision(x.dtype, downcast=not isinstance(module, nn.LayerNorm))
     return hypotheses[best] if errors[best] <= tolerance(eps_used) else None
-
-
-def _eps_of(module: nn.Module, x: Tensor) -> tuple[float, ...]:
-    names = ("eps", "variance_epsilon", "epsilon")
-    eps = next((value for name in names if (value := getattr(module, name, None)) is not None), None)
-    if eps is not None:
-        return (float(eps),)
-    if isinstance(module, nn.RMSNorm):  # torch's default
-        return (torch.finfo(x.dtype).eps,)
-    return (1e-5, 1e-6, 1e-8, 1e-12)  # the usual constants: OLMo writes its own in the code
