@@ -135,8 +135,7 @@ def read_layer(traced_layer: TracedLayer) -> VerifiedLayer:
 def _read(traced_layer: TracedLayer) -> VerifiedLayer:
     self_attention = find_self_attention(traced_layer)
     call = whole_layer(traced_layer)
-    alone = call.of_first_sequence()
-    trace = trace_layer(self_attention, traced_layer, alone)
+    trace = trace_layer(self_attention, traced_layer, call)
     output = find_output(trace, self_attention)
     verified = _verified(trace, self_attention, output)
     found = next(verified)

@@ -35,6 +35,9 @@ class ModuleCall:
     output: Tensor | None = None
     alone: bool = False  # whether its only argument is a tensor with as many entries as the heads
 
+    def __str__(self) -> str:
+        return f"{self.name.rsplit('.', 1)[-1]} ({type(self.module).__name__})"
+
 
 @dataclass(eq=False)
 class LayerTrace:
@@ -81,20 +84,18 @@ def trace_layer(
         last_norm=_norm_before(self_attention, traced_layer),
     )
     ended: list[ModuleCall] = []
-    began: list[int] = []  # how many calls had ended when the attention module began
-    attention: list[Call] = []
+    attention: list[Call] = []  # the traced call of the attention module, once it has begun
 
     def starts(call: Call) -> None:
         given = (*call.args, *call.kwargs.values())
         trace.given += [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
-        if call.module is not module or began:
+        if call.module is not module or attention:
             return
         # A layer may call its attention module several times: the call with the recorded tokens is traced.
         same = [v for v in given if isinstance(v, Tensor) and v.shape == alone.x.shape]
         again = next((v for v in same if relative_error(v, alone.x) < _SAME), None)
         if again is not None:
             trace.x = _flat(again)  # the later values were computed from exactly these tokens
-            began.append(len(ended))
             attention.append(call)
             trace.before = list(ended)
 
@@ -102,10 +103,10 @@ def trace_layer(
         if attention and attention[0].output is None and len(trace.softmaxes) < count:
             trace.softmaxes.append(softmax)
             if len(trace.softmaxes) == count:
-                trace.inside = ended[began[0] :]
+                trace.inside = ended[len(trace.before) :]
 
     def ends(call: Call) -> None:
-        after = bool(began) and len(trace.softmaxes) == count
+        after = len(trace.softmaxes) == count
         ended.append(_ended(call, trace, trace.softmaxes[0].output if after else None, call.module is module))
         if after:
             trace.after.append(ended[-1])
@@ -120,7 +121,7 @@ def trace_layer(
         output = layer(layer.x)
     if not trace.softmaxes:
         raise CaptureError(f"{self_attention.layer} was not reached when its layer ran by itself.")
-    first = output[0] if isinstance(output, tuple | list) and output else output
+    first = _first(output)
     trace.output = _flat(first) if isinstance(first, Tensor) else None
     return trace
 
@@ -128,7 +129,7 @@ def trace_layer(
 def _ended(call: Call, trace: LayerTrace, heads: Tensor | None, is_attention: bool) -> ModuleCall:
     """Return the record of a call, with copies of its tokens as far as something may be read from them."""
     module, output, tokens = call.module, call.output, call.inputs
-    first = output[0] if isinstance(output, tuple | list) and output else output
+    first = _first(output)
     inputs = kept = None
     given = sum(v is not None for v in (*call.args, *call.kwargs.values()))
     alone = given == 1 and tokens is not None and heads is not None and tokens.numel() == heads.numel()
@@ -152,6 +153,10 @@ def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer)
         return None
     inputs, output = (replay.rows(t)[:1] for t in (norm.inputs, norm.output))
     return ModuleCall(norm.name, norm.module, inputs, output)
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple | list) and output else output
 
 
 def _flat(t: Tensor) -> Tensor:

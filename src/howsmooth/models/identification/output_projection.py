@@ -88,8 +88,7 @@ def _what_lies_between(trace: LayerTrace, call: ModuleCall, *, outside: bool) ->
     returned = any(_alike(t, call.output) for t in (trace.output, *(c.output for c in around)))
     if (returned or adds_up_with_a_residual(trace, call)) and (not outside or _by_token(call)):
         return ""
-    following = later_calls(trace, call)[:3]
-    names = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in following)
+    names = ", ".join(map(str, later_calls(trace, call)[:3]))
     between = f"what lies between ({names}, ...)" if names else "what lies between"
     return (
         f"the output of {call.name} ({type(call.module).__name__}) is neither what its attention module "
@@ -150,8 +149,7 @@ def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
     following = next((c for c in trace.after if is_linear(c.module)), None)
     if following is None:
         return None, f"{unclear} no linear map follows its attention."
-    before = trace.after[: trace.after.index(following)]
-    between = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in before)
+    between = ", ".join(map(str, trace.after[: trace.after.index(following)]))
     return None, (
         f"{unclear} {following.name} is the next linear map, but it is not given the concatenated heads; "
         f"{between or 'something that is no module of its own'} lies between."

@@ -199,11 +199,7 @@ def _changed(
 
 def _between(trace: LayerTrace) -> str:
     """Return a phrase for an error message that names the modules between X and the softmax."""
-    others = dict.fromkeys(
-        f"{call.name.rsplit('.', 1)[-1]} ({type(call.module).__name__})"
-        for call in trace.inside
-        if not _of_x(trace, call)
-    )
+    others = dict.fromkeys(str(call) for call in trace.inside if not _of_x(trace, call))
     if others:
         return f": {', '.join(others)} lies between"
     if trace.arguments.get("position_embeddings") is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -174,7 +175,7 @@ def verify_block(
     shape = replay.tokens().shape
     for x in (layer.x, moved_tokens(layer.x)) if layer.x.is_floating_point() else (layer.x,):
         with notice_downcasts(replay.x.dtype) as downcasts:
-            seen = _half_layer(replay, output.call.module, block, block.value_at, lambda x=x: layer(x))
+            seen = _half_layer(replay, output.call.module, block, block.value_at, partial(layer, x))
         if "hidden" not in seen or "value" not in seen:
             raise CaptureError(f"The block around {place} did not reach its norms when it ran by itself.")
         hidden, value = replay.rows(seen["hidden"]).reshape(shape), seen["value"]
