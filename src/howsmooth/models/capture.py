@@ -21,11 +21,18 @@ from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs, take
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.model_as_token_map import ModelParts
-from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
+from howsmooth.models.padded_sequences import (
+    Padding,
+    one_by_one,
+    one_sequence,
+    padding_of,
+    reproduces,
+    without_padding,
+)
 from howsmooth.models.tracing.recorder import AttentionLayer, trace_forward_pass
 from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES
 
-__all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]
+__all__ = ["capture", "checked_selection", "model_parts", "module_of", "self_attention_layers"]
 
 _Indices = tuple[int, ...] | slice | None
 
@@ -136,7 +143,7 @@ def _captured(
         raise ArgumentError(
             "heads", expected="None unless scope is 'head'", got=f"{heads!r} with scope {scope!r}"
         )
-    wanted, chosen = _checked("layers", layers), _checked("heads", heads)
+    wanted, chosen = checked_selection("layers", layers), checked_selection("heads", heads)
     given = model_inputs(model, inputs)
     if scope == CROSS_SCOPE:
         with measurement_mode(model):
@@ -324,17 +331,9 @@ def self_attention_layers(
     the next one is asked for: the weights of a half-precision model are widened for that time only. Arguments
     and errors are those of :func:`capture`; the inputs are one sequence without padding.
     """
-    given = model_inputs(model, inputs)
-    if given.batch != 1 or padding_of(model, given) is not None:
-        got = f"{given.batch} sequences" if given.batch != 1 else "a padded sequence"
-        raise ArgumentError(
-            "inputs",
-            expected="one sequence without padding",
-            got=got,
-            remedy="Of a padded batch, take one sequence: ids[i][mask[i].bool()][None].",
-        )
+    given = one_sequence(model, inputs)
     with measurement_mode(model):
-        yield from _layers(model, given, _checked("layers", layers))
+        yield from _layers(model, given, checked_selection("layers", layers))
 
 
 def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterator[VerifiedLayer]:
@@ -404,7 +403,7 @@ def _traced(wanted: _Indices) -> Sequence[int] | None:
     return None if isinstance(wanted, slice) else wanted
 
 
-def _checked(argument: str, given: object) -> _Indices:
+def checked_selection(argument: str, given: object) -> _Indices:
     """Check an argument that selects layers or heads, and return it as a tuple, a slice, or None for all."""
     expected = f'an index, a list of {argument[:-1]} indices, a slice, or "all"'
     if given is None or given == "all":

@@ -8,7 +8,7 @@ comparing the numbers of both forward passes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.layer_identification import VerifiedLayer
-from howsmooth.models.inputs.model_inputs import ModelInputs
+from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.recorder import TracedLayer
 
-__all__ = ["Padding", "one_by_one", "padding_of", "reproduces", "without_padding"]
+__all__ = ["Padding", "one_by_one", "one_sequence", "padding_of", "reproduces", "without_padding"]
 
 #: Names of padding masks; whether a nonzero entry marks padding: it does in torch, not in transformers; and
 #: the names of the tokens that the mask is about.
@@ -91,6 +91,21 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
             named["decoder_attention_mask"] = mask
         return Padding(real, replace(given, named=named), name)
     return None
+
+
+def one_sequence(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> ModelInputs:
+    """Check the inputs of a model as :func:`~howsmooth.models.inputs.model_inputs.model_inputs` does, and
+    raise ArgumentError unless they are one sequence without padding.
+    """
+    given = model_inputs(model, inputs)
+    if given.batch != 1 or padding_of(model, given) is not None:
+        raise ArgumentError(
+            "inputs",
+            expected="one sequence without padding",
+            got=f"{given.batch} sequences" if given.batch != 1 else "a padded sequence",
+            remedy="Of a padded batch, take one sequence: ids[i][mask[i].bool()][None].",
+        )
+    return given
 
 
 def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterator[ModelInputs]:

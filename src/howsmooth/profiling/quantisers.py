@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.key_value_perturbations import LogitsOfModel
+from howsmooth.errors import ArgumentError
+from howsmooth.models.recorded_softmaxes import RecordedModel
 
 __all__ = [
     "QUANTISERS",
@@ -22,7 +22,6 @@ __all__ = [
     "checked_bits",
     "checked_quantisers",
     "group_of",
-    "of_head",
     "rounded",
     "simulated_kl",
 ]
@@ -107,9 +106,7 @@ Place = tuple[int, int, str]
 """A layer, a key/value head, and "K" or "V"."""
 
 
-def simulated_kl(
-    whole: LogitsOfModel, bits: Mapping[Place, int], kv_heads: Mapping[int, int], quantiser: str
-) -> float:
+def simulated_kl(whole: RecordedModel, bits: Mapping[Place, int], quantiser: str) -> float:
     """Return the KL divergence of a model's predictions when the keys or values of some heads are quantised.
 
     The layers are quantised in the order in which the model computes them. The keys and values of a layer are
@@ -121,15 +118,8 @@ def simulated_kl(
         The model on its input.
     bits
         The number of bits for each place (layer, key/value head, "K" or "V"); all others stay exact.
-    kv_heads
-        The number of key/value heads of each layer that has a place.
     quantiser
         The quantiser.
-
-    Raises
-    ------
-    CaptureError
-        If the number of heads of keys at a softmax is no multiple of the layer's number in ``kv_heads``.
 
     """
 
@@ -137,29 +127,10 @@ def simulated_kl(
         chosen = [(head, operand, count) for (at, head, operand), count in bits.items() if at == layer]
         if not chosen:
             return None
-        other = {
-            operand: t.clone(memory_format=torch.contiguous_format)
-            for operand, t in (("K", keys), ("V", values))
-        }
+        keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (keys, values))
         for head, operand, count in chosen:
-            part = of_head(other[operand], layer, head, kv_heads[layer])
+            part = whole.layers[layer].by_head(keys if operand == "K" else values)[head]  # a view
             part.copy_(rounded(part, absmax_steps(part, count, quantiser)))
-        return other["K"], other["V"]
+        return keys, values
 
     return whole.mean_kl(change)
-
-
-def of_head(t: Tensor, layer: int, head: int, kv_heads: int) -> Tensor:
-    """Return the part of the keys or values of a layer that belongs to one key/value head, as a view. The
-    keys or values have the shape (*lead, heads, n, dim).
-
-    Some models repeat the keys of a head for each query head before the softmax, and some models have a
-    single axis for the sequences of a batch and the heads.
-    """
-    heads = t.view(-1, *t.shape[-2:])
-    copies, rest = divmod(len(heads), kv_heads)
-    if rest or not copies:
-        raise CaptureError(
-            f"The softmax of layer {layer} has {len(heads)} heads of keys, where its map has {kv_heads}."
-        )
-    return heads[head * copies : (head + 1) * copies]
