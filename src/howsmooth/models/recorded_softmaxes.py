@@ -64,13 +64,8 @@ class RecordedSoftmax:
         """Return the layer in float64 as a map of one-hot tokens, and these tokens.
 
         At them the queries, keys and values of the map are those of the recorded run. The output of the map
-        is that of the projection, or the concatenated heads if there is none.
-
-        Raises
-        ------
-        CaptureError
-            If the layer has an obstacle, which is the message.
-
+        is that of the projection, or the concatenated heads if there is none. A CaptureError says why the
+        layer is no such map.
         """
         softmax = self.softmax
         if self.obstacle or softmax.query is None or softmax.key is None:
@@ -104,24 +99,11 @@ class RecordedSoftmax:
 
 
 class RecordedModel:
-    """A model on one input, with the softmaxes that it computes there, and its logits with other keys and
-    values.
+    """A model on one sequence without padding, with the softmaxes that it computes there, and its logits with
+    other keys and values.
 
-    Parameters
-    ----------
-    model
-        The model, as :func:`~howsmooth.models.capture` takes it.
-    inputs
-        The model's inputs for one sequence without padding.
-
-    Raises
-    ------
-    ArgumentError
-        If the inputs are not one sequence without padding.
-    CaptureError
-        If the model computes no softmax attention, or gives another output if that is computed from queries,
-        keys and values.
-
+    A CaptureError says that the model computes no softmax attention, or gives another output if each softmax
+    is computed from the queries, keys and values that were read.
     """
 
     def __init__(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> None:
@@ -143,11 +125,18 @@ class RecordedModel:
             #: The names of the layers that mix tokens without a softmax, such as linear attention.
             self.without_softmax = [f"{one.name} ({one.module})" for one in others.find(1)]
             if not self.layers:
-                known = f", but {NO_SOFTMAX} in {self.without_softmax[0]}" if self.without_softmax else ""
-                raise CaptureError(f"No softmax attention of {name} was seen{known}.")
+                other = "".join(f" Its layer {one} has {NO_SOFTMAX}." for one in self.without_softmax[:1])
+                raise CaptureError(f"No softmax attention of {name} was seen.{other}")
             output = run(model, self.named)
-            if relative_error(_tensor(recorded), _tensor(output)) > _SAME:
-                raise CaptureError(f"{name} has another output if its softmaxes are computed one by one.")
+            pair = [
+                first_tensor(one if (t := _named_logits(one)) is None else t) for one in (recorded, output)
+            ]
+            if relative_error(*pair) > _SAME:
+                why = "; ".join(dict.fromkeys(at.obstacle for at in self.layers if at.obstacle))
+                raise CaptureError(
+                    f"{name} has another output if each softmax is computed from its queries, keys and values"
+                    f"{': ' if why else ''}{why}."
+                )
             self._find_cross_attention()
         #: The logits of the unchanged model, (rows, classes): one row for each token, or for the sequence.
         #: None if the model has none.
@@ -190,7 +179,7 @@ class RecordedModel:
             log_p = self._changed(change).log_softmax(dim=-1)
             p = log_p.detach().double().exp().cpu()
             every = [leaf for pair in leaves.values() for leaf in pair]
-            for _ in range(samples):
+            for _ in range(samples if leaves else 0):
                 drawn = torch.multinomial(p, 1, generator=generator).to(log_p.device)
                 likelihood = log_p.gather(1, drawn).sum()
                 found = torch.autograd.grad(likelihood, every, retain_graph=True, materialize_grads=True)
@@ -214,7 +203,8 @@ class RecordedModel:
         elif heads.ndim > 3 and heads.shape[0] != 1:
             obstacle = obstacle or _WINDOWS
         # The model may change its tensors later.
-        q, k, v = (None if t is None else t.clone() for t in (softmax.query, softmax.key, softmax.value))
+        q, k = (None if t is None else t.clone() for t in (softmax.query, softmax.key))
+        v = softmax.value.clone()
         softmax = replace(softmax, query=q, key=k, value=v, output=None, probabilities=None)
         projection = layer.module.out_proj if isinstance(layer.module, nn.MultiheadAttention) else None
         kv_heads = _different([t.flatten(0, -3) for t in (k, v) if t is not None])
@@ -231,12 +221,13 @@ class RecordedModel:
             return
         if isinstance(call.module, nn.Embedding) and any(_alike(given[0], t) for t in self.named.values()):
             self._vocabularies.add(call.module.num_embeddings)
-        matrix = any(p.ndim > 1 for p in call.module.parameters())
-        if matrix and self._heads is not None and _alike(given[0], self._heads):
+        if self._heads is None or not _alike(given[0], self._heads):
+            return
+        if any(p.ndim > 1 for p in call.module.parameters()):
             self._given.append((call.module, first_tensor(call.output)))
             module, output = self._given[0]
-            whole = is_linear(module) and all(_alike(other, output) for _, other in self._given)
-            self.layers[-1].projection = module if whole else None
+            alone = is_linear(module) and all(_alike(other, output) for _, other in self._given)
+            self.layers[-1].projection = module if alone else None
 
     def _find_cross_attention(self) -> None:
         """Mark the layers of which either queries or keys change if one input of the model does."""
@@ -272,17 +263,18 @@ class RecordedModel:
     def _rows(self, output: Any) -> Float[Tensor, "rows classes"] | None:
         """Return the logits in the output of a model, with one row for each prediction, or None.
 
-        They are named so, or the output has a number for each token of the vocabulary.
+        They are named so, or an output without names has a number for each token of the vocabulary.
         """
-        found = _tensor(output)
-        known = getattr(output, "logits", None) is found or found.shape[-1] in self._vocabularies
-        return found.flatten(0, -2) if known and found.ndim > 1 and found.shape[-1] > 1 else None
+        logits = _named_logits(output)
+        if logits is None and not isinstance(output, dict):
+            first = first_tensor(output)
+            logits = first if first.shape[-1:].numel() in self._vocabularies else None
+        return None if logits is None or logits.ndim < 2 or logits.shape[-1] < 2 else logits.flatten(0, -2)
 
 
-def _tensor(output: Any) -> Tensor:
-    """Return the logits in the output of a model, or its first tensor if it names none."""
-    logits = getattr(output, "logits", None)
-    return logits if isinstance(logits, Tensor) else first_tensor(output)
+def _named_logits(output: Any) -> Tensor | None:
+    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else None
 
 
 def _computed(softmax: SoftmaxCall) -> Tensor | None:

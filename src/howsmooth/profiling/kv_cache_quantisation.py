@@ -68,13 +68,13 @@ class Precision(Result):
     TITLE: ClassVar[str] = "Precision"
 
     #: One row for each layer, key/value head, operand, quantiser and number of bits. Columns: ``layer``,
-    #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output, in Frobenius
-    #: norm, ``predicted`` (the root mean square of the change to first order, for errors that are
-    #: independent and uniform within half a step, or the bound if that is smaller), ``change`` (what the
-    #: quantiser really makes), ``bound`` (proved, for all errors of up to half a step) and ``output_norm``
-    #: (the norm of the output itself); of the model's predictions ``predicted_kl`` and ``kl``, mean
-    #: Kullback–Leibler divergences in nats, NaN for a model without logits; and ``name``, the path of the
-    #: module.
+    #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output (of its heads
+    #: where ``refused`` leaves out the projection), in Frobenius norm, ``predicted`` (the root mean square of
+    #: the change to first order, for errors that are independent and uniform within half a step, or the bound
+    #: if that is smaller), ``change`` (what the quantiser really makes), ``bound`` (proved, for all errors of
+    #: up to half a step) and ``output_norm`` (the norm of the output itself); of the model's predictions
+    #: ``predicted_kl`` and ``kl``, mean Kullback–Leibler divergences in nats, NaN for a model without logits;
+    #: and ``name``, the path of the module.
     table: pd.DataFrame
     #: The divergence ``kl`` of the model's predictions with all these keys and values quantised at the same
     #: time, for each ``quantiser`` and number of ``bits``; empty without logits.
@@ -122,11 +122,10 @@ class Precision(Result):
         rows = []
         for bits in (0, *self.table["bits"].unique()):
             chosen = self.table if bits == 0 else self.table[self.table["bits"] == bits]
-            for predicted, real in _PAIRS:
-                if real == "kl" and not self.has_kl:
-                    continue
-                found = chosen[[predicted, real]].corr("spearman", min_periods=3).at[predicted, real]
-                rows.append({"bits": bits, "predicted": predicted, "real": real, "spearman": found})
+            ranks = chosen[[*_CHANGES, *_DIVERGENCES]].corr("spearman", min_periods=3)
+            for predicted, real in _PAIRS if self.has_kl else _PAIRS[:1]:
+                spearman = ranks.at[predicted, real]
+                rows.append({"bits": bits, "predicted": predicted, "real": real, "spearman": spearman})
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
@@ -240,8 +239,8 @@ class Precision(Result):
         """
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
-            f"Quantised keys and values of {self.model} at {self.input} (n = {self.n}):{at_once} Spearman's "
-            f"rank correlation: {self._ranks_in_words()}; {self._made_by}"
+            f"Quantised keys and values at the softmax of {self.model} at {self.input} (n = {self.n}):"
+            f"{at_once} Spearman's rank correlation: {self._ranks_in_words()}; {self._made_by}"
         )
 
     def _ranks_in_words(self) -> str:
@@ -289,7 +288,7 @@ class Precision(Result):
         lines = [
             f"Precision of {self.model}, {self.length}: keys or values of one head quantised.",
             f"Input: {self.input}.",
-            f"{self.precision.capitalize()}.",
+            f"{self.precision.capitalize()}. Keys and values as the softmax takes them.",
             f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
             "attention's output: predicted, change (real), bound (proved)"
             + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),
@@ -347,9 +346,10 @@ def precision(
     quantised. This is done for every head.
 
     The change of the attention's output is predicted, bounded and simulated for each layer, each key/value
-    head, its keys or its values, each quantiser and each number of bits. Keys and values are those in the KV
-    cache of transformers, after norm layers and rotary positions. They are quantised by absmax (symmetric,
-    2^bits − 1 levels). ``Precision.refused`` names the layers that cannot be treated, with the reasons.
+    head, its keys or its values, each quantiser and each number of bits. Keys and values are those that the
+    softmax takes: after norm layers and rotary positions, as most KV caches hold them, and expanded from the
+    latent of latent attention. They are quantised by absmax (symmetric, 2^bits − 1 levels).
+    ``Precision.refused`` names what is left out, such as layers without a softmax, with the reasons.
 
     If the model has logits, the Kullback–Leibler divergence of its predictions is also predicted and
     simulated. The whole model runs once for each row of the table, with only the keys or values of this row
@@ -477,16 +477,25 @@ def _rows(
                 limits = torch.zeros_like(steps)
                 limits[head] = steps[head] / 2
                 bound = kv_error_upper_bound(f, x, **{("keys", "values")[i]: limits}).value
-                row = {"layer": at.layer.index, "head": head, "operand": "KV"[i], "bits": count}
-                row |= {"quantiser": quantiser, "predicted": min(float(predicted[head]), bound)}
-                row |= {"change": float(change[head]), "bound": bound, "output_norm": size}
-                row |= {"predicted_kl": math.nan, "kl": math.nan, "name": at.layer.name}
+                predicted_kl = kl = math.nan
                 if whole is not None and whole.logits is not None and fisher is not None:
                     # To second order ½ Σ σ_a² F_aa over the entries a of the head.
-                    mean = float((fisher[i][head] * variance[head]).sum()) / len(whole.logits)
-                    row["predicted_kl"] = 0.5 * mean
-                    row["kl"] = simulated_kl(whole, {(at.layer.index, head, "KV"[i]): count}, quantiser)
-                yield row
+                    predicted_kl = 0.5 * float((fisher[i][head] * variance[head]).sum()) / len(whole.logits)
+                    kl = simulated_kl(whole, {(at.layer.index, head, "KV"[i]): count}, quantiser)
+                yield {
+                    "layer": at.layer.index,
+                    "head": head,
+                    "operand": "KV"[i],
+                    "bits": count,
+                    "quantiser": quantiser,
+                    "predicted": min(float(predicted[head]), bound),
+                    "change": float(change[head]),
+                    "bound": bound,
+                    "output_norm": size,
+                    "predicted_kl": predicted_kl,
+                    "kl": kl,
+                    "name": at.layer.name,
+                }
 
 
 def _heads(

@@ -38,14 +38,7 @@ _SIZES = {"group-32": 32, "group-64": 64}
 
 
 def checked_bits(bits: object) -> tuple[int, ...]:
-    """Check numbers of bits, and return them as a tuple without repetitions.
-
-    Raises
-    ------
-    ArgumentError
-        If no number is given, or one is no whole number from 2 to 16.
-
-    """
+    """Return numbers of bits without repetitions; raise ArgumentError unless all are whole, from 2 to 16."""
     given = (bits,) if isinstance(bits, int) else tuple(bits) if isinstance(bits, Sequence) else ()
     low, high = _BITS
     if not given or any(isinstance(b, bool) or not isinstance(b, int) or not low <= b <= high for b in given):
@@ -54,14 +47,7 @@ def checked_bits(bits: object) -> tuple[int, ...]:
 
 
 def checked_quantisers(names: object) -> tuple[str, ...]:
-    """Check names of quantisers, and return them as a tuple without repetitions.
-
-    Raises
-    ------
-    ArgumentError
-        If no name is given, or one is unknown.
-
-    """
+    """Return names of quantisers without repetitions; raise ArgumentError if one is unknown or none given."""
     given = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Sequence) else ()
     if not given or any(name not in QUANTISERS for name in given):
         raise ArgumentError("quantisers", expected=f"some of {', '.join(QUANTISERS)}", got=repr(names))
@@ -107,20 +93,11 @@ Place = tuple[int, int, str]
 
 
 def simulated_kl(whole: RecordedModel, bits: Mapping[Place, int], quantiser: str) -> float:
-    """Return the KL divergence of a model's predictions when the keys or values of some heads are quantised.
+    """Return the KL divergence of a model's predictions when keys or values are quantised, with the number of
+    bits of each place; all others stay exact.
 
-    The layers are quantised in the order in which the model computes them. The keys and values of a layer are
-    therefore computed from the quantised layers before it, as with a quantised KV cache.
-
-    Parameters
-    ----------
-    whole
-        The model on its input.
-    bits
-        The number of bits for each place (layer, key/value head, "K" or "V"); all others stay exact.
-    quantiser
-        The quantiser.
-
+    The keys and values of a layer are computed from the quantised layers before it, as with a quantised KV
+    cache.
     """
 
     def change(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
