@@ -180,18 +180,20 @@ def trace_forward_pass(
     return recorder.layers, recorder.kept
 
 
-def run_with_attention(call: ModelCall, attend: Callable[[int, SoftmaxCall], Tensor | None]) -> Any:
+def run_with_attention(
+    call: ModelCall, attend: Callable[[AttentionLayer, SoftmaxCall], Tensor | None]
+) -> Any:
     """Run the model once, and let the callback ``attend`` replace the outputs of softmax attentions. Return
     the output of the model.
 
-    ``attend`` is called with the index of each layer, counted as by :func:`trace_forward_pass`, and with each
-    softmax attention of the layer. A tensor that ``attend`` returns replaces the output of this attention.
+    ``attend`` is called with each layer, counted as by :func:`trace_forward_pass`, and with each softmax
+    attention of the layer. A tensor that ``attend`` returns replaces the output of this attention.
     """
     recorder = _Recorder(call, (), lambda layer: None)
 
     def on_softmax(softmax: SoftmaxCall) -> Tensor | None:
         recorder.on_softmax(softmax)
-        return attend(len(recorder.layers) - 1, softmax)
+        return attend(recorder.layers[-1], softmax)
 
     # The masks are those of the eager implementation: it has a mask wherever keys are hidden.
     interface = "eager" if isinstance(call.model, PreTrainedModel) else None
