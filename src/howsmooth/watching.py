@@ -46,7 +46,7 @@ class Call:
     number: int = 0  # among the calls of this module while it is watched, from 0
     output: Any = None
     answered: bool = False
-    result: Any = None  # a copy of the output, if the call was kept
+    result: Tensor | None = None  # a copy of the first tensor of the output, if the call was kept
     last_norm: Call | None = None  # the last norm that ended before this call began
     kept: bool = False  # whether keep() was called
     versions: dict[int, int] = field(default_factory=dict)  # PyTorch's version counters, by id of the tensor

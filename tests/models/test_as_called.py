@@ -18,7 +18,7 @@ import howsmooth as hs
 from howsmooth.bounds.radius import robust_radius
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import capture, inspect_model
-from howsmooth.models.key_value_perturbations import LogitsOfModel
+from howsmooth.models.recorded_softmaxes import RecordedModel
 from tests._tiny_models import token_ids
 
 IDS = token_ids(1, 7)
@@ -375,7 +375,7 @@ def test_every_door_measures_the_call() -> None:
     depth = hs.depth_profile(model, PACKED).table
     apart = hs.depth_profile(model, {**PACKED, "use_cache": False}).table
     assert not depth.equals(apart)
-    logits = LogitsOfModel(model, PACKED).logits
+    logits = RecordedModel(model, PACKED).logits
     assert torch.allclose(logits, model(**PACKED).logits[0], rtol=1e-4, atol=1e-4)
     assert [site.masking for site in inspect_model(model, PACKED).sites] == ["causal", "causal"]
 

@@ -213,7 +213,7 @@ def test_a_fixed_encoder_runs_once(name: str) -> None:
     model, inputs = encoder_decoder(name), inputs_of(name)
     (site,) = hs.capture(model, inputs, scope="model", side="queries")
     found: Any = site.map
-    encoder = found.model.encoder
+    encoder = found.own.model.encoder
     layers = encoder.block if name == "t5" else encoder.layers
     layers.register_forward_pre_hook(lambda *_: pytest.fail("the encoder ran"))
     layers[0].register_forward_pre_hook(lambda *_: pytest.fail("the encoder ran"))

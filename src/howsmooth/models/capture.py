@@ -23,12 +23,19 @@ from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.models.model_call import ModelCall
-from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
+from howsmooth.models.padded_sequences import (
+    Padding,
+    check_one_sequence,
+    one_by_one,
+    padding_of,
+    reproduces,
+    without_padding,
+)
 from howsmooth.models.tracing.recorder import AttentionLayer, trace_forward_pass
 from howsmooth.plain_modules import unwrapped
 from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES
 
-__all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]
+__all__ = ["capture", "checked_selection", "model_parts", "module_of", "self_attention_layers"]
 
 _Indices = tuple[int, ...] | slice | None
 
@@ -146,7 +153,7 @@ def _captured(
         raise ArgumentError(
             "heads", expected="None unless scope is 'head'", got=f"{heads!r} with scope {scope!r}"
         )
-    wanted, chosen = _checked("layers", layers), _checked("heads", heads)
+    wanted, chosen = checked_selection("layers", layers), checked_selection("heads", heads)
     with as_called(model, inputs) as given:
         if scope == CROSS_SCOPE:
             return list(_cross_sites(given, wanted, side or "joint"))
@@ -319,15 +326,8 @@ def self_attention_layers(
     and errors are those of :func:`capture`; the inputs are one sequence without padding.
     """
     with as_called(model, inputs) as given:
-        if given.batch != 1 or padding_of(given) is not None:
-            got = f"{given.batch} sequences" if given.batch != 1 else "a padded sequence"
-            raise ArgumentError(
-                "inputs",
-                expected="one sequence without padding",
-                got=got,
-                remedy="Of a padded batch, take one sequence: ids[i][mask[i].bool()][None].",
-            )
-        yield from _layers(given, _checked("layers", layers))
+        check_one_sequence(given)
+        yield from _layers(given, checked_selection("layers", layers))
 
 
 def _verified(given: ModelCall, wanted: _Indices) -> Iterator[VerifiedLayer]:
@@ -402,7 +402,7 @@ def _traced(wanted: _Indices) -> Sequence[int] | None:
     return None if isinstance(wanted, slice) else wanted
 
 
-def _checked(argument: str, given: object) -> _Indices:
+def checked_selection(argument: str, given: object) -> _Indices:
     """Check an argument that selects layers or heads, and return it as a tuple, a slice, or None for all."""
     expected = f'an index, a list of {argument[:-1]} indices, a slice, or "all"'
     if given is None or given == "all":

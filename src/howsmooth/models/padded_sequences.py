@@ -23,7 +23,14 @@ from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.recorder import TracedLayer
 
-__all__ = ["Padding", "one_by_one", "padding_of", "reproduces", "without_padding"]
+__all__ = [
+    "Padding",
+    "check_one_sequence",
+    "one_by_one",
+    "padding_of",
+    "reproduces",
+    "without_padding",
+]
 
 #: Names of padding masks; whether a nonzero entry marks padding: it does in torch, not in transformers; and
 #: the names of the tokens that the mask is about.
@@ -92,6 +99,17 @@ def padding_of(given: ModelCall) -> Padding | None:
             named["decoder_attention_mask"] = mask
         return Padding(real, replace(given, named=named), name)
     return None
+
+
+def check_one_sequence(given: ModelCall) -> None:
+    """Raise ArgumentError unless the inputs of a model are one sequence without padding."""
+    if given.batch != 1 or padding_of(given) is not None:
+        raise ArgumentError(
+            "inputs",
+            expected="one sequence without padding",
+            got=f"{given.batch} sequences" if given.batch != 1 else "a padded sequence",
+            remedy="Of a padded batch, take one sequence: ids[i][mask[i].bool()][None].",
+        )
 
 
 def without_padding(padding: Padding, sequence: int) -> Iterator[ModelCall]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -19,6 +19,7 @@ from howsmooth.models.float32_weights import float32_layers
 from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.mask_and_bias import hides_later_keys
+from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
 from howsmooth.watching import Call, StopForward, watched
 
@@ -180,18 +181,20 @@ def trace_forward_pass(
     return recorder.layers, recorder.kept
 
 
-def run_with_attention(call: ModelCall, attend: Callable[[int, SoftmaxCall], Tensor | None]) -> Any:
+def run_with_attention(
+    call: ModelCall, attend: Callable[[AttentionLayer, SoftmaxCall], Tensor | None]
+) -> Any:
     """Run the model once, and let the callback ``attend`` replace the outputs of softmax attentions. Return
     the output of the model.
 
-    ``attend`` is called with the index of each layer, counted as by :func:`trace_forward_pass`, and with each
-    softmax attention of the layer. A tensor that ``attend`` returns replaces the output of this attention.
+    ``attend`` is called with each layer, counted as by :func:`trace_forward_pass`, and with each softmax
+    attention of the layer. A tensor that ``attend`` returns replaces the output of this attention.
     """
     recorder = _Recorder(call, (), lambda layer: None)
 
     def on_softmax(softmax: SoftmaxCall) -> Tensor | None:
         recorder.on_softmax(softmax)
-        return attend(len(recorder.layers) - 1, softmax)
+        return attend(recorder.layers[-1], softmax)
 
     # The masks are those of the eager implementation: it has a mask wherever keys are hidden.
     interface = "eager" if isinstance(call.model, PreTrainedModel) else None
@@ -234,7 +237,8 @@ class _Recorder:
             # Without the norm before it: the record would hold the outputs of all norms of the model.
             self.last_norm = replace(call, last_norm=None)
         if call.kept:
-            call.result = tree_map_only(Tensor, Tensor.clone, call.output)  # the model may change it later
+            with suppress(CaptureError):  # it returns no tensor
+                call.result = first_tensor(call.output).clone()  # the model may change it later
         ended = None if self.last is None else self.kept.get(self.last)
         if ended is not None and ended.calls[0] is call:
             raise StopForward

@@ -172,5 +172,9 @@ def _check_rows(hidden: Tensor, name: str) -> None:
 
 def _refuse_where(wrong: Tensor, name: str, *, expected: str, got: str, remedy: str = "") -> None:
     """Raise an error about the argument ``name`` if any entry of ``wrong`` is True, also inside vmap."""
-    error = ArgumentError(name, expected=expected, got=got, remedy=remedy)
-    require(wrong, torch.logical_not, lambda _: error, f"{name}: expected {expected}")
+    require(
+        wrong,
+        torch.logical_not,
+        lambda _: ArgumentError(name, expected=expected, got=got, remedy=remedy),
+        f"{name}: expected {expected}",
+    )

@@ -117,9 +117,13 @@ def _check_pattern(seen: Tensor, name: str) -> None:
     """Raise ArgumentError unless a mask is symmetric and each token sees itself."""
     expected = "a symmetric mask in which each token sees itself, apart from padding"
     remedy = "Other masks may have no doubly stochastic matrix; a triangular mask has only the identity."
-    error = ArgumentError(name, expected=expected, got="another mask", remedy=remedy)
     symmetric = (seen == seen.mT) & seen.diagonal(dim1=-2, dim2=-1)[..., None]
-    require(symmetric, lambda good: good, lambda _: error, f"{name}: expected {expected}")
+    require(
+        symmetric,
+        lambda good: good,
+        lambda _: ArgumentError(name, expected=expected, got="another mask", remedy=remedy),
+        f"{name}: expected {expected}",
+    )
 
 
 def doubly_stochastic(scores: Tensor, *, tolerance: float = 1e-10, max_iterations: int = 1000) -> Tensor:

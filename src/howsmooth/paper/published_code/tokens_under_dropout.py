@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.captured_layer import Site
@@ -32,7 +31,7 @@ class DropoutRates:
     outputs: float
 
 
-def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
+def dropout_rates(model: nn.Module) -> DropoutRates | None:
     """Return the dropout rates in the configuration of a model, or None if no rate is above zero."""
     weights, outputs = (
         next((float(rate) for name in names if (rate := getattr(model.config, name, None)) is not None), 0.0)
@@ -42,7 +41,7 @@ def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
 
 
 def training_tokens(
-    model: PreTrainedModel, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
+    model: nn.Module, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
 ) -> list[Tensor]:
     """Run each sequence of token ids (batch, n) with dropout, from its own seed, and return the tokens
     (batch, n, d) of each captured attention layer.
