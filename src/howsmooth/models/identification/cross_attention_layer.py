@@ -207,9 +207,9 @@ def _with_memory(found: SelfAttentionModule, memory: Tensor) -> SelfAttentionMod
     """
     replay, before = ModuleReplay(found.call, found.replay.x, 1, memory), found.softmaxes
     check_finite(found.layer, replay.x, before)
-    moved = attention_run(replay.with_memory(moved_tokens(memory)), replay.x, found.implementation)
+    _, moved = attention_run(replay.with_memory(moved_tokens(memory)), replay.x, found.implementation)
     for after in (found.after, moved):
-        obstacle_of(found.layer, before, after.softmaxes)
+        obstacle_of(found.layer, before, after)
     return replace(found, replay=replay, alone=replay)
 
 

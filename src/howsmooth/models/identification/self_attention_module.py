@@ -22,10 +22,10 @@ from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor, token_arguments
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
-from howsmooth.watching import Call, notice_downcasts
+from howsmooth.watching import Call
 
 __all__ = [
-    "MEMORY", "QUERIES", "AttentionRun", "CrossAttention", "SelfAttentionModule", "attention_run",
+    "MEMORY", "QUERIES", "CrossAttention", "SelfAttentionModule", "attention_run",
     "check_finite", "find_self_attention", "first_line", "kept_tensors", "moved_tokens", "obstacle_of",
     "tried_arguments",
 ]  # fmt: skip
@@ -47,16 +47,6 @@ class _Stateful(CaptureError):  # noqa: N818 - says what was found
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionRun:
-    """A repeated call of an attention module with tokens ``x``, its softmaxes and what it returned."""
-
-    x: Tensor
-    softmaxes: list[SoftmaxCall]
-    returned: Any
-    downcast: bool  # whether a float64 module computed something in float32
-
-
-@dataclass(frozen=True, eq=False)
 class SelfAttentionModule:
     """A module around the softmaxes of a layer, with a recorded call that can be repeated with other tokens
     in place of one of its arguments.
@@ -66,18 +56,13 @@ class SelfAttentionModule:
     call: Call
     replay: ModuleReplay  # the call for all sequences
     alone: ModuleReplay  # the call for the first sequence alone
-    before: AttentionRun  # the call for the first sequence, repeated with its own tokens
-    after: AttentionRun  # and with moved tokens
+    softmaxes: list[SoftmaxCall]  # in the call for the first sequence, repeated with its own tokens
+    after: list[SoftmaxCall]  # and with moved tokens
     #: The user's attention implementation if the module uses transformers' interface, else None.
     implementation: str | None
     moved: list[set[str]]  # for each softmax, which of its operands the argument moves
     #: Why the softmaxes are no fixed functions of queries, keys and values, in a phrase; "" if they are.
     obstacle: str = ""
-
-    @property
-    def softmaxes(self) -> list[SoftmaxCall]:
-        """The softmax attentions of the module for the first sequence."""
-        return self.before.softmaxes
 
 
 def find_self_attention(traced_layer: TracedLayer) -> SelfAttentionModule:
@@ -96,11 +81,10 @@ def find_self_attention(traced_layer: TracedLayer) -> SelfAttentionModule:
     layer, reasons = traced_layer.layer, list[str]()
     partly = mixed = False
     for tried in tried_arguments(traced_layer, reasons):
-        before, after = tried.softmaxes, tried.after.softmaxes
-        check_finite(layer, tried.alone.x, before)
+        check_finite(layer, tried.alone.x, tried.softmaxes)
         if all(m == {*QUERIES, *MEMORY} for m in tried.moved):
             _refuse_chosen_masks(traced_layer, tried)
-            return replace(tried, obstacle=obstacle_of(tried.layer, before, after))
+            return replace(tried, obstacle=obstacle_of(tried.layer, tried.softmaxes, tried.after))
         partly = partly or any(tried.moved)
         mixed = mixed or {*QUERIES, *MEMORY} in tried.moved
     if mixed:
@@ -134,47 +118,44 @@ def tried_arguments(traced_layer: TracedLayer, reasons: list[str]) -> Iterator[S
                 replay = ModuleReplay(call, x, traced_layer.model.batch)
                 alone = replay.of_first_sequence()
                 owned = kept_tensors(call.module)
-                way, before = _repeated(alone, traced_layer.model.implementation)
-                if len(before.softmaxes) != traced_layer.softmaxes:
+                way, returned, before = _repeated(alone, traced_layer.model.implementation)
+                if len(before) != traced_layer.softmaxes:
                     continue  # this module contains several layers
-                _refuse_cache(layer, owned, before.softmaxes)
-                _refuse_randomness(layer, alone, before, way)
-                after = attention_run(alone, moved_tokens(alone.x), way)
+                _refuse_cache(layer, owned, before)
+                _refuse_randomness(layer, alone, returned, before, way)
+                _, after = attention_run(alone, moved_tokens(alone.x), way)
             except _Stateful:
                 raise
             except Exception as error:  # a module may raise any error when it runs by itself
                 reasons.append(first_line(error))
                 continue
-            if len(after.softmaxes) != len(before.softmaxes):
+            if len(after) != len(before):
                 reasons.append("it computes another number of softmaxes for other tokens")
                 continue
-            moved = [_moved(a, b) for a, b in zip(before.softmaxes, after.softmaxes, strict=True)]
+            moved = [_moved(a, b) for a, b in zip(before, after, strict=True)]
             own = replace(layer, name=call.name, module=call.module)
             yield SelfAttentionModule(own, call, replay, alone, before, after, way, moved)
 
 
-def attention_run(call: ModuleReplay, x: Tensor, implementation: str | None) -> AttentionRun:
-    """Repeat a module call with tokens ``x`` and record the softmax attentions that it computes."""
+def attention_run(call: ModuleReplay, x: Tensor, implementation: str | None) -> tuple[Any, list[SoftmaxCall]]:
+    """Repeat a module call with tokens ``x``; return what it gives and the softmaxes that it computes."""
     seen: list[SoftmaxCall] = []
-    with (
-        notice_downcasts(x.dtype) as downcasts,
-        intercept_softmaxes(call.module, seen.append, implementation=implementation),
-    ):
+    with intercept_softmaxes(call.module, seen.append, implementation=implementation):
         returned = call(x)
-    return AttentionRun(x, seen, returned, downcasts.seen)
+    return returned, seen
 
 
-def _repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, AttentionRun]:
+def _repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, Any, list[SoftmaxCall]]:
     """Repeat a module call with its own tokens. The first result is the attention implementation, or None if
     the module does not use the attention interface of transformers.
     """
-    run = attention_run(call, call.x, implementation)
-    if any(softmax.kind == "interface" for softmax in run.softmaxes):
-        return implementation, run
+    returned, seen = attention_run(call, call.x, implementation)
+    if any(softmax.kind == "interface" for softmax in seen):
+        return implementation, returned, seen
     if any(getattr(module, "config", None) is not None for module in call.module.modules()):
         # Some modules choose their code by the name of the implementation.
-        run = attention_run(call, call.x, None)
-    return None, run
+        returned, seen = attention_run(call, call.x, None)
+    return None, returned, seen
 
 
 def _refuse_chosen_masks(traced_layer: TracedLayer, tried: SelfAttentionModule) -> None:
@@ -194,10 +175,10 @@ def _refuse_chosen_masks(traced_layer: TracedLayer, tried: SelfAttentionModule) 
         return
     try:
         whole = ModuleReplay(root, tokens, tried.replay.batch).of_first_sequence()
-        runs = [attention_run(whole, t, tried.implementation) for t in (whole.x, moved_tokens(whole.x))]
+        runs = [attention_run(whole, t, tried.implementation)[1] for t in (whole.x, moved_tokens(whole.x))]
     except Exception:  # the layer runs again when it is traced; the error is reported there
         return
-    for a, b in zip(runs[0].softmaxes, runs[1].softmaxes, strict=False):
+    for a, b in zip(*runs, strict=False):
         _refuse_sparsity(tried.layer, a, b)
 
 
@@ -241,20 +222,24 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _refuse_randomness(
-    layer: AttentionLayer, call: ModuleReplay, run: AttentionRun, implementation: str | None
+    layer: AttentionLayer,
+    call: ModuleReplay,
+    returned: Any,
+    softmaxes: list[SoftmaxCall],
+    implementation: str | None,
 ) -> None:
     """Raise _Stateful if a call that is repeated with its own tokens gives something else."""
     own = call.output
     try:
-        same = own is not None and _alike(first_tensor(own), first_tensor(run.returned))
+        same = own is not None and _alike(first_tensor(own), first_tensor(returned))
     except CaptureError:  # it returns no tensor
         same = False
     if same:
         return
     # The output alone may differ for other reasons, such as a cache that the first call has filled.
-    again = attention_run(call, call.x, implementation)
-    pairs = [(a.output, b.output) for a, b in zip(run.softmaxes, again.softmaxes, strict=False)]
-    if len(run.softmaxes) != len(again.softmaxes) or not all(a is b or _alike(a, b) for a, b in pairs):
+    _, again = attention_run(call, call.x, implementation)
+    pairs = [(a.output, b.output) for a, b in zip(softmaxes, again, strict=False)]
+    if len(softmaxes) != len(again) or not all(a is b or _alike(a, b) for a, b in pairs):
         raise _Stateful(
             f"{layer} gives another output for the same tokens, in evaluation mode: it draws something at "
             "random, as data-dependent sparsity with sampled keys does, and is not captured."
