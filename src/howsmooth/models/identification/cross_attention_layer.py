@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from howsmooth.attention.custom_code_attention import Core
-from howsmooth.errors import CaptureError, HowsmoothError
+from howsmooth.errors import CaptureError
 from howsmooth.models.captured_layer import CrossSite
 from howsmooth.models.identification.candidate_maps import condition_of, heads_in, tail_of, width_of
 from howsmooth.models.identification.layer_trace import LayerTrace, trace_layer, whole_layer
@@ -26,7 +26,7 @@ from howsmooth.models.identification.self_attention_module import (
     SelfAttentionModule,
     attention_run,
     check_finite,
-    first_line,
+    errors_of,
     moved_tokens,
     obstacle_of,
     tried_arguments,
@@ -148,28 +148,19 @@ def read_cross_layer(traced_layer: TracedLayer) -> VerifiedCrossLayer:
         If the layer computes something that is not recognised, or the verification fails.
 
     """
-    try:
-        return _read(traced_layer)
-    except HowsmoothError:
-        raise
-    except Exception as error:  # a module may raise any error when it runs by itself
-        raise CaptureError(f"{traced_layer.layer} cannot be run by itself: {first_line(error)}.") from error
-
-
-def _read(traced_layer: TracedLayer) -> VerifiedCrossLayer:
-    module = _find(traced_layer)
-    trace = trace_layer(module, traced_layer, whole_layer(traced_layer))
-    output = find_output(trace, module)
-    if output.obstacle:
-        raise CaptureError(f"{module.layer} has no scope {CROSS_SCOPE!r}: {output.obstacle}.")
-    copied = CopiedModule.of(module.alone, tail_of(module, output), module.implementation)
-    width = width_of(output.call.output, output.call)
-    biased = any(split_mask(trace.layer, softmax.mask)[1] is not None for softmax in trace.softmaxes)
-    found = VerifiedCrossLayer(
-        module, copied, heads_in(trace), width, _masking(trace), biased, traced_layer.stored
-    )
-    _verify(found, output, max(map(condition_of, trace.softmaxes)))
-    return found
+    with errors_of(traced_layer.layer):
+        module = _find(traced_layer)
+        trace = trace_layer(module, traced_layer, whole_layer(traced_layer))
+        output = find_output(trace, module)
+        if output.obstacle:
+            raise CaptureError(f"{module.layer} has no scope {CROSS_SCOPE!r}: {output.obstacle}.")
+        copied = CopiedModule.of(module.alone, tail_of(module, output), module.implementation)
+        width = width_of(output.call.output, output.call)
+        biased = any(split_mask(trace.layer, softmax.mask)[1] is not None for softmax in trace.softmaxes)
+        heads, masking = heads_in(trace), _masking(trace)
+        found = VerifiedCrossLayer(module, copied, heads, width, masking, biased, traced_layer.stored)
+        _verify(found, output, max(map(condition_of, trace.softmaxes)))
+        return found
 
 
 def _memory_of(call: ModuleReplay) -> Tensor:

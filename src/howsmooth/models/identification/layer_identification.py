@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
-from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.candidate_maps import Hypothesis, hypotheses, norms_all_heads
 from howsmooth.models.identification.layer_trace import LayerTrace, trace_layer, whole_layer
@@ -19,8 +19,8 @@ from howsmooth.models.identification.norm_and_residual_placement import Block, r
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.self_attention_module import (
     SelfAttentionModule,
+    errors_of,
     find_self_attention,
-    first_line,
 )
 from howsmooth.models.identification.verification import verify, verify_block
 from howsmooth.models.tolerance import precision
@@ -41,7 +41,7 @@ class VerifiedLayer:
     block: Block
     norm: LayerNorm | RMSNorm | None  # the norm whose output is X
     call: ModuleReplay  # the call of the whole layer around the attention
-    traced_layer: TracedLayer
+    stored: torch.dtype
 
     @property
     def tokens(self) -> Tensor:
@@ -109,7 +109,7 @@ class VerifiedLayer:
                 x=x,
                 map=f,
                 norm=norm,
-                stored=self.traced_layer.stored,
+                stored=self.stored,
             )
             for h, f in maps
         ]
@@ -124,25 +124,16 @@ def read_layer(traced_layer: TracedLayer) -> VerifiedLayer:
         If the layer computes something that is not recognised, or the verification fails.
 
     """
-    try:
-        return _read(traced_layer)
-    except HowsmoothError:
-        raise
-    except Exception as error:  # a module may raise any error when it runs by itself
-        raise CaptureError(f"{traced_layer.layer} cannot be run by itself: {first_line(error)}.") from error
-
-
-def _read(traced_layer: TracedLayer) -> VerifiedLayer:
-    self_attention = find_self_attention(traced_layer)
-    call = whole_layer(traced_layer)
-    trace = trace_layer(self_attention, traced_layer, call)
-    output = find_output(trace, self_attention)
-    verified = _verified(trace, self_attention, output)
-    found = next(verified)
-    block = read_block(trace, found.map, output.call)
-    return VerifiedLayer(
-        self_attention, output, found, verified, block, token_norm(trace), call, traced_layer
-    )
+    with errors_of(traced_layer.layer):
+        self_attention = find_self_attention(traced_layer)
+        call = whole_layer(traced_layer)
+        trace = trace_layer(self_attention, traced_layer, call)
+        output = find_output(trace, self_attention)
+        verified = _verified(trace, self_attention, output)
+        found = next(verified)
+        block = read_block(trace, found.map, output.call)
+        norm = token_norm(trace)
+        return VerifiedLayer(self_attention, output, found, verified, block, norm, call, traced_layer.stored)
 
 
 def _verified(

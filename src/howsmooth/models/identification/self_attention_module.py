@@ -9,6 +9,7 @@ cross-attention may have as many keys as queries.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from howsmooth.errors import CaptureError, NonFiniteError
+from howsmooth.errors import CaptureError, HowsmoothError, NonFiniteError
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor, token_arguments
@@ -26,7 +27,7 @@ from howsmooth.watching import Call
 
 __all__ = [
     "MEMORY", "QUERIES", "CrossAttention", "SelfAttentionModule", "attention_run",
-    "check_finite", "find_self_attention", "first_line", "kept_tensors", "moved_tokens", "obstacle_of",
+    "check_finite", "errors_of", "find_self_attention", "kept_tensors", "moved_tokens", "obstacle_of",
     "tried_arguments",
 ]  # fmt: skip
 
@@ -127,7 +128,7 @@ def tried_arguments(traced_layer: TracedLayer, reasons: list[str]) -> Iterator[S
             except _Stateful:
                 raise
             except Exception as error:  # a module may raise any error when it runs by itself
-                reasons.append(first_line(error))
+                reasons.append(_first_line(error))
                 continue
             if len(after) != len(before):
                 reasons.append("it computes another number of softmaxes for other tokens")
@@ -317,7 +318,18 @@ def _refuse_sparsity(layer: AttentionLayer, a: SoftmaxCall, b: SoftmaxCall) -> N
         )
 
 
-def first_line(error: BaseException) -> str:
+@contextmanager
+def errors_of(layer: AttentionLayer) -> Iterator[None]:
+    """Turn the errors of a layer that is run by itself, where it may raise any, into CaptureError."""
+    try:
+        yield
+    except HowsmoothError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{layer} cannot be run by itself: {_first_line(error)}.") from error
+
+
+def _first_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
