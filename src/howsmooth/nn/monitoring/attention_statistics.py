@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,27 +20,20 @@ from howsmooth.errors import ArgumentError
 __all__ = ["ScoreStatistics", "score_norm"]
 
 
-def score_norm(f: TokenMap | None) -> float:
-    """Return the largest spectral norm of the score matrices of all heads.
+def score_norm(f: TokenMap | None, unknown: str) -> dict[str, float | str]:
+    """Return the largest spectral norm of the score matrices of all heads, or why there is none, as a field
+    of a record.
 
     The score matrix of head h is A_h, and the scores are ⟨A_h x_i + b_h, x_j⟩. For softmax attention,
     A_h = scale · K_hᵀ Q_h. For L2 attention, A_h = 2 · scale · K_hᵀ Q_h, which is the part of
-    −scale · |Q x_i − K x_j|² that depends on both tokens.
-
-    Raises
-    ------
-    ArgumentError
-        If the scores do not have this form; the message says why.
-
+    −scale · |Q x_i − K x_j|² that depends on both tokens. ``unknown`` is the reason for other maps.
     """
-    expected = "an attention whose scores are ⟨A x_i + b, x_j⟩ with one matrix A for each head"
     if not isinstance(f, HeadsAttention):
-        raise ArgumentError("f", expected=expected, got="a layer of which not every parameter is known")
-    if isinstance(f, SelfAttention):
-        if f.rotary is not None:
-            raise ArgumentError("f", expected=expected, got="rotary positions")
-        if f.query_norm is not None or f.key_norm is not None:
-            raise ArgumentError("f", expected=expected, got="normed queries or keys")
+        return {"score_norm_missing": unknown}
+    if isinstance(f, SelfAttention) and f.rotary is not None:
+        return {"score_norm_missing": "rotary positions"}
+    if isinstance(f, SelfAttention) and (f.query_norm is not None or f.key_norm is not None):
+        return {"score_norm_missing": "normed queries or keys"}
     factor = 2 * f.scale if isinstance(f, L2Attention) else f.scale
     group = f.heads // f.kv_heads
     # Small decompositions are faster on the CPU than on a GPU, which would have to finish each one in turn.
@@ -47,7 +41,7 @@ def score_norm(f: TokenMap | None) -> float:
     heads = (
         Head((key[h // group].mT, factor * query[h].double()), value[h // group]) for h in range(f.heads)
     )
-    return max(head.A_norm for head in heads)
+    return {"score_norm": max(head.A_norm for head in heads)}
 
 
 @dataclass
@@ -76,30 +70,23 @@ class ScoreStatistics:
     logits_missing: str = ""
 
     def add(self, other: ScoreStatistics) -> None:
-        """Add the statistics ``other`` of further attention weights to this object."""
-        self.total += other.total
-        self.rows += other.rows
-        self.normalised_total += other.normalised_total
-        self.normalised_rows += other.normalised_rows
+        """Add the rows of another object; what is missing there is missing then."""
+        for name in ("total", "rows", "normalised_total", "normalised_rows"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.missing = self.missing or other.missing
         self.logits_missing = self.logits_missing or other.logits_missing
-        known = [one for one in (self.largest, other.largest) if one is not None]
-        self.largest = max(known) if known and not self.logits_missing else None
+        self.largest = max((one.largest for one in (self, other) if one.largest is not None), default=None)
 
-    @property
-    def mean(self) -> float | None:
-        """The mean entropy in nats, or None if no query was added or the attention weights are unknown."""
-        return self.total / self.rows if self.rows and not self.missing else None
-
-    @property
-    def normalised(self) -> float | None:
-        """The mean over queries of the normalised entropy of their attention weights, from 0 to 1.
-
-        For each query, the entropy is divided by the entropy of uniform weights on the keys that it sees.
-        It is None if no row sees several keys, or if the attention weights are unknown.
-        """
-        there = self.normalised_rows and not self.missing
-        return self.normalised_total / self.normalised_rows if there else None
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a record that describe the logits and attention weights."""
+        known, several = self.rows and not self.missing, self.normalised_rows and not self.missing
+        return {
+            "logit_max": None if self.logits_missing else self.largest,
+            "logit_missing": self.logits_missing,
+            "entropy": self.total / self.rows if known else None,
+            "entropy_normalised": self.normalised_total / self.normalised_rows if several else None,
+            "entropy_missing": self.missing,
+        }
 
     def add_map(self, f: TokenMap, x: Float[Tensor, "batch n d"]) -> None:
         """Add the logits and the entropies of an attention map at the tokens ``x`` to these statistics."""

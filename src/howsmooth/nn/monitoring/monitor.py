@@ -16,7 +16,7 @@ from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.monitoring.gathered_model import gathered, unwrapped
-from howsmooth.nn.monitoring.measurement import Accuracy, check_layers, measured
+from howsmooth.nn.monitoring.measurement import Measurement
 from howsmooth.nn.monitoring.probe_inputs import ProbeInputs, Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.printed_table import PrintedTable
@@ -140,13 +140,23 @@ class LipschitzMonitor:
         self.scope = scope
         self.strict = bool(strict)
         self.records: list[MonitorRecord] = []
-        self._accuracy = Accuracy(float(rtol), float(confidence), max_iterations, seed)
+        self._measurement = Measurement(
+            self.model,
+            self.probes,
+            self.layers,
+            scope,
+            float(rtol),
+            float(confidence),
+            max_iterations,
+            seed,
+            self.strict,
+        )
         self._steps = 0
         self._failed: set[int | None] = set()
         if self.layers is not None:
             with gathered(self.trained, self.model) as runs_here:
                 if runs_here:
-                    check_layers(self.model, self.probes, self.layers)
+                    self._measurement.check_layers()
 
     def step(self, step: int | None = None) -> list[MonitorRecord]:
         """Count an optimizer step, and measure the model if the number of steps is a multiple of ``every`` or
@@ -183,15 +193,7 @@ class LipschitzMonitor:
         with gathered(self.trained, self.model) as runs_here:
             if not runs_here:
                 return []
-            rows = measured(
-                self.model,
-                self.probes,
-                at,
-                layers=self.layers,
-                scope=self.scope,
-                accuracy=self._accuracy,
-                strict=self.strict,
-            )
+            rows = self._measurement.at(at)
         for record in rows:
             self.records.append(record)
             if self.callback is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
-from howsmooth.nn.penalty.call_recorder import Attached, Call, Recorder, attention_layers
+from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
     return torch.where(has, largest, 0.0).sum() / has.sum().clamp(min=1)
 
 
-class JasminPenalty(Attached):
+class JasminPenalty(Penalty):
     """The JaSMin penalty of every attention layer at the current batch, with the interface of
     :class:`SpectralPenalty`.
 
@@ -116,16 +116,12 @@ class JasminPenalty(Attached):
     def __init__(
         self, model: nn.Module, layers: Sequence[str] | None = None, *, k: int = 0, on_input: bool = False
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
         _check_k(k, 0)
-        self.layers = attention_layers(model, layers)
-        self._model = model
-        self._recorder = Recorder(model, self.layers)
+        super().__init__(model, layers, projected=False)
         self._k, self._on_input = k, bool(on_input)
 
     def __repr__(self) -> str:
-        attached = "attached" if self._recorder.attached else "not attached"
+        attached = "attached" if self._watch.attached else "not attached"
         return (
             f"JasminPenalty({type(self._model).__name__}, {len(self.layers)} layers, "
             f"attention probabilities, k={self._k}, {attached})"
@@ -145,14 +141,14 @@ class JasminPenalty(Attached):
     def terms(self) -> dict[str, Tensor]:
         """Return the JaSMin penalty of each layer by name."""
         terms: dict[str, Tensor] = {}
-        for name, call in self._recorder.named().items():
+        for name, call in self._named_calls().items():
             found = [jasmin(p, self._k) for p in _probabilities(name, call, self._on_input)]
             terms[name] = torch.stack(found).mean()
         first = next(iter(terms.values()))
         return {name: term.to(first) for name, term in terms.items()}
 
 
-def _probabilities(name: str, call: Call, on_input: bool) -> list[Tensor]:
+def _probabilities(name: str, call: LayerCall, on_input: bool) -> list[Tensor]:
     """Repeat a call of a layer, and return the probabilities (..., queries, keys) of its softmaxes."""
     # The import takes seconds, since it brings transformers.
     from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer

@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from howsmooth.errors import ArgumentError
 
-__all__ = ["drawing_nothing", "replica"]
+__all__ = ["drawing_nothing", "replica", "single"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _HOOKS = (
@@ -61,10 +61,10 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
         copy = module.__new__(type(module))
         copy.__dict__ = module.__dict__.copy()
         copy.__dict__["_parameters"] = {
-            key: None if p is None else _single(p) for key, p in module._parameters.items()
+            key: None if p is None else single(p) for key, p in module._parameters.items()
         }
         copy.__dict__["_buffers"] = {
-            key: None if b is None else buffers.setdefault(id(b), _single(b.detach().clone()))
+            key: None if b is None else buffers.setdefault(id(b), single(b.detach().clone()))
             for key, b in module._buffers.items()
         }
         for key in _HOOKS:
@@ -122,5 +122,6 @@ def _obstacle(module: nn.Module) -> str:
     return ""
 
 
-def _single(t: Tensor) -> Tensor:
+def single(t: Tensor) -> Tensor:
+    """Convert half precision to float32."""
     return t.float() if t.dtype in _HALF else t

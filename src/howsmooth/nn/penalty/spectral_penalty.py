@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
-from howsmooth.nn.penalty.call_recorder import Attached, Call, Recorder, attention_layers
+from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
 from howsmooth.nn.penalty.singular_value import (
@@ -35,7 +35,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class SpectralPenalty(Attached):
+class SpectralPenalty(Penalty):
     """A training penalty on the local Lipschitz constants of the layers of a model at the current batch.
 
     Hooks record the inputs of the layers during the model's forward pass. ``penalty()`` then returns the
@@ -123,8 +123,6 @@ class SpectralPenalty(Attached):
         transform: Callable[[Tensor], Tensor] | None = None,
         seed: int = 0,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
         for name, number, least in (("steps", steps, 1), ("first_steps", first_steps, 2)):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
@@ -137,9 +135,7 @@ class SpectralPenalty(Attached):
                 raise ArgumentError(name, expected="'mean', 'max' or 'sum'", got=repr(given))
         if transform is not None and not callable(transform):
             raise ArgumentError("transform", expected="a function of tensors, or None", got=repr(transform))
-        self.layers = attention_layers(model, layers)
-        self._model = model
-        self._recorder = Recorder(model, self.layers, projected=layers is None)
+        super().__init__(model, layers, projected=layers is None)
         #: The scope that is asked for; the report has the scope of each layer.
         self.scope = "module" if layers else "attention"
         self._on_input = bool(on_input)
@@ -178,7 +174,7 @@ class SpectralPenalty(Attached):
 
         Arguments and errors are as for calling the penalty.
         """
-        calls = self._recorder.named()
+        calls = self._named_calls()
         terms: dict[str, Tensor] = {}
         reports: list[LayerReport] = []
         for name, call in calls.items():
@@ -233,7 +229,7 @@ class SpectralPenalty(Attached):
 
         """
         found: dict[str, LipschitzEstimate] = {}
-        for name, call in self._recorder.named().items():
+        for name, call in self._named_calls().items():
             call.check_unchanged()
             x = call.members
             f = partial(call.run, replica(call.layer, call.name))
@@ -280,14 +276,14 @@ class SpectralPenalty(Attached):
 
     def __repr__(self) -> str:
         members = "" if self._members is None else f"the first {self._members} sequences, "
-        attached = "attached" if self._recorder.attached else "not attached"
+        attached = "attached" if self._watch.attached else "not attached"
         return (
             f"SpectralPenalty({type(self._model).__name__}, {len(self.layers)} layers, scope {self.scope}, "
             f"{members}steps={self._steps}, {attached})"
         )
 
     def _of_layer(
-        self, name: str, call: Call, directions: Directions, tokens: Tensor | None
+        self, name: str, call: LayerCall, directions: Directions, tokens: Tensor | None
     ) -> tuple[Tensor, LayerReport]:
         call.check_unchanged()
         body = replica(call.layer, call.name)
@@ -334,7 +330,7 @@ class SpectralPenalty(Attached):
         jv = jv.detach()
         residual = relative_residual(jv, u.detach())
         directions.keep(jv)
-        scope = self._recorder.scope(call.name)
+        scope = self._scope(call.name)
         report = LayerReport(name, sigma.detach(), residual, residual <= self._rtol, upper, scope)
         inputs = list(weights)
         if on_input and (by_input := gradients.pop()) is not None:

@@ -1,27 +1,22 @@
-"""Records of the arguments and outputs of the ``howsmooth.nn`` attention layers of a model in a
-forward pass.
-"""
+"""A call of an attention layer of ``howsmooth.nn`` in a forward pass, and what is measured of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from howsmooth.attention import SelfAttention, TokenMap
-from howsmooth.attention.multi_head_projections import HeadsAttention
-from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.errors import CaptureError
 from howsmooth.models.padded_sequences import Padding
 from howsmooth.models.tolerance import precision, relative_error
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
-from howsmooth.watching import Call, watched
+from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics
 
-__all__ = ["OwnAttention", "OwnLayers"]
+__all__ = ["OwnAttention"]
 
 # Allowed difference of a layer and its map, in units of rounding. They sum in different orders, and the
 # softmax amplifies the rounding errors of the scores.
@@ -110,25 +105,6 @@ class OwnAttention:
         output: Tensor = torch.func.functional_call(self.module, weights, (), given)[0]
         return output.to(x.dtype)
 
-    def score_norm(self) -> float:
-        """Return the largest spectral norm of the score matrices of all heads.
-
-        The score matrix of head h is A_h. Without mask and clipping, the scores are ⟨A_h x_i + b_h, x_j⟩.
-
-        Raises
-        ------
-        ArgumentError
-            If the scores are not given by a matrix.
-
-        """
-        if self.map is None:
-            raise ArgumentError("f", expected="a layer that was read", got="one that was not")
-        if not isinstance(self.map, HeadsAttention):
-            raise ArgumentError(
-                "f", expected="scores ⟨A x_i + b, x_j⟩", got="scores that are no bilinear form of the tokens"
-            )
-        return score_norm(self.map)
-
     def bound(self) -> dict[str, float | int]:
         """Return the fields of a monitoring record that describe the proved Lipschitz bound of the layer.
 
@@ -147,53 +123,19 @@ class OwnAttention:
         if self.unmasked and isinstance(self.map, SelfAttention):
             scores.add_map(self.map, self._clipped(x))
             return
-        told = {
-            **self.arguments,
-            "key": None,
-            "value": None,
-            "need_weights": True,
-            "average_attn_weights": False,
-        }
+        told = self.arguments | {
+            "key": None, "value": None, "need_weights": True, "average_attn_weights": False,
+        }  # fmt: skip
         _, weights = self.module(**told)
-        asked = {name: told.get(name) for name in ("attn_mask", "key_padding_mask")}
         added = self.module.masking.scores(
-            **asked, is_causal=bool(told.get("is_causal", False)), heads=self.module.num_heads, x=x
+            attn_mask=told.get("attn_mask"),
+            key_padding_mask=told.get("key_padding_mask"),
+            is_causal=bool(told.get("is_causal", False)),
+            heads=self.module.num_heads,
+            x=x,
         )
         p = weights.reshape(x.shape[0], -1, *weights.shape[-2:])
         scores.add_probabilities(p, None if added is None else (~added.isneginf()).expand(p.shape))
 
     def __str__(self) -> str:
         return f"{self.name or 'the model itself'} ({type(self.module).__name__})"
-
-
-class OwnLayers:
-    """The attention layers of howsmooth.nn in one model, with their calls in one forward pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = {n: m for n, m in model.named_modules() if isinstance(m, LipschitzAttention)}
-        self.calls: list[OwnAttention] = []
-
-    def outside(self, name: str) -> bool:
-        """Return whether a module lies outside all attention layers of howsmooth.nn.
-
-        ``name`` is the path of the module in the model.
-        """
-        return not any(name == own or not own or name.startswith(f"{own}.") for own in self._modules)
-
-    def watching(self, on_call: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Return a context manager that records the calls of the layers.
-
-        For each call, ``on_call`` gets the path of the layer in the model.
-        """
-
-        def starts(call: Call) -> None:
-            on_call(call.name)
-            given = call.arguments()
-            copies = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in given.items()}
-            self.calls.append(OwnAttention(call.name, self._modules[call.name], copies))
-
-        def ends(call: Call) -> None:
-            own = next(one for one in reversed(self.calls) if one.module is call.module)
-            own.output = call.output[0].detach().clone()
-
-        return watched(self._modules, starts, ends)
