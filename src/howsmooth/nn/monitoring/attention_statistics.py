@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import L2Attention, SelfAttention, TokenMap
-from howsmooth.attention.custom_code_attention import Core, StagedAttention
+from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.multi_head_projections import HeadsAttention
 from howsmooth.attention.scaled_dot_product import NO_FEATURES, ScoreFeatures, attention_scores, row_blocks
@@ -48,14 +48,11 @@ def score_norm(f: TokenMap | None, unknown: str) -> dict[str, float | str]:
 class ScoreStatistics:
     """The largest attention logit, and the mean over all queries of the entropy of their attention weights.
 
-    The entropy for query i is −Σ_j P_ij log P_ij, where P_ij is its attention weight for key j. A logit is
-    the number that enters the softmax for a query and a key that it sees: the scaled product of both after
-    their norms and rotary positions, with soft-cap and bias. The maximum and the means are over heads, rows
-    and sequences.
-
-    Rows are added one batch at a time. A row that sees m keys (a sink counts as one key) has entropy at most
-    log m. For the normalised mean, its entropy is divided by log m. Rows that see a single key have entropy
-    zero, and the normalised mean leaves them out.
+    The entropy for query i is −Σ_j P_ij log P_ij, where P_ij is its attention weight for key j. For the
+    normalised mean, the entropy of a row that sees m keys (a sink counts as one key) is divided by its
+    maximum log m; rows that see a single key are left out. A logit is the number that enters the softmax for
+    a query and a key that it sees: the scaled product of both after their norms and rotary positions, with
+    soft-cap and bias.
     """
 
     total: float = 0.0
@@ -96,8 +93,16 @@ class ScoreStatistics:
                 visible = Visibility(x.shape[1], f.causal, f.window, f.mask)
                 self._add_softmax(f._grouped(q), k, f.scale, visible, f.features)
             elif isinstance(f, StagedAttention):
+
+                def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                    one = f.cores[i]
+                    visible, features = one.rules(q, k)
+                    grouped = q.unflatten(-3, (k.shape[-3], -1))
+                    self._add_softmax(grouped, k, one.scale, visible, features)
+                    return one.attend(q, k, v)
+
                 for member in x:
-                    f.run(member, self._core_of(f))
+                    f.run(member, core)
             else:
                 self.missing = self.logits_missing = "its attention probabilities are not known"
         except ArgumentError as error:
@@ -110,16 +115,6 @@ class ScoreStatistics:
         self.logits_missing = "its attention weights are known, but not the scores before the softmax"
         count = torch.full((p.shape[-2],), p.shape[-1], device=p.device)
         self._add(p, count if visible is None else visible.sum(-1))
-
-    def _core_of(self, f: StagedAttention) -> Core:
-        def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            one = f.cores[i]
-            visible, features = one.rules(q, k)
-            grouped = q.unflatten(-3, (k.shape[-3], -1))
-            self._add_softmax(grouped, k, one.scale, visible, features)
-            return one.attend(q, k, v)
-
-        return core
 
     def _add_softmax(
         self,

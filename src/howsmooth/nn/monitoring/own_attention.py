@@ -40,11 +40,7 @@ class OwnAttention:
     def read(self, scope: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         """Return the function that the layer computed in this call, and the tokens (batch, n, d) that it got.
 
-        Raises
-        ------
-        CaptureError
-            If the scope is not ``attention``, or the call did not return.
-
+        CaptureError is raised if the scope is not ``attention``, or the call did not return.
         """
         if scope != "attention":
             raise CaptureError(f"{self} is measured in scope 'attention' only.")
@@ -64,22 +60,17 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Return whether this call, which has no padding, agrees with one sequence of a call with padding.
-
-        The tokens and outputs of this call are compared with the real tokens of that sequence and the outputs
-        at these tokens.
+        """Return whether this call, which has no padding, has the tokens and outputs of the real tokens of
+        one sequence of a call with padding.
         """
-        real = padding.real[sequence]
-        for whole, alone in (
-            (padded.arguments["query"], self.arguments["query"]),
-            (padded.output, self.output),
-        ):
+
+        def same(whole: Tensor | None, alone: Tensor | None) -> bool:
             if whole is None or alone is None or whole.shape[:2] != padding.real.shape:
                 return False
-            rows, allowed = whole[sequence, real], _SAME * precision(alone.dtype)
-            if rows.shape != alone[0].shape or not relative_error(rows, alone[0]) <= allowed:
-                return False
-        return True
+            rows, allowed = whole[sequence, padding.real[sequence]], _SAME * precision(alone.dtype)
+            return rows.shape == alone[0].shape and relative_error(rows, alone[0]) <= allowed
+
+        return same(padded.arguments["query"], self.arguments["query"]) and same(padded.output, self.output)
 
     def describe(self) -> str:
         """Return a phrase that describes the map that :meth:`read` returned."""
@@ -96,20 +87,14 @@ class OwnAttention:
         return self.module.inside_ball(x, radius, x.dtype) if longest > radius else x
 
     def _as_called(self, x: Tensor) -> Tensor:
-        """Apply the layer to other tokens with the recorded masks and all other recorded arguments.
-
-        The result has no gradients in the weights.
-        """
+        """Apply the layer to other tokens with all other recorded arguments, without gradients of weights."""
         weights = {name: weight.detach() for name, weight in self.module.named_parameters()}
         given = {**self.arguments, "query": x, "key": None, "value": None, "need_weights": False}
         output: Tensor = torch.func.functional_call(self.module, weights, (), given)[0]
         return output.to(x.dtype)
 
     def bound(self) -> dict[str, float | int]:
-        """Return the fields of a monitoring record that describe the proved Lipschitz bound of the layer.
-
-        The result is empty for a layer without a largest token norm, which has no bound.
-        """
+        """Return the fields of a record with the proved bound; none for a layer without a largest norm."""
         length, radius = self.module.length, self.module.radius
         if radius is None:
             return {}
@@ -117,9 +102,7 @@ class OwnAttention:
         return {"bound": bound, "bound_length": length, "bound_radius": float(radius)}
 
     def add_scores(self, scores: ScoreStatistics, x: Tensor) -> None:
-        """Add the logits of this call, and the entropies of the rows of its attention weights, to the
-        statistics ``scores``.
-        """
+        """Add the logits of this call, and the entropies of its attention weights, to the statistics."""
         if self.unmasked and isinstance(self.map, SelfAttention):
             scores.add_map(self.map, self._clipped(x))
             return

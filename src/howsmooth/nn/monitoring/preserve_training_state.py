@@ -1,7 +1,4 @@
-"""A context in which a model can run between two training steps without any effect on the training.
-
-All state is restored to the last bit.
-"""
+"""A context in which a model can run between two training steps without any effect on the training."""
 
 from __future__ import annotations
 
@@ -11,16 +8,18 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from howsmooth.models.measurement_mode import measurement_mode
+from howsmooth.nn.monitoring.gathered_model import put
 
 __all__ = ["preserved_state"]
 
 
 @contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Return a context manager that restores the state of the model and all random states at its end.
+    """Return a context manager that restores the state of the model and all random states at its end, to the
+    last bit.
 
     ``measurement_mode`` sets evaluation mode in each module, disables gradients, and restores PyTorch's
     random states on the CPU and on the model's device. This context manager also restores the random states
@@ -30,44 +29,25 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that others use
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     dtype = torch.get_default_dtype()
-    buffers = _Buffers(model)
-    calls = ((module, getattr(module, "_compiled_call_impl", None)) for module in model.modules())
-    compiled = [(module, call) for module, call in calls if call is not None]
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    buffers = {id(b): b for _, table in tables for b in table.values() if b is not None}
+    copies = [(b, b.detach().clone(), b._version) for b in buffers.values()]
+    compiled = [vars(m) for m in model.modules() if getattr(m, "_compiled_call_impl", None) is not None]
     try:
         # Without its compiled call, a module runs its plain forward and compiles nothing.
-        for module, _ in compiled:
-            module._compiled_call_impl = None
-        with measurement_mode(model):
+        with put([(fields, "_compiled_call_impl", None) for fields in compiled]), measurement_mode(model):
             yield
     finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
-        buffers.restore()
+        for buffer, copy, version in copies:
+            # PyTorch counts in-place changes; ``.data`` keeps this copy itself from being counted.
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.data.copy_(copy)
+        for table, before in tables:
+            if any(table.get(name) is not buffer for name, buffer in before.items()):
+                table.update(before)
         torch.set_default_dtype(dtype)
         for device, state in enumerate(cuda):
             torch.cuda.set_rng_state(state, device)
         np.random.set_state(legacy)  # noqa: NPY002
         random.setstate(python)
-
-
-class _Buffers:
-    """Copies of the buffers of a model, with the modules that hold them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._tables = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
-        for _, table in self._tables:
-            for buffer in table.values():
-                if buffer is not None and id(buffer) not in self._copies:
-                    self._copies[id(buffer)] = (buffer, buffer.detach().clone(), buffer._version)
-
-    def restore(self) -> None:
-        """Restore the buffers of the model that were written to or replaced since they were copied."""
-        for buffer, copy, version in self._copies.values():
-            # PyTorch counts in-place changes; ``.data`` keeps this copy itself from being counted.
-            if buffer._version != version:
-                with torch.no_grad():
-                    buffer.data.copy_(copy)
-        for module, table in self._tables:
-            if any(module._buffers.get(name) is not buffer for name, buffer in table.items()):
-                module._buffers.update(table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,25 +19,24 @@ __all__ = ["ProbeInputs", "Probes"]
 ProbeInputs = Tensor | Mapping[str, Tensor] | list[Tensor | Mapping[str, Tensor]]
 
 
-@dataclass(frozen=True, eq=False)
 class Probes:
-    """Copies of the fixed inputs of a monitor, so that later changes of the originals have no effect."""
+    """Copies of the fixed inputs of a monitor, so that later changes of the originals have no effect.
 
-    inputs: tuple[Tensor | dict[str, Tensor], ...]
-    sequences: int
-    #: Sizes of the inputs and a checksum, for records.
-    words: str
+    Attributes
+    ----------
+    sequences
+        Number of sequences.
+    words
+        Sizes of the inputs and a checksum, for records.
 
-    @classmethod
-    def of(cls, model: nn.Module, given: ProbeInputs) -> Probes:
-        """Check that the model accepts the probe inputs of a monitor, and copy them.
+    Raises
+    ------
+    ArgumentError
+        If the model does not accept the inputs.
 
-        Raises
-        ------
-        ArgumentError
-            If the model does not accept the inputs.
+    """
 
-        """
+    def __init__(self, model: nn.Module, given: ProbeInputs) -> None:
         if isinstance(given, tuple):
             raise ArgumentError(
                 "probes",
@@ -49,25 +47,24 @@ class Probes:
         several: list[Any] = given if isinstance(given, list) else [given]
         if not several:
             raise ArgumentError("probes", expected="inputs of the model, at least one sequence", got="none")
-        kept: list[Tensor | dict[str, Tensor]] = []
-        checksum = hashlib.sha256()
-        shapes: list[str] = []
-        sequences = 0
+        self._inputs: list[Tensor | dict[str, Tensor]] = []
+        self.sequences = 0
+        checksum, shapes = hashlib.sha256(), []
         for one in several:
             checked = model_inputs(model, one)
             padding_of(model, checked)  # raises an error for a sequence of nothing but padding
-            sequences += checked.batch
+            self.sequences += checked.batch
             for name, tensor in checked.named.items():
                 raw = tensor.detach().cpu().contiguous()
                 checksum.update(f"{name} {raw.dtype} {tuple(raw.shape)}".encode())
                 checksum.update(raw.reshape(-1).view(torch.uint8).numpy().tobytes())
                 shapes.append(f"{name} {' x '.join(map(str, raw.shape))}")
             if isinstance(one, Tensor):
-                kept.append(one.detach().clone())
+                self._inputs.append(one.detach().clone())
             else:
-                kept.append({str(k): v.detach().clone() for k, v in one.items() if v is not None})
-        return cls(tuple(kept), sequences, f"{', '.join(shapes)}; sha256 {checksum.hexdigest()[:12]}")
+                self._inputs.append({str(k): v.detach().clone() for k, v in one.items() if v is not None})
+        self.words = f"{', '.join(shapes)}; sha256 {checksum.hexdigest()[:12]}"
 
     def of_model(self, model: nn.Module) -> list[ModelInputs]:
         """Return the probe inputs as arguments of the model, on the current device of the model."""
-        return [model_inputs(model, one) for one in self.inputs]
+        return [model_inputs(model, one) for one in self._inputs]

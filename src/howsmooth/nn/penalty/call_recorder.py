@@ -267,16 +267,9 @@ def _chosen_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, 
     modules = dict(model.named_modules())
     if layers is None:
         named = {
-            name: m
-            for name, m in modules.items()
-            if any("attention" in base.__name__.lower() for base in type(m).__mro__)
+            m for m in modules.values() if any("attention" in c.__name__.lower() for c in type(m).__mro__)
         }
-        chosen = set(named.values())
-        inner = {
-            name: m
-            for name, m in named.items()
-            if not any(one in chosen and one is not m for one in m.modules())
-        }
+        inner = {name: m for name, m in modules.items() if m in named and not named & {*m.modules()} - {m}}
         if not inner:
             raise ArgumentError(
                 "layers",

@@ -10,20 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
+from howsmooth.nn.checks import check_size
 from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
-from howsmooth.nn.penalty.singular_value import (
-    Pair,
-    begin,
-    check_finite,
-    relative_residual,
-    unit,
-)
-from howsmooth.nn.penalty.singular_vector_storage import Directions
+from howsmooth.nn.penalty.singular_value import Pair, begin, relative_residual
+from howsmooth.nn.penalty.singular_vector_storage import Directions, unit
 
 __all__ = ["SpectralPenalty"]
 
@@ -38,7 +33,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class SpectralPenalty(Penalty):
     """A training penalty on the local Lipschitz constants of the layers of a model at the current batch.
 
-    Hooks record the inputs of the layers during the model's forward pass. ``penalty()`` then returns the
+    The inputs of the layers are recorded in each forward pass ``model(x)``. ``penalty()`` then returns the
     penalty at these inputs, with its gradient in the weights of each layer::
 
         with SpectralPenalty(model) as penalty:
@@ -123,13 +118,12 @@ class SpectralPenalty(Penalty):
         transform: Callable[[Tensor], Tensor] | None = None,
         seed: int = 0,
     ) -> None:
-        for name, number, least in (("steps", steps, 1), ("first_steps", first_steps, 2)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
+        check_size("steps", steps)
+        check_size("first_steps", first_steps, least=2)
+        if members is not None:
+            check_size("members", members)
         if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 < rtol < 1:
             raise ArgumentError("rtol", expected="a number between 0 and 1", got=repr(rtol))
-        if members is not None and (isinstance(members, bool) or not isinstance(members, int) or members < 1):
-            raise ArgumentError("members", expected="an integer >= 1, or None for all", got=repr(members))
         for name, given in (("over_members", over_members), ("over_layers", over_layers)):
             if given not in _REDUCTIONS:
                 raise ArgumentError(name, expected="'mean', 'max' or 'sum'", got=repr(given))
@@ -229,21 +223,16 @@ class SpectralPenalty(Penalty):
 
         """
         found: dict[str, LipschitzEstimate] = {}
+        accuracy: dict[str, Any] = {"rtol": rtol, "confidence": confidence}
         for name, call in self._named_calls().items():
             call.check_unchanged()
             x = call.members
             f = partial(call.run, replica(call.layer, call.name))
-            if tokens is not None:
-                f = partial(_at_real_tokens, f, x, _real(tokens, x))
+            real = _real(tokens, x)
+            if real is not None:
+                f = partial(_at_real_tokens, f, x, real)
             with torch.autocast(x.device.type, enabled=False), drawing_nothing(name, x.device):
-                found[name] = local_lipschitz(
-                    f,
-                    x,
-                    rtol=rtol,
-                    confidence=confidence,
-                    max_iterations=max_iterations,
-                    seed=seed,
-                )
+                found[name] = local_lipschitz(f, x, max_iterations=max_iterations, seed=seed, **accuracy)
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -308,7 +297,8 @@ class SpectralPenalty(Penalty):
             u.requires_grad_()
             g = pair.pull_back(u)
             sigma = g.detach().flatten(1).norm(dim=1).requires_grad_()
-            check_finite(sigma)
+            if not bool(sigma.isfinite().all()):
+                raise NonFiniteError("X", expected="finite derivatives", got="NaN or infinity")
             changed = sigma if self._transform is None else self._transform(sigma)
             if not isinstance(changed, Tensor):
                 raise ArgumentError(
@@ -342,10 +332,7 @@ class SpectralPenalty(Penalty):
 
 
 def _gradients(g: Tensor, v: Tensor, shares: Tensor, by: list[Tensor]) -> list[Tensor | None]:
-    """Return the derivatives of a weighted sum of singular values with respect to given tensors.
-
-    The sum is Σ_b shares_b ⟨g_b, v_b⟩ over the indices b of the batch, and ``by`` lists the tensors.
-    """
+    """Return the derivatives of Σ_b shares_b ⟨g_b, v_b⟩ over the indices b of the batch by some tensors."""
     cotangent = v * shares.view(-1, *(1,) * (v.ndim - 1))
     found: tuple[Tensor | None, ...] = torch.autograd.grad(g, by, cotangent, allow_unused=True)
     return list(found)
@@ -365,22 +352,14 @@ class _Known(torch.autograd.Function):
         return None, None, *(None if g is None else (upstream * g).to(g) for g in ctx.gradients)
 
 
-def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, t: Tensor) -> Tensor:
-    """Apply ``f`` to real tokens from ``t`` and padding from ``x``, and set the outputs at padding to zero.
-
-    A token is real where ``real`` is 1, and padding where ``real`` is 0.
-    """
-    assert real is not None
+def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor, t: Tensor) -> Tensor:
+    """Apply ``f`` to real tokens of ``t`` and padding of ``x``, and set the outputs at padding to zero."""
     y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))
     return y * real.view(*real.shape, *(1,) * (y.ndim - 2))
 
 
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return a mask that is 1 for real tokens and 0 for padding.
-
-    The result is None if ``tokens`` is None. ArgumentError is raised if ``tokens`` has a wrong shape, or if a
-    sequence has no real token.
-    """
+    """Return the checked mask of tokens that count, as numbers 1 and 0; None for all tokens."""
     if tokens is None:
         return None
     if not isinstance(tokens, Tensor) or tokens.shape != x.shape[:2]:
