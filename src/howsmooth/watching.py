@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from howsmooth.errors import ArgumentError
+
 __all__ = ["Call", "StopForward", "Watch", "bound_arguments", "first_tokens", "notice_downcasts", "watched"]
 
 
@@ -185,6 +187,11 @@ class Watch:
     begins, finishes
         Called before and after each pass of the model.
 
+    Raises
+    ------
+    ArgumentError
+        In a pass, if ``nn.DataParallel`` runs the model on several devices.
+
     """
 
     def __init__(
@@ -201,7 +208,7 @@ class Watch:
         self._starts, self._ends, self._begins, self._finishes = starts, ends, begins, finishes
         self._forwards: list[_Forward] = []
         self._handles: list[Any] = []
-        self._pass = ExitStack()
+        self._pass = ExitStack()  # what is undone at the end of the pass
 
     @property
     def attached(self) -> bool:
@@ -235,6 +242,13 @@ class Watch:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not _counts():
             return
+        if module is not self._model:
+            raise ArgumentError(
+                "model",
+                expected="a model that is run by its own parameters",
+                got=f"a replica of {type(module).__name__}, as nn.DataParallel makes for each device",
+                remedy="Train by DistributedDataParallel, or on one device.",
+            )
         self._pass.close()  # of a pass that was interrupted
         self._begins()
         # PyTorch's fast path computes the attention of its encoder layers without a call.

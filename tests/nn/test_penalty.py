@@ -950,6 +950,17 @@ def test_a_copy_after_an_interrupted_pass_computes_with_its_own_weights() -> Non
     assert all("forward" not in vars(m) for m in model.modules())
 
 
+def test_a_replica_of_data_parallel_is_refused() -> None:
+    """Its layers hold tensors in place of parameters, so that a penalty would have no gradient."""
+    model = Direct()
+    with SpectralPenalty(model):
+        replica = model._replicate_for_data_parallel()
+        with pytest.raises(ArgumentError, match=r"nn\.DataParallel makes .* by DistributedDataParallel"):
+            replica(tokens())
+        with torch.no_grad():
+            assert torch.equal(replica(tokens()), model(tokens()))
+
+
 def test_frozen_encoder_layers_are_seen_too() -> None:
     """PyTorch computes their attention in one operation where no gradient is asked for."""
     model = TINY["torch"]().double().eval().requires_grad_(False)

@@ -223,7 +223,6 @@ class SpectralPenalty(Penalty):
 
         """
         found: dict[str, LipschitzEstimate] = {}
-        accuracy: dict[str, Any] = {"rtol": rtol, "confidence": confidence}
         for name, call in self._named_calls().items():
             call.check_unchanged()
             x = call.members
@@ -232,7 +231,9 @@ class SpectralPenalty(Penalty):
             if real is not None:
                 f = partial(_at_real_tokens, f, x, real)
             with torch.autocast(x.device.type, enabled=False), drawing_nothing(name, x.device):
-                found[name] = local_lipschitz(f, x, max_iterations=max_iterations, seed=seed, **accuracy)
+                found[name] = local_lipschitz(
+                    f, x, rtol=rtol, confidence=confidence, max_iterations=max_iterations, seed=seed
+                )
         return found
 
     def state_dict(self) -> dict[str, Any]:
