@@ -867,18 +867,31 @@ def test_compiled_models() -> None:
             assert torch.allclose(penalty(), expected)
 
 
+COMPILED: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "whole": lambda model: torch.compile(model, backend="eager"),  # type: ignore[dict-item]
+    "whole, in place": lambda model: [model.compile(backend="eager"), model][1],
+    "part": lambda model: nn.Sequential(model[0], torch.compile(model[1], backend="eager")),
+    "part, in place": lambda model: [model[1].compile(backend="eager"), model][1],
+}
+
+
 @pytest.mark.slow
-def test_a_part_that_was_compiled_and_run_before_is_not_left_out() -> None:
+@pytest.mark.parametrize("way", COMPILED)
+def test_what_was_compiled_and_run_before_is_not_left_out(way: str) -> None:
     torch._dynamo.reset()
     one, other = (nn.TransformerEncoderLayer(D, 2, 8, 0.0, batch_first=True).double() for _ in range(2))
-    model, x = nn.Sequential(one, torch.compile(other, backend="eager")), tokens()
-    model(x)
+    model, x, found = nn.Sequential(one, other), tokens(), []
     with SpectralPenalty(model) as penalty:
         model(x)
-        compiled = penalty.terms()
-    with SpectralPenalty(nn.Sequential(one, other)) as penalty:
-        penalty._model(x)
-        assert torch.allclose(torch.stack([*compiled.values()]), torch.stack([*penalty.terms().values()]))
+        found.append([*penalty.terms().values()])
+    compiled = COMPILED[way](model)
+    compiled(x)
+    for _ in range(2):
+        with SpectralPenalty(compiled) as penalty:
+            compiled(x)
+            found.append([*penalty.terms().values()])
+    for terms in found[1:]:
+        assert torch.allclose(torch.stack(terms), torch.stack(found[0]))
 
 
 class Direct(nn.Module):
