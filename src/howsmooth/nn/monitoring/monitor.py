@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pandas as pd
 import torch
@@ -148,23 +149,14 @@ class LipschitzMonitor:
         self.scope = scope
         self.strict = bool(strict)
         self.records: list[MonitorRecord] = []
-        self._measurement = Measurement(
-            self.model,
-            self.probes,
-            self.layers,
-            scope,
-            float(rtol),
-            float(confidence),
-            max_iterations,
-            seed,
-            self.strict,
-        )
+        accuracy = {"rtol": float(rtol), "confidence": float(confidence)}
+        self._accuracy: dict[str, Any] = accuracy | {"max_iterations": max_iterations, "seed": seed}
         self._steps = 0
         self._failed: set[int | None] = set()
         if self.layers is not None:
             with gathered(self.trained, self.model) as runs_here:
                 if runs_here:
-                    self._measurement.check_layers()
+                    self._measurement().check_layers()
 
     def step(self, step: int | None = None) -> list[MonitorRecord]:
         """Count an optimizer step, and measure the model if the number of steps is a multiple of ``every`` or
@@ -201,7 +193,7 @@ class LipschitzMonitor:
         with gathered(self.trained, self.model) as runs_here:
             if not runs_here:
                 return []
-            rows = self._measurement.at(at)
+            rows = self._measurement().at(at)
         for record in rows:
             self.records.append(record)
             if self.callback is not None:
@@ -244,6 +236,11 @@ class LipschitzMonitor:
         frame = PrintedTable([record.as_dict() for record in self.records], columns=[*columns])
         kinds = {"int | None": "Int64", "bool | None": "boolean", "float | None": "float", "float": "float"}
         return frame.astype({name: kinds[kind] for name, kind in columns.items() if kind in kinds})
+
+    def _measurement(self) -> Measurement:
+        return Measurement(
+            self.model, self.probes, self.layers, self.scope, strict=self.strict, **self._accuracy
+        )
 
     def __repr__(self) -> str:
         layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"

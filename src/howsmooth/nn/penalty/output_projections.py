@@ -87,7 +87,7 @@ class OutputProjections:
             self._linear, self._others = [], []
         elif call.module in self._inside and isinstance(y, Tensor):
             dropout = isinstance(call.module, nn.Dropout | nn.Identity)
-            passes_on = dropout and _holds(self._linear, call.args[0])
+            passes_on = dropout and any(_holds(self._linear, given) for given in call.args)
             (self._linear if passes_on or _is_linear(call.module) else self._others).append(y)
 
     def _unknown(self, name: str) -> None:
