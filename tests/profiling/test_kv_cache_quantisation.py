@@ -26,7 +26,7 @@ from transformers import (
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.key_value_perturbations import LogitsOfModel
+from howsmooth.models.recorded_softmaxes import RecordedModel
 from tests._shared import shared_data
 from tests._tiny_models import tiny, token_ids
 from tests.profiling.test_entry_sensitivities import jacobians
@@ -206,7 +206,7 @@ def test_the_prediction_is_the_root_mean_square_of_the_jacobian(
 
 
 def test_the_predicted_divergence_is_the_mean_of_small_errors(llama: torch.nn.Module) -> None:
-    whole, size = LogitsOfModel(llama, IDS), 2e-3
+    whole, size = RecordedModel(llama, IDS), 2e-3
     squares = whole.squared_gradients(300, seed=0)
     generator = torch.Generator().manual_seed(1)
     for layer, which in itertools.product(range(2), range(2)):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from textwrap import indent
 from typing import Any, ClassVar
 
@@ -14,26 +15,34 @@ import pandas as pd
 import torch
 from jaxtyping import Float64
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.bounds import kv_error_upper_bound
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError
-from howsmooth.models import LoadedModel, Site, load_model
-from howsmooth.models.identification.layer_identification import VerifiedLayer
-from howsmooth.models.key_value_perturbations import LogitsOfModel
+from howsmooth.models import LoadedModel, load_model
+from howsmooth.models.capture import checked_selection
+from howsmooth.models.identification.layer_identification import indices_of
+from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX
+from howsmooth.models.recorded_softmaxes import RecordedModel, RecordedSoftmax
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.entry_sensitivities import entry_sensitivities
 from howsmooth.profiling.figures import draw_precision
-from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
+from howsmooth.profiling.model_input import (
+    Inputs,
+    Layers,
+    Model,
+    given_inputs,
+    loaded_if_named,
+    shown_progress,
+)
 from howsmooth.profiling.quantisers import (
     QUANTISERS,
     absmax_steps,
     checked_bits,
     checked_quantisers,
     group_of,
-    of_head,
     rounded,
     simulated_kl,
 )
@@ -59,13 +68,13 @@ class Precision(Result):
     TITLE: ClassVar[str] = "Precision"
 
     #: One row for each layer, key/value head, operand, quantiser and number of bits. Columns: ``layer``,
-    #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output, in Frobenius
-    #: norm, ``predicted`` (the root mean square of the change to first order, for errors that are
-    #: independent and uniform within half a step, or the bound if that is smaller), ``change`` (what the
-    #: quantiser really makes), ``bound`` (proved, for all errors of up to half a step) and ``output_norm``
-    #: (the norm of the output itself); of the model's predictions ``predicted_kl`` and ``kl``, mean
-    #: Kullback–Leibler divergences in nats, NaN for a model without logits; and ``name``, the path of the
-    #: module.
+    #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output (of its heads
+    #: where ``refused`` leaves out the projection), in Frobenius norm, ``predicted`` (the root mean square of
+    #: the change to first order, for errors that are independent and uniform within half a step, or the bound
+    #: if that is smaller), ``change`` (what the quantiser really makes), ``bound`` (proved, for all errors of
+    #: up to half a step) and ``output_norm`` (the norm of the output itself); of the model's predictions
+    #: ``predicted_kl`` and ``kl``, mean Kullback–Leibler divergences in nats, NaN for a model without logits;
+    #: and ``name``, the path of the module.
     table: pd.DataFrame
     #: The divergence ``kl`` of the model's predictions with all these keys and values quantised at the same
     #: time, for each ``quantiser`` and number of ``bits``; empty without logits.
@@ -74,7 +83,7 @@ class Precision(Result):
     seed: int
     #: What was left out, with the reasons.
     refused: tuple[str, ...]
-    #: The model on its input, a ``LogitsOfModel``, for ``simulate``; None without logits.
+    #: The model on its input, a ``RecordedModel``, for ``simulate``; None without logits.
     logits: Any
 
     @property
@@ -113,12 +122,10 @@ class Precision(Result):
         rows = []
         for bits in (0, *self.table["bits"].unique()):
             chosen = self.table if bits == 0 else self.table[self.table["bits"] == bits]
-            for predicted, real in _PAIRS:
-                if real == "kl" and not self.has_kl:
-                    continue
-                known = chosen[[predicted, real]].dropna()
-                found = known[predicted].rank().corr(known[real].rank()) if len(known) > 2 else np.nan
-                rows.append({"bits": bits, "predicted": predicted, "real": real, "spearman": float(found)})
+            ranks = chosen[[*_CHANGES, *_DIVERGENCES]].corr("spearman", min_periods=3)
+            for predicted, real in _PAIRS if self.has_kl else _PAIRS[:1]:
+                spearman = ranks.at[predicted, real]
+                rows.append({"bits": bits, "predicted": predicted, "real": real, "spearman": spearman})
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
@@ -154,11 +161,10 @@ class Precision(Result):
         if rows.empty:
             known = ", ".join(self.table["quantiser"].unique())
             raise ArgumentError("quantiser", expected=f"one of the table: {known}", got=repr(quantiser))
-        effects = rows["predicted_kl"]
-        if not self.has_kl:
-            effects = (rows["predicted"] / rows["output_norm"]).pow(2)
-        wide = rows.assign(effect=effects).pivot_table(index=_PLACE, columns="bits", values="effect")
-        columns = [int(b) for b in wide.columns]
+        relative = (rows["predicted"] / rows["output_norm"]).pow(2)
+        rows = rows.assign(effect=rows["predicted_kl"] if self.has_kl else relative)
+        wide = rows.pivot_table(index=_PLACE, columns="bits", values="effect")
+        columns, effects = wide.columns.to_numpy(dtype=int), wide.to_numpy()
         if len(columns) < 2:
             raise ArgumentError(
                 "bits",
@@ -167,23 +173,17 @@ class Precision(Result):
             )
         if not average >= columns[0]:
             raise ArgumentError("average", expected=f"at least {columns[0]} bits", got=repr(average))
-        values = wide.to_numpy()
-        chosen = np.zeros(len(values), dtype=int)
-        left = average * len(values) - columns[0] * len(values)
+        every, chosen = np.arange(len(effects)), np.zeros(len(effects), dtype=int)
+        left = (average - columns[0]) * len(effects)
         while True:
-            best, gain = None, 0.0
-            for i, at in enumerate(chosen):
-                for to in range(at + 1, len(columns)):
-                    cost = columns[to] - columns[at]
-                    saved = (values[i, at] - values[i, to]) / cost
-                    if cost <= left + 1e-9 and saved > gain:
-                        best, gain = (i, to, cost), saved
-            if best is None:
+            costs = columns - columns[chosen][:, None]
+            saved = (effects[every, chosen][:, None] - effects) / np.where(costs > 0, costs, np.inf)
+            saved[costs > left + 1e-9] = 0.0
+            place, to = divmod(int(saved.argmax()), len(columns))
+            if not saved[place, to] > 0.0:
                 break
-            chosen[best[0]], left = best[1], left - best[2]
-        found = wide.reset_index()[_PLACE]
-        found["bits"] = [columns[at] for at in chosen]
-        found["effect"] = values[np.arange(len(values)), chosen]
+            chosen[place], left = to, left - costs[place, to]
+        found = wide.reset_index()[_PLACE].assign(bits=columns[chosen], effect=effects[every, chosen])
         found.columns.name = None
         return found
 
@@ -228,10 +228,7 @@ class Precision(Result):
             raise ArgumentError(
                 "bits", expected="layers, heads and operands of the table", got=str(next(iter(unknown)))
             )
-        # A dict keeps the last of equal keys: the layer's largest head index.
-        last = places.sort_values("head")[["layer", "head"]].itertuples(index=False)
-        kv_heads = {layer: head + 1 for layer, head in last}
-        return simulated_kl(self.logits, chosen, kv_heads, quantiser)
+        return simulated_kl(self.logits, chosen, quantiser)
 
     # ---- in words, in notebooks, and as files
 
@@ -242,8 +239,8 @@ class Precision(Result):
         """
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
-            f"Quantised keys and values of {self.model} at {self.input} (n = {self.n}):{at_once} Spearman's "
-            f"rank correlation: {self._ranks_in_words()}; {self._made_by}"
+            f"Quantised keys and values at the softmax of {self.model} at {self.input} (n = {self.n}):"
+            f"{at_once} Spearman's rank correlation: {self._ranks_in_words()}; {self._made_by}"
         )
 
     def _ranks_in_words(self) -> str:
@@ -291,7 +288,7 @@ class Precision(Result):
         lines = [
             f"Precision of {self.model}, {self.length}: keys or values of one head quantised.",
             f"Input: {self.input}.",
-            f"{self.precision.capitalize()}.",
+            f"{self.precision.capitalize()}. Keys and values as the softmax takes them.",
             f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
             "attention's output: predicted, change (real), bound (proved)"
             + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),
@@ -329,6 +326,7 @@ class Precision(Result):
 _VARIANCE = 1.0 / 12.0
 # Draws for the Fisher information, each a backward pass; every head averages over its tokens and channels.
 _DRAWS = 16
+_HEADS = "no linear module alone is given its heads, so that predicted, change and bound are of the heads"
 
 
 def precision(
@@ -348,9 +346,10 @@ def precision(
     quantised. This is done for every head.
 
     The change of the attention's output is predicted, bounded and simulated for each layer, each key/value
-    head, its keys or its values, each quantiser and each number of bits. Keys and values are those in the KV
-    cache of transformers, after norm layers and rotary positions. They are quantised by absmax (symmetric,
-    2^bits − 1 levels). ``Precision.refused`` names the layers that cannot be treated, with the reasons.
+    head, its keys or its values, each quantiser and each number of bits. Keys and values are those that the
+    softmax takes: after norm layers and rotary positions, as most KV caches hold them, and expanded from the
+    latent of latent attention. They are quantised by absmax (symmetric, 2^bits − 1 levels).
+    ``Precision.refused`` names what is left out, such as layers without a softmax, with the reasons.
 
     If the model has logits, the Kullback–Leibler divergence of its predictions is also predicted and
     simulated. The whole model runs once for each row of the table, with only the keys or values of this row
@@ -391,26 +390,38 @@ def precision(
     """
     wanted = checked_bits(bits), checked_quantisers(quantisers)
     given = given_inputs(loaded_if_named(model, load_with_head), inputs, span, tokenizer)
-    whole, refused = _whole_model(given.module, given.inputs, logits=logits)
+    chosen = checked_selection("layers", layers)
+    recorded = RecordedModel(given.module, given.inputs)
+    indices = indices_of(chosen, len(recorded.layers), "layer")
+    whole = recorded if logits and recorded.logits is not None else None
+    fisher = whole.squared_gradients(_DRAWS, derive_seed(purpose="precision", seed=seed)) if whole else {}
+    left_out: dict[str, list[str]] = {}  # what is left out, by the reason
     rows: list[dict[str, Any]] = []
-    fisher: dict[int, tuple[Tensor, Tensor]] = {}
-    if whole is not None:
-        fisher = whole.squared_gradients(_DRAWS, derive_seed(purpose="precision", seed=seed))
-    n = 0
-    for index, layer in layers_of(given, layers, on_layer):
-        try:
-            site = _site(layer)
-            n = max(n, site.x.shape[1])
-            rows += _Layer(site, whole, fisher.get(index)).rows(*wanted)
-        except HowsmoothError as error:
-            refused.append(str(error))
+    with shown_progress(on_layer, len(indices)) as told:
+        for done, index in enumerate(indices):
+            told(done, len(indices))
+            at = recorded.layers[index]
+            try:
+                rows += list(_rows(at, whole, fisher.get(index), *wanted))
+            except HowsmoothError as error:
+                left_out.setdefault(str(error).rstrip("."), []).append(str(at.layer))
+                continue
+            if at.projection is None:
+                left_out.setdefault(_HEADS, []).append(f"the output projection of {at.layer}")
+        told(len(indices), len(indices))
+    if chosen is None and recorded.without_softmax:
+        left_out[f"{NO_SOFTMAX}, which has no keys and values"] = recorded.without_softmax
+    refused = [f"{', '.join(names)}: {reason}." for reason, names in left_out.items()]
+    name = type(given.module).__name__
+    if logits and whole is None:
+        refused.insert(0, f"The divergence of predictions is left out: {name} has no logits.")
     if not rows:
-        raise CaptureError(f"No layer of {type(given.module).__name__} can be treated. {refused[-1]}")
+        raise CaptureError(f"No layer of {name} can be treated. {refused[-1]}")
     found = Precision(
         **given.origin(),
         table=PrintedTable(rows),
         together=pd.DataFrame(columns=["quantiser", "bits", "kl"]),
-        n=n,
+        n=max(recorded.layers[row["layer"]].softmax.value.shape[-2] for row in rows),
         seed=seed,
         refused=tuple(refused),
         logits=whole,
@@ -433,124 +444,63 @@ def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
         return load_model(name, **options)
 
 
-def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[LogitsOfModel | None, list[str]]:
-    """Return two results. The first is the whole model with its logits, or None. The second is a list with
-    the reason if the model has no logits, and is empty otherwise.
+def _rows(
+    at: RecordedSoftmax,
+    whole: RecordedModel | None,
+    fisher: Sequence[Tensor] | None,
+    bits: Sequence[int],
+    quantisers: Sequence[str],
+) -> Iterator[dict[str, Any]]:
+    """Yield one row of the table for each combination of keys or values of a layer, quantiser, number of bits
+    and head.
+
+    If several quantisers give the same result on this layer, only the first one has rows.
     """
-    if not logits:
-        return None, []
-    try:
-        return LogitsOfModel(module, inputs), []
-    except CaptureError as error:
-        return None, [f"The divergence of predictions is left out: {error}"]
+    f, x = at.attention()
+    q, *operands = f.projections(x)
+    heads, size = _heads(f, q, *operands), float(torch.linalg.vector_norm(f(x)))
+    for i, sensitivity in enumerate(entry_sensitivities(f, x)):
+        t = operands[i]
+        different = {group_of(quantiser, t.shape[-1]): quantiser for quantiser in reversed(quantisers)}
+        for quantiser, count in product(quantisers, bits):
+            if quantiser not in different.values():
+                continue
+            steps = absmax_steps(t, count, quantiser)
+            variance = _VARIANCE * steps.square()
+            predicted = (sensitivity.square() * variance).flatten(1).sum(dim=1).sqrt()
+            moved = _heads(f, q, *(rounded(t, steps) if j == i else operands[j] for j in range(2))) - heads
+            if f.output is not None:
+                output = f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))
+                moved = torch.einsum("bgnv,obgv->bno", moved, output)
+            change = torch.linalg.vector_norm(moved.flatten(1), dim=1)
+            for head in range(f.kv_heads):
+                limits = torch.zeros_like(steps)
+                limits[head] = steps[head] / 2
+                bound = kv_error_upper_bound(f, x, **{("keys", "values")[i]: limits}).value
+                predicted_kl = kl = math.nan
+                if whole is not None and whole.logits is not None and fisher is not None:
+                    # To second order ½ Σ σ_a² F_aa over the entries a of the head.
+                    predicted_kl = 0.5 * float((fisher[i][head] * variance[head]).sum()) / len(whole.logits)
+                    kl = simulated_kl(whole, {(at.layer.index, head, "KV"[i]): count}, quantiser)
+                yield {
+                    "layer": at.layer.index,
+                    "head": head,
+                    "operand": "KV"[i],
+                    "bits": count,
+                    "quantiser": quantiser,
+                    "predicted": min(float(predicted[head]), bound),
+                    "change": float(change[head]),
+                    "bound": bound,
+                    "output_norm": size,
+                    "predicted_kl": predicted_kl,
+                    "kl": kl,
+                    "name": at.layer.name,
+                }
 
 
-def _site(layer: VerifiedLayer | CaptureError) -> Site:
-    """Return the captured attention of a layer; raise CaptureError if its keys and values are not known."""
-    if isinstance(layer, CaptureError):
-        raise layer
-    (site,) = layer.sites("attention")
-    if not isinstance(site.map, SelfAttention):
-        raise CaptureError(
-            f"The keys and values of layer {site.layer} ({site.name}) are not known: {site.path_reason}."
-        )
-    return site
-
-
-class _Layer:
-    """One attention layer in float64, with its queries, keys and values, and with the sensitivity of its
-    output to each entry of the keys and values.
-    """
-
-    def __init__(self, site: Site, whole: LogitsOfModel | None, fisher: tuple[Tensor, Tensor] | None) -> None:
-        self.site, self.whole, self.fisher = site, whole, fisher
-        assert isinstance(site.map, SelfAttention)
-        self.f = site.map.to(dtype=torch.float64, device="cpu")
-        self.x = site.x[0].to(dtype=torch.float64, device="cpu")
-        self.q, k, v = self.f.projections(self.x)
-        self.operands = {"K": k, "V": v}
-        key, value = entry_sensitivities(self.f, self.x)
-        self.sensitivities = {"K": key, "V": value}
-        self.heads = self._heads({})
-        self.size = float(torch.linalg.vector_norm(self.f(self.x)))
-
-    def rows(self, bits: Sequence[int], quantisers: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield one row of the table for each combination of keys or values, quantiser, number of bits and
-        head.
-
-        If several quantisers give the same result on this layer, only the first one has rows.
-        """
-        for operand, t in self.operands.items():
-            different = {group_of(quantiser, t.shape[-1]): quantiser for quantiser in reversed(quantisers)}
-            for quantiser in filter(set(different.values()).__contains__, quantisers):
-                for count in bits:
-                    yield from self._case(operand, quantiser, count)
-
-    def _case(self, operand: str, quantiser: str, bits: int) -> Iterator[dict[str, Any]]:
-        t = self.operands[operand]
-        steps = absmax_steps(t, bits, quantiser)
-        variance = _VARIANCE * steps.square()
-        predicted = (self.sensitivities[operand].square() * variance).flatten(1).sum(dim=1).sqrt()
-        change = self._change(operand, rounded(t, steps))
-        for head in range(self.f.kv_heads):
-            size = torch.zeros_like(steps)
-            size[head] = steps[head] / 2
-            bound = kv_error_upper_bound(self.f, self.x, **{"keys" if operand == "K" else "values": size})
-            yield {
-                "layer": self.site.layer,
-                "head": head,
-                "operand": operand,
-                "bits": bits,
-                "quantiser": quantiser,
-                "predicted": min(float(predicted[head]), bound.value),
-                "change": float(change[head]),
-                "bound": bound.value,
-                "output_norm": self.size,
-                "predicted_kl": self._predicted_kl(operand, head, variance[head]),
-                "kl": self._kl(operand, head, quantiser, bits),
-                "name": self.site.name,
-            }
-
-    def _heads(self, other: Mapping[str, Tensor]) -> Float64[Tensor, "kv_heads group n value_dim"]:
-        """Return the outputs of all heads if the keys or values are replaced by the tensors in ``other``."""
-        f, operands = self.f, self.operands | dict(other)
-        visible = f.visibility(len(self.x))
-        k, v = operands["K"][None], operands["V"][None]
-        return attend(f._grouped(self.q)[None], k, v, f.scale, visible, features=f.features)[0]
-
-    def _change(self, operand: str, other: Tensor) -> Float64[Tensor, " kv_heads"]:
-        """Return, for each key/value head, by how much the output of the layer changes if only this head gets
-        its keys or values from ``other``.
-        """
-        moved = self._heads({operand: other}) - self.heads
-        if self.f.output is not None:
-            output = self.f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))
-            moved = torch.einsum("bgnv,obgv->bno", moved, output)
-        norms: Tensor = torch.linalg.vector_norm(moved.flatten(1), dim=1)
-        return norms
-
-    def _predicted_kl(self, operand: str, head: int, variance: Float64[Tensor, "n dim"]) -> float:
-        """Predict, to second order, the KL divergence of the model's predictions if the keys or values of one
-        head are quantised.
-
-        The divergence is ½ Σ σ_a² F_aa, summed over the entries a. Here σ_a² is the variance of the rounding
-        error of the entry, and F_aa is a diagonal entry of the Fisher information of the model's predictions.
-
-        If the model repeats the keys of a head for each query head, the errors of the copies are treated as
-        independent.
-        """
-        if self.whole is None or self.fisher is None:
-            return math.nan
-        part = of_head(self.fisher["KV".index(operand)], self.site.layer, head, self.f.kv_heads)
-        if part.shape[-2:] != variance.shape:
-            return math.nan
-        return 0.5 * float((part * variance).sum()) / len(self.whole.logits)
-
-    def _kl(self, operand: str, head: int, quantiser: str, bits: int) -> float:
-        """Simulate the KL divergence of the model's predictions if the keys or values of one head are
-        quantised.
-        """
-        if self.whole is None:
-            return math.nan
-        place = (self.site.layer, head, operand)
-        return simulated_kl(self.whole, {place: bits}, {self.site.layer: self.f.kv_heads}, quantiser)
+def _heads(
+    f: SelfAttention, q: Tensor, k: Tensor, v: Tensor
+) -> Float64[Tensor, "kv_heads group n value_dim"]:
+    """Return the outputs of all heads at the given queries, keys and values."""
+    visible = f.visibility(q.shape[-2])
+    return attend(f._grouped(q)[None], k[None], v[None], f.scale, visible, features=f.features)[0]

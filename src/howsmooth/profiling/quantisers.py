@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.key_value_perturbations import LogitsOfModel
+from howsmooth.errors import ArgumentError
+from howsmooth.models.recorded_softmaxes import RecordedModel
 
 __all__ = [
     "QUANTISERS",
@@ -22,7 +22,6 @@ __all__ = [
     "checked_bits",
     "checked_quantisers",
     "group_of",
-    "of_head",
     "rounded",
     "simulated_kl",
 ]
@@ -39,14 +38,7 @@ _SIZES = {"group-32": 32, "group-64": 64}
 
 
 def checked_bits(bits: object) -> tuple[int, ...]:
-    """Check numbers of bits, and return them as a tuple without repetitions.
-
-    Raises
-    ------
-    ArgumentError
-        If no number is given, or one is no whole number from 2 to 16.
-
-    """
+    """Return numbers of bits without repetitions; raise ArgumentError unless all are whole, from 2 to 16."""
     given = (bits,) if isinstance(bits, int) else tuple(bits) if isinstance(bits, Sequence) else ()
     low, high = _BITS
     if not given or any(isinstance(b, bool) or not isinstance(b, int) or not low <= b <= high for b in given):
@@ -55,14 +47,7 @@ def checked_bits(bits: object) -> tuple[int, ...]:
 
 
 def checked_quantisers(names: object) -> tuple[str, ...]:
-    """Check names of quantisers, and return them as a tuple without repetitions.
-
-    Raises
-    ------
-    ArgumentError
-        If no name is given, or one is unknown.
-
-    """
+    """Return names of quantisers without repetitions; raise ArgumentError if one is unknown or none given."""
     given = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Sequence) else ()
     if not given or any(name not in QUANTISERS for name in given):
         raise ArgumentError("quantisers", expected=f"some of {', '.join(QUANTISERS)}", got=repr(names))
@@ -107,59 +92,22 @@ Place = tuple[int, int, str]
 """A layer, a key/value head, and "K" or "V"."""
 
 
-def simulated_kl(
-    whole: LogitsOfModel, bits: Mapping[Place, int], kv_heads: Mapping[int, int], quantiser: str
-) -> float:
-    """Return the KL divergence of a model's predictions when the keys or values of some heads are quantised.
+def simulated_kl(whole: RecordedModel, bits: Mapping[Place, int], quantiser: str) -> float:
+    """Return the KL divergence of a model's predictions when keys or values are quantised, with the number of
+    bits of each place; all others stay exact.
 
-    The layers are quantised in the order in which the model computes them. The keys and values of a layer are
-    therefore computed from the quantised layers before it, as with a quantised KV cache.
-
-    Parameters
-    ----------
-    whole
-        The model on its input.
-    bits
-        The number of bits for each place (layer, key/value head, "K" or "V"); all others stay exact.
-    kv_heads
-        The number of key/value heads of each layer that has a place.
-    quantiser
-        The quantiser.
-
-    Raises
-    ------
-    CaptureError
-        If the number of heads of keys at a softmax is no multiple of the layer's number in ``kv_heads``.
-
+    The keys and values of a layer are computed from the quantised layers before it, as with a quantised KV
+    cache.
     """
 
     def change(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         chosen = [(head, operand, count) for (at, head, operand), count in bits.items() if at == layer]
         if not chosen:
             return None
-        other = {
-            operand: t.clone(memory_format=torch.contiguous_format)
-            for operand, t in (("K", keys), ("V", values))
-        }
+        keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (keys, values))
         for head, operand, count in chosen:
-            part = of_head(other[operand], layer, head, kv_heads[layer])
+            part = whole.layers[layer].by_head(keys if operand == "K" else values)[head]  # a view
             part.copy_(rounded(part, absmax_steps(part, count, quantiser)))
-        return other["K"], other["V"]
+        return keys, values
 
     return whole.mean_kl(change)
-
-
-def of_head(t: Tensor, layer: int, head: int, kv_heads: int) -> Tensor:
-    """Return the part of the keys or values of a layer that belongs to one key/value head, as a view. The
-    keys or values have the shape (*lead, heads, n, dim).
-
-    Some models repeat the keys of a head for each query head before the softmax, and some models have a
-    single axis for the sequences of a batch and the heads.
-    """
-    heads = t.view(-1, *t.shape[-2:])
-    copies, rest = divmod(len(heads), kv_heads)
-    if rest or not copies:
-        raise CaptureError(
-            f"The softmax of layer {layer} has {len(heads)} heads of keys, where its map has {kv_heads}."
-        )
-    return heads[head * copies : (head + 1) * copies]

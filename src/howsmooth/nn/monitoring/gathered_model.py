@@ -8,26 +8,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["gathered", "is_sharded", "put", "unwrapped"]
+from howsmooth.plain_modules import unwrapped
+
+__all__ = ["gathered", "is_sharded", "without_wrappers"]
 
 #: A table of a module, or its own fields; a name in it, and the value that it has for a while.
 _Entry = tuple[dict[str, Any], str, Any]
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that is wrapped by DistributedDataParallel, ``torch.compile`` or similar wrappers.
-
-    A forward pass through the wrappers would wait for other processes, or compile the model again.
-    """
-    while True:
-        if isinstance(model, DataParallel | DistributedDataParallel) or _is_fsdp_wrapper(model):
-            model = model.module  # type: ignore[assignment]
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """Return the model inside of the wrappers of :func:`unwrapped` and FullyShardedDataParallel."""
+    while _is_fsdp_wrapper(inner := unwrapped(model)):
+        model = inner.module  # type: ignore[assignment]
+    return inner
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -55,14 +50,16 @@ def gathered(trained: nn.Module, model: nn.Module) -> Iterator[bool]:
         if wrapper is not None:
             whole: Any = type(wrapper).summon_full_params  # type: ignore[attr-defined]
             stack.enter_context(whole(trained, recurse=True, writeback=False, rank0_only=True))
-            stack.enter_context(put(list(_inside_wrappers(model))))
+            stack.enter_context(_put(list(_inside_wrappers(model))))
         elif sharded:
-            stack.enter_context(put([*_whole_parameters(model, keep=first), *_without_sharding_hooks(model)]))
+            stack.enter_context(
+                _put([*_whole_parameters(model, keep=first), *_without_sharding_hooks(model)])
+            )
         yield first
 
 
 @contextmanager
-def put(entries: list[_Entry]) -> Iterator[None]:
+def _put(entries: list[_Entry]) -> Iterator[None]:
     """Return a context manager that puts values into tables of modules, and at its end the old ones."""
     before = [(table, name, table[name]) for table, name, _ in entries]
     try:
@@ -88,7 +85,7 @@ def _inside_wrappers(model: nn.Module) -> Iterator[_Entry]:
     for module in model.modules():
         for name, child in module._modules.items():
             if child is not None and _is_fsdp_wrapper(child):
-                yield module._modules, name, unwrapped(child)
+                yield module._modules, name, without_wrappers(child)
 
 
 def _whole_parameters(model: nn.Module, *, keep: bool) -> Iterator[_Entry]:

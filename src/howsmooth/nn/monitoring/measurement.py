@@ -17,18 +17,20 @@ from torch import Tensor, nn
 from howsmooth.attention import TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
+from howsmooth.models.as_called import as_called
 from howsmooth.models.capture import capture
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs
-from howsmooth.models.measurement_mode import implementation
+from howsmooth.models.inputs.model_inputs import model_inputs
+from howsmooth.models.measurement_mode import measurement_mode
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
+from howsmooth.models.preserved_state import preserved_state
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
 from howsmooth.nn.monitoring.own_attention import OwnAttention
-from howsmooth.nn.monitoring.preserve_training_state import preserved_state
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.watching import Call, first_tokens, watched
@@ -85,9 +87,11 @@ class Measurement:
         rows: dict[int, list[_Part]] = {}
         try:
             with preserved_state(self.model):
-                for number, given in enumerate(self.probes.of_model(self.model)):
-                    for index, part in self._of_probe(step, number, given):
-                        rows.setdefault(index, []).append(part)
+                for number, inputs in enumerate(self.probes.inputs):
+                    # Evaluation mode is what a monitor of a training is for.
+                    with as_called(self.model, inputs, training=False) as given:
+                        for index, part in self._of_probe(step, number, given):
+                            rows.setdefault(index, []).append(part)
             return [
                 self._record(replace(blank, layer=index, name=parts[0].name), parts)
                 for index, parts in sorted(rows.items())
@@ -103,9 +107,9 @@ class Measurement:
         The attention layers are counted at the first probe input. A model that cannot be run now is not
         checked; its measurement says why.
         """
-        with preserved_state(self.model):
+        with preserved_state(self.model), measurement_mode(self.model):
             try:
-                places = _places(self.model, self.probes.of_model(self.model)[0])
+                places = _places(self.model, model_inputs(self.model, self.probes.inputs[0]))
             except Exception:
                 return
         self._indices(len(places))
@@ -118,12 +122,12 @@ class Measurement:
                 )
         return sorted(range(count) if self.layers is None else {index % count for index in self.layers})
 
-    def _of_probe(self, step: int, number: int, given: ModelInputs) -> Iterator[tuple[int, _Part]]:
+    def _of_probe(self, step: int, number: int, given: ModelCall) -> Iterator[tuple[int, _Part]]:
         """Measure all layers at one probe input.
 
         The sequences of a padded input are measured one by one, each without its padding.
         """
-        padding = padding_of(self.model, given)
+        padding = padding_of(given)
         if padding is None:
             yield from self._of_layers((step, number, 0), given, lambda layer, index: None)
             return
@@ -137,7 +141,7 @@ class Measurement:
                     raise _Moved(str(layer if own else layer.self_attention.layer))  # type: ignore[union-attr]
 
             moved = ""
-            for alone in without_padding(self.model, padding, sequence):
+            for alone in without_padding(padding, sequence):
                 try:
                     yield from [*self._of_layers((step, number, sequence), alone, check)]
                     break
@@ -151,7 +155,7 @@ class Measurement:
                 )
 
     def _of_layers(
-        self, key: tuple[int, int, int], given: ModelInputs, check: _Check
+        self, key: tuple[int, int, int], given: ModelCall, check: _Check
     ) -> Iterator[tuple[int, _Part]]:
         """Run the model on inputs without padding, and measure its layers, each before the next is read."""
         began = time.process_time()
@@ -182,7 +186,7 @@ class Measurement:
         place: _Place,
         index: int,
         key: tuple[int, int, int],
-        given: ModelInputs,
+        given: ModelCall,
         check: _Check,
     ) -> None:
         f: Callable[[Tensor], Tensor]
@@ -191,7 +195,7 @@ class Measurement:
             check(place, index)
         else:
             _check_finite(place)
-            read = read_layer(place, given.batch, implementation(self.model))
+            read = read_layer(place)
             check(read, index)
             part.name = read.self_attention.layer.name
             site = read.sites(self.scope)[0]
@@ -267,7 +271,7 @@ class Measurement:
 _OF_EACH = ("value", "lower", "upper", "converged", "iterations")
 
 
-def _places(model: nn.Module, given: ModelInputs) -> list[_Place]:
+def _places(model: nn.Module, given: ModelCall) -> list[_Place]:
     """Run the model on one probe input, and return all its attention layers in the order of their calls,
     those of howsmooth.nn among them.
 
@@ -298,7 +302,7 @@ def _places(model: nn.Module, given: ModelInputs) -> list[_Place]:
             names.append(layer.name)
 
     with watched(layers, starts, ends):
-        _, kept = trace_forward_pass(model, given.named, None, seen)
+        _, kept = trace_forward_pass(given, None, seen)
     others = iter([one for _, one in sorted(kept.items()) if not inside(one.layer.name)])
     places = [own[name].pop(0) if name in own else next(others) for name in names]
     if not places:

@@ -17,7 +17,7 @@ from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.checks import check_size
-from howsmooth.nn.monitoring.gathered_model import gathered, unwrapped
+from howsmooth.nn.monitoring.gathered_model import gathered, without_wrappers
 from howsmooth.nn.monitoring.measurement import Measurement
 from howsmooth.nn.monitoring.probe_inputs import ProbeInputs, Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
@@ -139,7 +139,7 @@ class LipschitzMonitor:
             raise ArgumentError("layers", expected="a list of layer indices, or None", got=repr(layers))
         #: The model as it is trained, inside the wrappers of distributed training.
         self.trained = model
-        self.model = unwrapped(model)
+        self.model = without_wrappers(model)
         self.probes = Probes(self.model, probes)
         double = any(p.dtype == torch.float64 for p in self.model.parameters())
         check_accuracy(rtol, confidence, "float64" if double else "float32")

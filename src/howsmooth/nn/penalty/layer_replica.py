@@ -16,6 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from howsmooth.errors import ArgumentError
+from howsmooth.plain_modules import unwrapped
 
 __all__ = ["drawing_nothing", "replica", "single"]
 
@@ -37,7 +38,7 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
     """
     copies: dict[nn.Module, nn.Module] = {}
     buffers: dict[int, Tensor] = {}
-    modules = {path: module for path, module in layer.named_modules() if _inside(module) is module}
+    modules = {path: module for path, module in layer.named_modules() if unwrapped(module) is module}
     for path, module in modules.items():
         own = vars(module)
         if isinstance(module, torch.jit.ScriptModule) or "forward" in own:
@@ -67,15 +68,9 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
         # The copies refer to each other as the originals do, shared modules included.
         children = module._modules.items()
         vars(copies[module])["_modules"] = {
-            key: c if c is None else copies[_inside(c)] for key, c in children
+            key: c if c is None else copies[unwrapped(c)] for key, c in children
         }
-    return copies[_inside(layer)]
-
-
-def _inside(module: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile`` wrapped, or the module itself."""
-    within = getattr(module, "_orig_mod", None)
-    return within if isinstance(within, nn.Module) else module
+    return copies[unwrapped(layer)]
 
 
 @contextmanager
