@@ -1,5 +1,4 @@
-"""Candidates for the map that a traced attention layer computes. They are derived from the tensors of the
-layer, not from names of modules.
+"""Candidates for the map that a traced attention layer computes, derived from its tensors, not from names.
 
 There are three hypotheses, from the most to the least explicit: a map whose every parameter is known; the
 softmaxes in closed form inside the model's own code; the whole module, differentiated by PyTorch. Each fits
@@ -35,33 +34,25 @@ from howsmooth.models.tracing.mask_and_bias import (
     order_and_window,
     split_mask,
 )
-from howsmooth.models.tracing.recorder import is_linear, output_of
+from howsmooth.models.tracing.recorder import AttentionLayer, is_linear, output_of
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
 __all__ = [
-    "CapturedMap",
-    "Hypothesis",
-    "Path",
-    "condition_of",
-    "heads_in",
-    "hypotheses",
-    "norms_all_heads",
-    "tail_of",
+    "CapturedMap", "Hypothesis", "condition_of", "heads_in", "hypotheses", "norms_all_heads", "tail_of",
     "width_of",
-]
+]  # fmt: skip
 
-Path = Literal["closed form", "autodiff"]
+_BY_HEAD = "a mask of its own for each head"
+
 CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
 
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
-    """A candidate for the map that an attention layer computes, which is not verified yet. It also says how
-    the Jacobian of the map is computed.
-    """
+    """A candidate for the map that an attention layer computes, which is not verified yet."""
 
     map: CapturedMap
-    path: Path  # how the Jacobian of the map is computed
+    path: Literal["closed form", "autodiff"]  # how the Jacobian of the map is computed
     reason: str  # a phrase that says why the Jacobian is computed so
     masking: str  # the mask in words
     condition: float  # a bound on the absolute scores, for tolerances
@@ -70,57 +61,47 @@ class Hypothesis:
 def hypotheses(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[Hypothesis | CaptureError]:
-    """Yield candidates for the map that an attention layer computes. The candidates with the most known
-    parameters come first.
-
-    Every parameter of the first map is known; the last map runs the module as it is. If a hypothesis does not
-    fit the trace, the error that says why is yielded in place of the hypothesis.
-
-    Raises
-    ------
-    CaptureError
-        If no hypothesis is possible.
-
+    """Yield candidates for the map that an attention layer computes, those with the most known parameters
+    first. In place of a hypothesis that does not fit the trace stands the error that says why.
     """
-    masking, causal = _masking(trace, self_attention)
+    maskings = [_masking(trace.layer, softmax, self_attention) for softmax in trace.softmaxes]
+    words = ", ".join(dict.fromkeys(masking.words for masking in maskings))
+    causal = all(masking.causal for masking in maskings)
     condition = max(condition_of(softmax) for softmax in trace.softmaxes)
     reason = self_attention.obstacle
     if not reason:
         try:
-            attention = _explicit(trace, output, causal=causal)
-            yield Hypothesis(attention, "closed form", "every parameter is known", masking, condition)
+            attention = _explicit(trace, output, maskings[0])
+            yield Hypothesis(attention, "closed form", "every parameter is known", words, condition)
             reason = "as a map with these parameters it was not confirmed"
             if norms_all_heads(attention):
                 reason = "a norm of its queries or keys acts on all heads together"
         except (CaptureError, ArgumentError) as error:
             yield CaptureError(str(error))
             reason = str(error)
+    part = CopiedModule.of(
+        self_attention.alone, tail_of(self_attention, output), self_attention.implementation
+    )
+    if not self_attention.obstacle:
         try:
-            staged = _staged(trace, self_attention, output, causal=causal)
+            staged = _staged(trace, part, output, causal=causal)
             known = f"the softmax in closed form, the rest differentiated by PyTorch: {reason}"
-            yield Hypothesis(staged, "closed form", known, masking, condition)
+            yield Hypothesis(staged, "closed form", known, words, condition)
         except (CaptureError, ArgumentError) as error:
             yield CaptureError(str(error))
             reason = str(error)
-    replayed = _replayed(trace, self_attention, output, causal=causal)
-    yield Hypothesis(
-        replayed, "autodiff", f"differentiated by PyTorch as it is: {reason}", masking, condition
-    )
+    replayed = _replayed(trace, self_attention, part, output, causal=causal)
+    yield Hypothesis(replayed, "autodiff", f"differentiated by PyTorch as it is: {reason}", words, condition)
 
 
 # ---------------------------------------------------------------- the three readings
 
 
-def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> SelfAttention:
-    """Read all weights and options of an attention layer, and return it as a SelfAttention.
-
-    ``causal`` is used for a single token, whose mask does not show whether the layer is causal.
-    """
-    layer, n = trace.layer, trace.x.shape[1]
+def _explicit(trace: LayerTrace, output: AttentionOutput, masking: Masking) -> SelfAttention:
+    """Read all weights and options of an attention layer."""
+    layer, x, n = trace.layer, trace.x, trace.x.shape[1]
     if len(trace.softmaxes) > 1:
         raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
-    projection = output.projection
-    module = layer.module if isinstance(layer.module, nn.MultiheadAttention) else None
     softmax = trace.softmaxes[0]
     operands = {name: getattr(softmax, name) for name in ("query", "key", "value", "output")}
     if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands.values()):
@@ -130,15 +111,16 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
     queries, keys = operands["query"].shape[2], operands["key"].shape[2]
     if not queries == keys == n:
         raise CaptureError(f"{layer} is given {n} tokens and attends from {queries} to {keys}.")
-    visible, bias = split_mask(layer, softmax.mask)
-    seen = _described(softmax, _common(layer, visible, n), n)
-    if module is not None:
-        projections, weight, output_bias = multihead_parameters(module, softmax)
-    elif projection is not None:
+    if masking.words == _BY_HEAD:
+        raise CaptureError(f"{layer} masks its heads differently.")
+    if isinstance(layer.module, nn.MultiheadAttention):
+        projections, weight, output_bias = multihead_parameters(layer.module, softmax)
+    elif output.projection is not None:
         projections = read_projections(trace, softmax)
-        weight, output_bias = weight_and_bias(_matrix_of(trace, projection))
+        weight, output_bias = weight_and_bias(_matrix_of(trace, output.projection))
     else:
         raise CaptureError(output.unclear)
+    bias = split_mask(layer, softmax.mask)[1]
     return SelfAttention(
         projections.query.weight,
         projections.key.weight,
@@ -149,77 +131,74 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
         value_bias=projections.value.bias,
         output_bias=None if output_bias is None else output_bias.clone(),
         scale=softmax.scale * projections.factor,
-        causal=causal if n == 1 else seen.causal,
-        window=seen.window,
-        mask=seen.mask,
+        causal=masking.causal,
+        window=masking.window,
+        mask=masking.mask,
         rotary=projections.rotary,
         query_norm=projections.query_norm,
         key_norm=projections.key_norm,
-        score_bias=None if bias is None else _by_head(bias, n).clone().to(trace.x.dtype),
+        score_bias=None if bias is None else _by_head(bias, n).clone().to(x.dtype),
         softcap=softmax.softcap,
-        sinks=None if softmax.sinks is None else softmax.sinks.detach().to(trace.x.dtype).clone(),
+        sinks=_sinks(softmax, x.dtype),
     )
 
 
 def _staged(
-    trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
+    trace: LayerTrace, part: CopiedModule, output: AttentionOutput, *, causal: bool
 ) -> StagedAttention:
-    """Return a map that runs a copy of the attention module with a SoftmaxCore in place of each softmax.
-
-    The Jacobian of a SoftmaxCore has a closed form.
+    """Return a map that runs the copied module with a SoftmaxCore, whose Jacobian has a closed form, in place
+    of each softmax.
     """
-    cores = []
+    cores, dtype = [], trace.x.dtype
     for softmax in trace.softmaxes:
         visible, bias = split_mask(trace.layer, softmax.mask)
-        bias = None if bias is None else bias.to(trace.x.dtype)
-        sinks = None if softmax.sinks is None else softmax.sinks.detach().to(trace.x.dtype).clone()
+        bias = None if bias is None else bias.to(dtype)
         rules = None if visible is None else order_and_window(visible)  # rules need no (n, n) matrix
         ordered, window = (False, None) if rules is None else (rules.causal, rules.window)
-        mask = visible if rules is None else None
+        mask, sinks = visible if rules is None else None, _sinks(softmax, dtype)
         cores.append(
             SoftmaxCore(softmax.scale, softmax.causal or ordered, mask, bias, softmax.softcap, sinks, window)
         )
     return StagedAttention(
-        CopiedModule.of(self_attention.alone, tail_of(self_attention, output), self_attention.implementation),
+        part,
         tuple(cores),
         d=trace.x.shape[-1],
         d_out=width_of(output.call.output, output.call),
         heads=heads_in(trace),
         n=trace.x.shape[1],
         causal=causal,
-        dtype=trace.x.dtype,
+        dtype=dtype,
         device=trace.x.device,
-        description=type(self_attention.alone.module).__name__,
+        description=type(part.call.module).__name__,
     )
 
 
 def _replayed(
-    trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
+    trace: LayerTrace,
+    self_attention: SelfAttentionModule,
+    part: CopiedModule,
+    output: AttentionOutput,
+    *,
+    causal: bool,
 ) -> ReplayedAttention:
-    """Return a map that runs an unchanged copy of the attention module and is differentiated by PyTorch."""
-    layer = CopiedModule.of(
-        self_attention.alone, tail_of(self_attention, output), self_attention.implementation
-    )
-
-    def replayed(part: CopiedModule, width: int, within: ReplayedAttention | None) -> ReplayedAttention:
-        return ReplayedAttention(part, d_out=width, heads=heads_in(trace), causal=causal, inner=within)
-
-    heads, projection = None, output.projection
+    """Return a map that runs the copied module as it is and is differentiated by PyTorch."""
+    heads, inner, projection = heads_in(trace), None, output.projection
     if projection is not None:
         width = width_of(projection.inputs, projection)
-        inner = (
-            Tail(width=width)
-            if output.outside
-            else Tail(module=_path(self_attention, projection), of_input=True)
-        )
-        heads = replayed(CopiedModule(layer.call, inner, layer.implementation), width, None)
-    return replayed(layer, width_of(output.call.output, output.call), heads)
+        within = Tail(module=_path(self_attention, projection), of_input=True)
+        tail = Tail(width=width) if output.outside else within
+        before = CopiedModule(part.call, tail, part.implementation)
+        inner = ReplayedAttention(before, d_out=width, heads=heads, causal=causal)
+    width = width_of(output.call.output, output.call)
+    return ReplayedAttention(part, d_out=width, heads=heads, causal=causal, inner=inner)
+
+
+def _sinks(softmax: SoftmaxCall, dtype: torch.dtype) -> Tensor | None:
+    return None if softmax.sinks is None else softmax.sinks.detach().to(dtype).clone()
 
 
 def _matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
-    """Return the linear layer that is applied to the concatenated heads. It is the output projection, or a
-    module inside the output projection.
-    """
+    """Return the linear module, in the output projection or this itself, that is given the heads."""
     heads, parts = heads_of(trace), set(projection.module.modules())
     for call in trace.after:
         if heads is not None and call.module in parts and is_linear(call.module) and is_given(call, heads):
@@ -229,9 +208,7 @@ def _matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def tail_of(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return a description of which tensor is the attention output: the value that the attention module
-    returns, or the output of a projection inside or outside of the module.
-    """
+    """Return a description of which tensor is the attention output."""
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
         return Tail(module, width=width_of(output.call.inputs, output.call))
@@ -266,75 +243,35 @@ def heads_in(trace: LayerTrace) -> int:
     return shape[-3] if len(shape) > 2 else 1
 
 
-def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
-    """Return the attention mask (n, n) that all heads share; raise CaptureError if the masks of the heads
-    differ.
-    """
-    if visible is None:
-        return None
-    each = _by_head(visible, n)
-    if len(each) > 1 and not bool((each == each[:1]).all()):
-        raise CaptureError(f"{layer} masks its heads differently.")
-    return each[0]
-
-
-def _described(softmax: SoftmaxCall, visible: Tensor | None, n: int) -> Masking:
-    """Describe the mask of a softmax call, combined with the causal order if the call has the ``causal``
-    flag.
-    """
-    if not softmax.causal:
-        return describe_mask(visible, n)
-    if visible is None:
-        return Masking(True, None, None, "causal")
-    return describe_mask(visible.tril(), n)
-
-
 def _by_head(scores: Tensor, n: int) -> Tensor:
     """Return a mask or a score bias in the shape (heads, n, n), or (1, n, n) if all heads share it."""
     return scores.broadcast_to(*scores.shape[:-2], n, n).reshape(-1, n, n)
 
 
-def _masking(trace: LayerTrace, self_attention: SelfAttentionModule) -> tuple[str, bool]:
-    """Describe the masks of a layer in words, and return whether the layer is causal."""
-    found: list[tuple[str, bool]] = []
-    for softmax in trace.softmaxes:
-        shape = output_of(softmax).shape
-        m, n = shape[-2], softmax.value.shape[-2]
-        if softmax.obstacle:
-            found.append(_masking_of_weights(softmax))
-            continue
-        visible, _ = split_mask(trace.layer, softmax.mask)
-        if shape[:-3].numel() > 1:
-            found.append((f"windows of {m} tokens", False))
-            continue
-        if m != n:
-            found.append((f"{m} queries see {n} keys", False))
-            continue
-        each = None if visible is None else _by_head(visible, n)
-        if each is not None and len(each) > 1 and not bool((each == each[:1]).all()):
-            found.append(("a mask of its own for each head", softmax.causal or not bool(each.triu(1).any())))
-            continue
-        seen = None if each is None else each[0]
-        if n == 1 and (
-            softmax.mask is not None or getattr(self_attention.replay.module, "is_causal", False) is True
-        ):
-            seen = torch.ones(1, 1, dtype=torch.bool, device=softmax.value.device)
-        masking = _described(softmax, seen, n)
-        found.append((masking.words, masking.causal))
-    words = ", ".join(dict.fromkeys(words for words, _ in found))
-    return words, all(causal for _, causal in found)
-
-
-def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
-    """Describe in words the mask that the zeros of the attention weights show, and return whether it is
-    causal.
-    """
-    p = softmax.probabilities
-    if p is None or p.shape[-1] != p.shape[-2]:
-        return "not read", False
-    n = p.shape[-1]
-    masking = describe_mask((p != 0).reshape(-1, n, n).any(dim=0), n)
-    return masking.words, masking.causal
+def _masking(layer: AttentionLayer, softmax: SoftmaxCall, self_attention: SelfAttentionModule) -> Masking:
+    """Describe the mask of a softmax in words and by rules."""
+    if softmax.obstacle:  # the zeros of the attention weights show the mask
+        p = softmax.probabilities
+        if p is None or p.shape[-1] != p.shape[-2]:
+            return Masking(False, None, None, "not read")
+        n = p.shape[-1]
+        return describe_mask((p != 0).reshape(-1, n, n).any(dim=0), n)
+    shape = output_of(softmax).shape
+    m, n = shape[-2], softmax.value.shape[-2]
+    visible, _ = split_mask(layer, softmax.mask)
+    if shape[:-3].numel() > 1:
+        return Masking(False, None, None, f"windows of {m} tokens")
+    if m != n:
+        return Masking(False, None, None, f"{m} queries see {n} keys")
+    given = softmax.mask is not None or getattr(self_attention.replay.module, "is_causal", False) is True
+    if n == 1 and (given or softmax.causal):  # the mask of a single token hides nothing
+        return Masking(True, None, None, "causal")
+    if visible is None:
+        return Masking(True, None, None, "causal") if softmax.causal else describe_mask(None, n)
+    each = _by_head(visible, n)
+    if len(each) > 1 and not bool((each == each[:1]).all()):
+        return Masking(softmax.causal or not bool(each.triu(1).any()), None, None, _BY_HEAD)
+    return describe_mask(each[0].tril() if softmax.causal else each[0], n)
 
 
 def condition_of(softmax: SoftmaxCall) -> float:
@@ -345,11 +282,7 @@ def condition_of(softmax: SoftmaxCall) -> float:
     if softmax.query is None or softmax.key is None or softmax.obstacle:
         return 100.0  # the scores are unknown; a hundred is a common size
     longest = [float(t.norm(dim=-1).max()) for t in (softmax.query, softmax.key)]
-    largest = 0.0
-    if softmax.mask is not None and softmax.mask.dtype != torch.bool:
-        largest = (
-            float(softmax.mask[softmax.mask > HIDDEN].abs().max())
-            if bool((softmax.mask > HIDDEN).any())
-            else 0.0
-        )
+    mask, largest = softmax.mask, 0.0
+    if mask is not None and mask.dtype != torch.bool and bool((mask > HIDDEN).any()):
+        largest = float(mask[mask > HIDDEN].abs().max())
     return abs(softmax.scale) * longest[0] * longest[1] + largest

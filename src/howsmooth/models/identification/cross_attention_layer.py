@@ -24,7 +24,6 @@ from howsmooth.models.identification.self_attention_module import (
     MEMORY,
     QUERIES,
     SelfAttentionModule,
-    TriedArgument,
     attention_run,
     check_finite,
     first_line,
@@ -36,7 +35,7 @@ from howsmooth.models.identification.verification import compare, own_values
 from howsmooth.models.tolerance import precision, tolerance
 from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import ModuleReplay
-from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer
+from howsmooth.models.tracing.recorder import TracedLayer
 from howsmooth.scopes import CROSS_SCOPE
 
 __all__ = ["OneSequence", "VerifiedCrossLayer", "read_cross_layer"]
@@ -107,16 +106,14 @@ class VerifiedCrossLayer:
     stored: torch.dtype
 
     def map(self, side: str) -> tuple[ReplayedAttention, Tensor]:
-        """Return the layer as a map of the query tokens, of the memory (the sequence that gives the keys and
-        values), or of both, and the tokens (n, d) that it was given.
+        """Return the layer as a map of ``side``, which is "queries", "memory" (the sequence that gives the
+        keys and values) or "joint", and the tokens (n, d) that it was given.
         """
         part = _OneArgument(self.copied, side)
         return ReplayedAttention(part, d_out=self.d_out, heads=self.heads, causal=False), part.x
 
     def site(self, side: str, sequence: int | None) -> CrossSite:
-        """Return the captured layer with its inputs, as a map of the query tokens, of the memory (the
-        sequence that gives the keys and values), or of both.
-        """
+        """Return the captured layer with its inputs, as a map of ``side`` as in :meth:`map`."""
         layer = self.module.layer
         f, z = self.map(side)
         return CrossSite(
@@ -141,12 +138,7 @@ class VerifiedCrossLayer:
 
 
 def read_cross_layer(traced_layer: TracedLayer) -> VerifiedCrossLayer:
-    """Copy a traced cross-attention layer for one sequence, and verify the copy.
-
-    Parameters
-    ----------
-    traced_layer
-        The layer, traced in a forward pass of one sequence.
+    """Copy a cross-attention layer, traced in a forward pass of one sequence, and verify the copy.
 
     Raises
     ------
@@ -157,17 +149,16 @@ def read_cross_layer(traced_layer: TracedLayer) -> VerifiedCrossLayer:
 
     """
     try:
-        return _read(traced_layer, traced_layer.model.implementation)
+        return _read(traced_layer)
     except HowsmoothError:
         raise
     except Exception as error:  # a module may raise any error when it runs by itself
         raise CaptureError(f"{traced_layer.layer} cannot be run by itself: {first_line(error)}.") from error
 
 
-def _read(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
-    module = _find(traced_layer, user)
-    root = whole_layer(traced_layer, 1)
-    trace = trace_layer(module, traced_layer, root)
+def _read(traced_layer: TracedLayer) -> VerifiedCrossLayer:
+    module = _find(traced_layer)
+    trace = trace_layer(module, traced_layer, whole_layer(traced_layer))
     output = find_output(trace, module)
     if output.obstacle:
         raise CaptureError(f"{module.layer} has no scope {CROSS_SCOPE!r}: {output.obstacle}.")
@@ -187,11 +178,11 @@ def _memory_of(call: ModuleReplay) -> Tensor:
     return call.memory.reshape(-1, call.memory.shape[-1])
 
 
-def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule:
+def _find(traced_layer: TracedLayer) -> SelfAttentionModule:
     """Find the module of a traced layer that takes the query tokens and the memory as arguments."""
     layer, reasons = traced_layer.layer, list[str]()
-    roles: dict[int, dict[str, TriedArgument]] = {}
-    for tried in tried_arguments(traced_layer, 1, implementation, reasons):
+    roles: dict[int, dict[str, SelfAttentionModule]] = {}
+    for tried in tried_arguments(traced_layer, reasons):
         if all(one == QUERIES | MEMORY for one in tried.moved):
             raise OneSequence(
                 f"{layer} is self-attention: its queries, keys and values come from the same tokens. Capture "
@@ -202,7 +193,7 @@ def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule
             if tried.moved and all(one == operands for one in tried.moved):
                 own.setdefault(role, tried)
         if len(own) == 2:
-            return _module_of(layer, own["queries"], own["memory"].replay.x)
+            return _with_memory(own["queries"], own["memory"].replay.x)
     why = "; ".join(dict.fromkeys(reasons))[:300]
     raise CaptureError(
         f"{layer} is not captured with scope {CROSS_SCOPE!r}: no module of it has one argument that gives "
@@ -210,18 +201,16 @@ def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule
     )
 
 
-def _module_of(layer: AttentionLayer, queries: TriedArgument, memory: Tensor) -> SelfAttentionModule:
-    """Return the cross-attention module of a layer with its call. Raise CaptureError if the tokens or the
-    memory determine which keys a query sees.
+def _with_memory(found: SelfAttentionModule, memory: Tensor) -> SelfAttentionModule:
+    """Return a cross-attention module with its call as a function of the memory too; raise CaptureError if
+    the tokens or the memory determine which keys a query sees.
     """
-    layer = replace(layer, name=queries.call.name, module=queries.call.module)
-    replay = ModuleReplay(queries.call, queries.replay.x, 1, memory)
-    before = queries.before.softmaxes
-    check_finite(layer, replay.x, before)
-    moved = attention_run(replay.with_memory(moved_tokens(memory)), replay.x, queries.implementation)
-    for after in (queries.after, moved):
-        obstacle_of(layer, before, after.softmaxes)
-    return replace(queries.module(layer, ""), replay=replay, alone=replay)
+    replay, before = ModuleReplay(found.call, found.replay.x, 1, memory), found.softmaxes
+    check_finite(found.layer, replay.x, before)
+    moved = attention_run(replay.with_memory(moved_tokens(memory)), replay.x, found.implementation)
+    for after in (found.after, moved):
+        obstacle_of(found.layer, before, after.softmaxes)
+    return replace(found, replay=replay, alone=replay)
 
 
 def _masking(trace: LayerTrace) -> str:
@@ -243,9 +232,7 @@ def _masking(trace: LayerTrace) -> str:
 
 
 def _verify(found: VerifiedCrossLayer, output: AttentionOutput, condition: float) -> None:
-    """Raise CaptureError unless the copy agrees with the model, at the captured sequences and at other
-    sequences.
-    """
+    """Raise CaptureError unless the copy agrees with the model, at the captured sequences and at others."""
     module = found.module
     call, memory = module.alone, _memory_of(module.alone)
     for of_queries, of_memory in ((False, False), (True, False), (False, True), (True, True)):

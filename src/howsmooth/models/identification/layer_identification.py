@@ -54,11 +54,8 @@ class VerifiedLayer:
         return next(self.others, self.found)
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return a list of maps that the layer computes, such as the whole attention or single heads, each
-        with its input tokens.
-
-        The list has one :class:`Site`, or one for each selected head in scope ``head``. ``scope`` says which
-        part of the layer the map covers, such as "head" or "attention".
+        """Return the map of a scope of the layer (in scope ``head`` one for each selected head) with its
+        input tokens.
 
         Raises
         ------
@@ -121,11 +118,6 @@ class VerifiedLayer:
 def read_layer(traced_layer: TracedLayer) -> VerifiedLayer:
     """Identify the map that a traced layer computes, and verify it.
 
-    Parameters
-    ----------
-    traced_layer
-        The layer, traced in a forward pass.
-
     Raises
     ------
     CaptureError
@@ -133,18 +125,17 @@ def read_layer(traced_layer: TracedLayer) -> VerifiedLayer:
 
     """
     try:
-        return _read(traced_layer, traced_layer.model.batch, traced_layer.model.implementation)
+        return _read(traced_layer)
     except HowsmoothError:
         raise
     except Exception as error:  # a module may raise any error when it runs by itself
         raise CaptureError(f"{traced_layer.layer} cannot be run by itself: {first_line(error)}.") from error
 
 
-def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
-    self_attention = find_self_attention(traced_layer, batch, user)
-    call = whole_layer(traced_layer, batch)
-    alone = call.of_first_sequence()
-    trace = trace_layer(self_attention, traced_layer, alone)
+def _read(traced_layer: TracedLayer) -> VerifiedLayer:
+    self_attention = find_self_attention(traced_layer)
+    call = whole_layer(traced_layer)
+    trace = trace_layer(self_attention, traced_layer, call)
     output = find_output(trace, self_attention)
     verified = _verified(trace, self_attention, output)
     found = next(verified)
@@ -178,9 +169,8 @@ def _verified(
 
 
 def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
-    """Return True if all tokens in ``x`` may be outputs of a norm layer.
-
-    The norm layer was identified on the first sequence only.
+    """Return True if all tokens in ``x`` may be outputs of a norm, which was identified on the first sequence
+    only.
     """
     if norm is None:
         return False
@@ -195,15 +185,8 @@ def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
 
 
 def indices_of(given: Sequence[int] | slice | None, count: int, what: str) -> list[int]:
-    """Convert a selection of layers or heads to a list of indices without repetition.
-
-    None selects all.
-
-    Raises
-    ------
-    ArgumentError
-        If an index is outside of ``-count`` to ``count - 1``, or a slice is empty.
-
+    """Convert a selection of layers or heads (None for all) to a list of indices without repetition; raise
+    ArgumentError if an index is outside of ``-count`` to ``count - 1``, or a slice is empty.
     """
     if given is None:
         return list(range(count))

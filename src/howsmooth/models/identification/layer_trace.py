@@ -35,6 +35,9 @@ class ModuleCall:
     output: Tensor | None = None
     alone: bool = False  # whether its only argument is a tensor with as many entries as the heads
 
+    def __str__(self) -> str:
+        return f"{self.name.rsplit('.', 1)[-1]} ({type(self.module).__name__})"
+
 
 @dataclass(eq=False)
 class LayerTrace:
@@ -43,9 +46,7 @@ class LayerTrace:
     layer: AttentionLayer
     x: Tensor  # (1, n, d): the tokens that the attention module is given
     softmaxes: list[SoftmaxCall] = field(default_factory=list)
-    before: list[ModuleCall] = field(
-        default_factory=list
-    )  # calls that ended before the attention module began
+    before: list[ModuleCall] = field(default_factory=list)  # before the attention module began
     inside: list[ModuleCall] = field(default_factory=list)  # between its beginning and its last softmax
     after: list[ModuleCall] = field(default_factory=list)  # after its last softmax
     last_norm: ModuleCall | None = None  # the last norm before the attention module, anywhere in the model
@@ -54,17 +55,9 @@ class LayerTrace:
     given: list[Tensor] = field(default_factory=list)  # the tensors that calls in the layer were given
 
 
-def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
-    """Return the recorded call of the whole layer that contains an attention module, so that the layer can be
-    run again.
-
-    If the model has no list of layers, the call is the call of the whole model.
-
-    Raises
-    ------
-    CaptureError
-        If the call cannot be repeated: it takes no tensor, or its arguments were changed in place.
-
+def whole_layer(traced_layer: TracedLayer) -> ModuleReplay:
+    """Return the recorded call of the whole layer that contains an attention module (of the whole model if
+    that has no list of layers). Raise CaptureError if the call cannot be repeated.
     """
     call = traced_layer.calls[0]
     given = [v for v in call.arguments().values() if isinstance(v, Tensor)]
@@ -74,20 +67,14 @@ def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
         raise CaptureError(
             f"{traced_layer.layer} lies in {type(call.module).__name__} {call.name}, which {why}."
         )
-    return ModuleReplay(call, (floating or given)[0], batch)
+    return ModuleReplay(call, (floating or given)[0], traced_layer.model.batch)
 
 
 def trace_layer(
     self_attention: SelfAttentionModule, traced_layer: TracedLayer, layer: ModuleReplay
 ) -> LayerTrace:
-    """Run the layer that contains a self-attention module on one sequence, and record the module calls and
-    softmaxes of the layer.
-
-    Raises
-    ------
-    CaptureError
-        If the layer does not call its attention module when it runs by itself.
-
+    """Run the layer that contains a self-attention module on one sequence, and record its module calls and
+    softmaxes. Raise CaptureError if it does not call its attention module when it runs by itself.
     """
     alone, module, count = self_attention.alone, self_attention.replay.module, len(self_attention.softmaxes)
     trace = LayerTrace(
@@ -97,20 +84,18 @@ def trace_layer(
         last_norm=_norm_before(self_attention, traced_layer),
     )
     ended: list[ModuleCall] = []
-    began: list[int] = []  # how many calls had ended when the attention module began
-    attention: list[Call] = []
+    attention: list[Call] = []  # the traced call of the attention module, once it has begun
 
     def starts(call: Call) -> None:
         given = (*call.args, *call.kwargs.values())
         trace.given += [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
-        if call.module is not module or began:
+        if call.module is not module or attention:
             return
         # A layer may call its attention module several times: the call with the recorded tokens is traced.
         same = [v for v in given if isinstance(v, Tensor) and v.shape == alone.x.shape]
         again = next((v for v in same if relative_error(v, alone.x) < _SAME), None)
         if again is not None:
             trace.x = _flat(again)  # the later values were computed from exactly these tokens
-            began.append(len(ended))
             attention.append(call)
             trace.before = list(ended)
 
@@ -118,10 +103,10 @@ def trace_layer(
         if attention and attention[0].output is None and len(trace.softmaxes) < count:
             trace.softmaxes.append(softmax)
             if len(trace.softmaxes) == count:
-                trace.inside = ended[began[0] :]
+                trace.inside = ended[len(trace.before) :]
 
     def ends(call: Call) -> None:
-        after = bool(began) and len(trace.softmaxes) == count
+        after = len(trace.softmaxes) == count
         ended.append(_ended(call, trace, trace.softmaxes[0].output if after else None, call.module is module))
         if after:
             trace.after.append(ended[-1])
@@ -136,7 +121,7 @@ def trace_layer(
         output = layer(layer.x)
     if not trace.softmaxes:
         raise CaptureError(f"{self_attention.layer} was not reached when its layer ran by itself.")
-    first = output[0] if isinstance(output, tuple | list) and output else output
+    first = _first(output)
     trace.output = _flat(first) if isinstance(first, Tensor) else None
     return trace
 
@@ -144,7 +129,7 @@ def trace_layer(
 def _ended(call: Call, trace: LayerTrace, heads: Tensor | None, is_attention: bool) -> ModuleCall:
     """Return the record of a call, with copies of its tokens as far as something may be read from them."""
     module, output, tokens = call.module, call.output, call.inputs
-    first = output[0] if isinstance(output, tuple | list) and output else output
+    first = _first(output)
     inputs = kept = None
     given = sum(v is not None for v in (*call.args, *call.kwargs.values()))
     alone = given == 1 and tokens is not None and heads is not None and tokens.numel() == heads.numel()
@@ -161,15 +146,17 @@ def _ended(call: Call, trace: LayerTrace, heads: Tensor | None, is_attention: bo
 
 
 def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> ModuleCall | None:
-    """Return the last call of a norm layer before the attention module, for the first sequence of
-    the batch.
-    """
+    """Return the last norm before the attention module, for the first sequence of the batch."""
     replay = self_attention.replay
     norm = next((c.last_norm for c in traced_layer.calls if c.module is replay.module), None)
     if norm is None or norm.inputs is None:
         return None
     inputs, output = (replay.rows(t)[:1] for t in (norm.inputs, norm.output))
     return ModuleCall(norm.name, norm.module, inputs, output)
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple | list) and output else output
 
 
 def _flat(t: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Detection of layers that mix tokens without a softmax: linear attention, state-space layers, convolutions.
 
-They are found by what they compute, not by names. The candidates are members of module lists in which no
+The candidates are members of module lists in which no
 softmax attention ran and whose output has the shape of their input. Each is run by itself with one token
 changed; if the output at another token changes, the layer mixes tokens.
 """
@@ -50,15 +50,8 @@ class _Running:
 
 
 class NonSoftmaxTracer:
-    """A watcher that collects the layers in which no softmax attention runs.
-
-    A layer is here a module in a ModuleList or ModuleDict.
-
-    Parameters
-    ----------
-    most
-        The largest number of candidates that are kept with copies of their tokens; None for no limit.
-
+    """A watcher that collects the layers (members of module lists) in which no softmax attention runs, and
+    copies the tokens of at most ``most`` of them.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -80,9 +73,7 @@ class NonSoftmaxTracer:
             running.is_attention_layer |= running.call.name == layer.root_name
 
     def find(self, batch: int) -> Iterator[NonSoftmaxLayer]:
-        """Run each collected layer alone, and yield the layers that mix tokens. A layer that raises an
-        exception is skipped.
-        """
+        """Run each collected layer alone, and yield those that mix tokens; one that raises is skipped."""
         for call, after in self._candidates:
             x = call.inputs
             try:

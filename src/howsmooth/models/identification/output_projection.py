@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
-from howsmooth.models.identification.norm_and_residual_placement import later_calls, plain_sums_of, sums_of
-from howsmooth.models.identification.qkv_projections import rows
+from howsmooth.models.identification.norm_and_residual_placement import (
+    adds_up_with_a_residual,
+    has_residual,
+    later_calls,
+)
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
@@ -44,14 +47,8 @@ class AttentionOutput:
 
 def find_output(trace: LayerTrace, self_attention: SelfAttentionModule) -> AttentionOutput:
     """Find the module call that returns the attention output of a layer, and the call of the output
-    projection.
-
-    Raises
-    ------
-    CaptureError
-        If no projection is found, and the attention module returns no tokens or adds its input to the
-        attention.
-
+    projection. Raise CaptureError if no projection is found, and the attention module returns no tokens or
+    adds its input to the attention.
     """
     module = self_attention.replay.module
     own = next((c for c in trace.after if c.module is module and c.output is not None), None)
@@ -89,11 +86,9 @@ def _what_lies_between(trace: LayerTrace, call: ModuleCall, *, outside: bool) ->
     """
     around = (c for c in trace.after if c is not call and _holds(c.module, trace.layer.module))
     returned = any(_alike(t, call.output) for t in (trace.output, *(c.output for c in around)))
-    sums = plain_sums_of(trace, call)
-    if (returned or next(sums, None) is not None) and (not outside or _by_token(call)):
+    if (returned or adds_up_with_a_residual(trace, call)) and (not outside or _by_token(call)):
         return ""
-    following = later_calls(trace, call)[:3]
-    names = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in following)
+    names = ", ".join(map(str, later_calls(trace, call)[:3]))
     between = f"what lies between ({names}, ...)" if names else "what lies between"
     return (
         f"the output of {call.name} ({type(call.module).__name__}) is neither what its attention module "
@@ -104,20 +99,15 @@ def _what_lies_between(trace: LayerTrace, call: ModuleCall, *, outside: bool) ->
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Return True if a module reproduces its recorded output when it runs again on its recorded input in the
-    shape (1, n, d).
-    """
+    """Return True if a module gives its recorded output again when its input has the shape (1, n, d)."""
     if call.inputs is None or call.output is None:
         return False
-    again = first_tensor(call.module(call.inputs))
-    allowed = tolerance(precision(again.dtype))
-    return again.numel() == call.output.numel() and relative_error(rows(again), rows(call.output)) <= allowed
+    again, own = (t.flatten() for t in (first_tensor(call.module(call.inputs)), call.output))
+    return again.shape == own.shape and relative_error(again, own) <= tolerance(precision(again.dtype))
 
 
 def heads_of(trace: LayerTrace) -> Tensor | None:
-    """Return the concatenated heads (n, heads * dim), or None if the attention acts within windows
-    of tokens.
-    """
+    """Return the concatenated heads (n, heads * dim), or None if attention acts in windows of tokens."""
     heads = output_of(trace.softmaxes[0])
     if heads.ndim < 3 or heads.shape[:-3].numel() != 1:
         return None
@@ -142,14 +132,11 @@ def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
 
 def _outermost(trace: LayerTrace, call: ModuleCall) -> ModuleCall:
     """Return the call of the outermost module that wraps a called module and receives the same input."""
-    around = [c for c in trace.after if _holds(c.module, call.module) and is_given(c, call.inputs)]
-    return around[-1]
+    return [c for c in trace.after if _holds(c.module, call.module) and is_given(c, call.inputs)][-1]
 
 
 def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
-    """Find the call of the output projection of a layer. The first result is the call, or None if it was not
-    found; the second is an error message, or "" if the call was found.
-    """
+    """Return the call of the output projection of a layer and "", or None and why it was not found."""
     unclear = f"The output projection of {trace.layer} cannot be identified:"
     if len(trace.softmaxes) > 1:
         return None, f"{unclear} it has {len(trace.softmaxes)} softmaxes."
@@ -162,8 +149,7 @@ def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
     following = next((c for c in trace.after if is_linear(c.module)), None)
     if following is None:
         return None, f"{unclear} no linear map follows its attention."
-    before = trace.after[: trace.after.index(following)]
-    between = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in before)
+    between = ", ".join(map(str, trace.after[: trace.after.index(following)]))
     return None, (
         f"{unclear} {following.name} is the next linear map, but it is not given the concatenated heads; "
         f"{between or 'something that is no module of its own'} lies between."
@@ -187,12 +173,12 @@ def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: 
     same = own.output is None or own.output.shape[-1] == trace.x.shape[-1]
     if not same and self_attention.replay.module is not trace.layer.root:
         return True
-    return not _adds_its_input(self_attention) or next(sums_of(trace, own), None) is not None
+    return not _adds_its_input(self_attention) or has_residual(trace, own)
 
 
 def _adds_its_input(self_attention: SelfAttentionModule) -> bool:
-    """Return True if the output of the attention module still depends on the tokens when all of its softmax
-    attentions return zero.
+    """Return True if the output of the attention module depends on the tokens even if all of its softmaxes
+    return zero.
     """
 
     def silent(softmax: SoftmaxCall) -> Tensor:

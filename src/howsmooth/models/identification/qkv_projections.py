@@ -1,10 +1,9 @@
-"""Determination of the queries, keys and values of a softmax attention as linear maps of the tokens X of its
-layer.
-"""
+"""Determination of the queries, keys and values of a softmax as linear maps of the tokens X of its layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -25,13 +24,7 @@ from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.recorder import is_linear, is_norm
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
-__all__ = [
-    "Projections",
-    "multihead_parameters",
-    "read_projections",
-    "rows",
-    "weight_and_bias",
-]
+__all__ = ["Projections", "multihead_parameters", "read_projections", "weight_and_bias"]
 
 
 class Projection(NamedTuple):
@@ -42,9 +35,7 @@ class Projection(NamedTuple):
 
 
 class Projections(NamedTuple):
-    """The linear maps, rotary positions and norm layers by which queries, keys and values are computed from
-    tokens X.
-    """
+    """The maps by which queries, keys and values are computed from tokens X."""
 
     query: Projection
     key: Projection
@@ -56,9 +47,7 @@ class Projections(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """The concatenated outputs of all linear modules that take the tokens X of a layer as input, with the
-    weights and bias of each column.
-    """
+    """The concatenated outputs of all linear modules that are given the tokens X, with their parameters."""
 
     values: Float[Tensor, "n columns"]
     weights: Float[Tensor, "columns d"]
@@ -73,8 +62,7 @@ class _Outputs(NamedTuple):
 
 
 def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
-    """Find the linear maps, rotary positions and norm layers that compute queries, keys and values from the
-    tokens X of a layer.
+    """Find the linear maps, rotary positions and norm layers that compute queries, keys and values from X.
 
     Raises
     ------
@@ -82,31 +70,31 @@ def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
         If queries, keys or values are not such a map of X; the message names the modules in between.
 
     """
-    if call.query is None or call.key is None:
+    query, key, value = call.query, call.key, call.value
+    if query is None or key is None:
         raise CaptureError(f"The queries and keys of {trace.layer} cannot be read: {call.obstacle}.")
     outputs = _linear_outputs(trace)
-    rotary = _rotary(trace, call.query)
+    rotary = _rotary(trace, query)
     # At position 0 rotary tables change nothing, so that a single token fits both cases: rotary comes first.
     for positions in (rotary, None) if rotary is not None else (None,):
-        queries = _columns(call.query, outputs.values, positions)
-        keys = _columns(call.key, outputs.values, positions)
-        if queries is not None and keys is not None:
+        columns = [_columns(heads, outputs.values, positions) for heads in (query, key)]
+        if all(one is not None for one in columns):
             break
-    values = _columns(call.value, outputs.values, None)
-    if values is not None and (queries is None or keys is None):
-        value = outputs.projection(values, call.value)
-        changed = _changed(trace, call.query, call.key, value, outputs)
-        if changed is not None:
-            return changed
-    if queries is None or keys is None or values is None:
-        role = "queries" if queries is None else "keys" if keys is None else "values"
+    columns.append(_columns(value, outputs.values, None))
+    found = [
+        outputs.projection(one, heads)
+        for one, heads in zip(columns, (query, key, value), strict=True)
+        if one is not None
+    ]
+    if len(found) == len(columns):
+        return Projections(found[0], found[1], found[2], positions)
+    changed = None if columns[2] is None else _changed(trace, query, key, found[-1], outputs)
+    if changed is None:
+        role = next(
+            role for role, one in zip(("queries", "keys", "values"), columns, strict=True) if one is None
+        )
         raise CaptureError(f"The {role} of {trace.layer} are not a linear map of its input{_between(trace)}.")
-    return Projections(
-        query=outputs.projection(queries, call.query),
-        key=outputs.projection(keys, call.key),
-        value=outputs.projection(values, call.value),
-        rotary=positions,
-    )
+    return changed
 
 
 def multihead_parameters(
@@ -148,11 +136,6 @@ def weight_and_bias(
     return weight.detach(), bias.detach() if isinstance(bias, Tensor) else None
 
 
-def rows(t: Tensor) -> Float[Tensor, "n columns"]:
-    """Return the tokens (..., d) of one sequence in the shape (n, d)."""
-    return t.reshape(-1, t.shape[-1])
-
-
 def _of_x(trace: LayerTrace, call: ModuleCall) -> bool:
     return is_linear(call.module) and call.inputs is not None and torch.equal(call.inputs, trace.x)
 
@@ -169,7 +152,7 @@ def _linear_outputs(trace: LayerTrace) -> _Outputs:
                 f"{layer} holds weights of type {weight.dtype} for an input of type {x.dtype} (quantised?), "
                 "which is not captured."
             )
-        values.append(rows(call.output))
+        values.append(call.output.flatten(0, -2))
         starts.append(starts[-1] + weight.shape[0])
         weights.append(weight)
         biases.append(weight.new_zeros(weight.shape[0]) if bias is None else bias)
@@ -186,55 +169,37 @@ def _linear_outputs(trace: LayerTrace) -> _Outputs:
 def _changed(
     trace: LayerTrace, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
 ) -> Projections | None:
-    """Find linear projections that a norm, a rotation or a scale turns into the queries and keys.
-
-    The result is None if there are none.
-    """
+    """Find linear projections that a norm, a rotation or a scale turns into the queries and keys."""
     norms = [norm for call in trace.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
     widths = [t.shape[1] * t.shape[3] for t in (query, key)]
+    # Candidates: slices at the start of each linear module, and after the queries or the queries and keys
+    # of a fused projection.
+    starts = dict.fromkeys(s + skip for s in outputs.starts for skip in (0, widths[0], sum(widths)))
     read: list[list[ProjectionReading]] = []
     for heads, width in zip((query, key), widths, strict=True):
-        # The first position often has no rotation, so that its entries identify the columns in any order.
-        first = matching_columns(_flat(heads)[:1], outputs.values[:1], 0.0)
-        # Candidates: slices at the start of each linear module, and after the queries or the queries and keys
-        # of a fused projection.
-        starts = dict.fromkeys(s + skip for s in outputs.starts for skip in (0, widths[0], sum(widths)))
         room = [s for s in starts if s + width <= outputs.values.shape[1]]
         slices = [torch.arange(s, s + width, device=query.device) for s in room]
+        # The first position often has no rotation, so that its entries identify the columns in any order.
+        first = matching_columns(_flat(heads)[:1], outputs.values[:1], 0.0)
         slices = slices if first is None else [first, *slices]
         read.append(list(projection_readings(heads[0], outputs.values, slices, norms)))
-    for q in read[0]:
-        for k in read[1]:
-            found = fit_rotary(q, k)
-            if found is None:
-                continue
-            parts = []
-            for role, heads in ((q, query), (k, key)):
-                weight, bias = outputs.projection(role.columns, heads)
-                parts.append(
-                    Projection(weight[:, found.order], None if bias is None else bias[:, found.order])
-                )
-            return Projections(
-                query=parts[0],
-                key=parts[1],
-                value=value,
-                rotary=found.rotary,
-                query_norm=reordered(q.norm, found.order),
-                key_norm=reordered(k.norm, found.order),
-                factor=found.factor,
-            )
+    for q, k in product(*read):
+        found = fit_rotary(q, k)
+        if found is None:
+            continue
+        parts = (outputs.projection(one.columns, heads) for one, heads in ((q, query), (k, key)))
+        q_part, k_part = (
+            Projection(weight[:, found.order], None if bias is None else bias[:, found.order])
+            for weight, bias in parts
+        )
+        q_norm, k_norm = reordered(q.norm, found.order), reordered(k.norm, found.order)
+        return Projections(q_part, k_part, value, found.rotary, q_norm, k_norm, found.factor)
     return None
 
 
 def _between(trace: LayerTrace) -> str:
-    """Return a phrase for an error message that names the modules between the tokens X of a layer and its
-    softmax.
-    """
-    others = dict.fromkeys(
-        f"{call.name.rsplit('.', 1)[-1]} ({type(call.module).__name__})"
-        for call in trace.inside
-        if not _of_x(trace, call)
-    )
+    """Return a phrase for an error message that names the modules between X and the softmax."""
+    others = dict.fromkeys(str(call) for call in trace.inside if not _of_x(trace, call))
     if others:
         return f": {', '.join(others)} lies between"
     if trace.arguments.get("position_embeddings") is not None:
@@ -245,11 +210,7 @@ def _between(trace: LayerTrace) -> str:
 def _columns(
     heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find which columns of the concatenated outputs of linear modules are the queries, keys or values.
-    Rotary positions, if there are any, are undone for the comparison.
-
-    The result is None if not every column is found.
-    """
+    """Find which columns of ``outputs`` are the queries, keys or values, rotary positions undone."""
     if rotary is None:
         return matching_columns(_flat(heads), outputs, 0.0)
     # The rotation is inverted to find the columns. They are confirmed by rotating them as the model does.
@@ -270,8 +231,7 @@ def _flat(heads: Float[Tensor, "1 heads n dim"]) -> Float[Tensor, "n columns"]:
 def matching_columns(
     wanted: Float[Tensor, "n wanted"], outputs: Float[Tensor, "n columns"], tol: float
 ) -> Int64[Tensor, " wanted"] | None:
-    """Return for every column of ``wanted`` the index of an equal column of ``outputs``. Return None if a
-    column of ``wanted`` has no equal in ``outputs``.
+    """Return for every column of ``wanted`` the index of an equal column of ``outputs``, or None.
 
     A contiguous slice is tried first. Fused projections may interleave queries, keys and values head by head:
     then each column is searched by itself. If several columns are equal to it, the column next to the
@@ -302,11 +262,7 @@ def matching_columns(
 
 
 def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
-    """Read rotary positions (tables of cosines and sines) from a layer's ``position_embeddings``.
-
-    The result is None if the argument is not a pair of tables cos and sin whose two halves of columns are
-    equal.
-    """
+    """Read the tables cos and sin of half-split rotary positions from a layer's ``position_embeddings``."""
     tables = trace.arguments.get("position_embeddings")
     if not isinstance(tables, Sequence) or len(tables) != 2:
         return None
@@ -315,13 +271,9 @@ def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
     for table in tables:
         if not isinstance(table, Tensor) or table.dtype != trace.x.dtype:
             return None
-        angles = rows(table)
-        half = angles.shape[1] // 2
-        if (
-            angles.shape[0] != n
-            or angles.shape[1] > dim
-            or not torch.equal(angles[:, :half], angles[:, half:])
-        ):
+        angles = table.reshape(-1, table.shape[-1])
+        first, second = angles.tensor_split(2, dim=1)
+        if angles.shape[0] != n or angles.shape[1] > dim or not torch.equal(first, second):
             return None
         read.append(angles.clone())
     return Rotary(read[0], read[1])

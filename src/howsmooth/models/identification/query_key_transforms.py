@@ -21,13 +21,13 @@ from howsmooth.models.tolerance import precision, relative_error, tolerance
 __all__ = ["FittedRotary", "ProjectionReading", "fit_rotary", "projection_readings", "reordered"]
 
 Norm = LayerNorm | RMSNorm
+# A float64 model may compute norms and rotary tables in float32.
+_LOOSE = tolerance(precision(torch.float32))
 
 
 @dataclass(frozen=True, eq=False)
 class ProjectionReading:
-    """A candidate for the queries or keys before rotary positions are applied. It consists of some columns of
-    the outputs of linear modules.
-    """
+    """Columns of the outputs of linear modules that may be the queries or keys before rotary positions."""
 
     columns: Int64[Tensor, " wanted"]
     norm: Norm | None  # the norm of each head, or of all heads as one vector, after the projection
@@ -38,14 +38,11 @@ class ProjectionReading:
 
 @dataclass(frozen=True, eq=False)
 class FittedRotary:
-    """The rotation (rotary positions) that maps the linear projections of tokens to the queries and keys of
-    the softmax.
-    """
+    """The rotation that maps the linear projections of tokens to the queries and keys of the softmax."""
 
     rotary: Rotary | None  # None if nothing is rotated
-    order: Int64[
-        Tensor, " dim"
-    ]  # order of the entries of a head in which rotated pairs are half the width apart
+    #: The order of the entries of a head in which rotated pairs are half the width apart.
+    order: Int64[Tensor, " dim"]
     factor: float  # the scale of the queries times the scale of the keys
 
 
@@ -55,28 +52,13 @@ def projection_readings(
     slices: Sequence[Int64[Tensor, " wanted"]],
     norms: Sequence[Norm],
 ) -> Iterator[ProjectionReading]:
-    """Yield candidates for the queries (or keys) before rotary positions are applied. Each candidate
-    consists of columns of the outputs of linear modules.
+    """Yield which of the ``slices`` of the outputs of linear maps may be the queries (or keys) before rotary
+    positions, with one of ``norms`` or without.
 
     Rotations preserve lengths. So the columns are yielded only if, up to one common factor, their vectors
-    have the lengths of the queries (or keys).
-
-    Parameters
-    ----------
-    given
-        The queries or the keys of one sequence, as the softmax gets them.
-    outputs
-        The outputs of all linear maps of X, concatenated.
-    slices
-        Columns of ``outputs`` that may be the queries or keys.
-    norms
-        The norms that ran between X and the softmax.
-
+    have the lengths of the queries (or keys) ``given`` to the softmax.
     """
     heads, n, dim = given.shape
-    loose = tolerance(
-        precision(torch.float32)
-    )  # a float64 model may compute norms and rotary tables in float32
     for columns in slices:
         plain = outputs[:, columns]
         for norm in (None, *(norm for norm in norms if norm.d in (dim, heads * dim))):
@@ -86,25 +68,19 @@ def projection_readings(
             base = base if norm is None or over_all else norm(base)
             lengths, own = (torch.linalg.vector_norm(t, dim=-1) for t in (given, base))
             factor = float(torch.linalg.vector_norm(given) / torch.linalg.vector_norm(base))
-            if not 0.0 < factor < float("inf") or relative_error(own * factor, lengths) > loose:
-                continue
-            factor = _usual(factor, dim)
-            yield ProjectionReading(columns, norm, base, given / factor, factor)
+            if 0.0 < factor < float("inf") and relative_error(own * factor, lengths) <= _LOOSE:
+                factor = _usual(factor, dim)
+                yield ProjectionReading(columns, norm, base, given / factor, factor)
 
 
 def _usual(factor: float, dim: int) -> float:
-    """Return the usual scale of queries or keys near a factor that was measured with rounding errors, or the
-    factor itself if there is none.
-    """
-    loose = tolerance(precision(torch.float32))
+    """Return the usual scale of queries or keys near a measured factor, or the factor itself."""
     usual = (dim**power for power in (0.0, -0.5, -0.25, 0.25, 0.5))
-    return next((u for u in usual if abs(factor - u) <= loose * u), factor)
+    return next((u for u in usual if abs(factor - u) <= _LOOSE * u), factor)
 
 
 def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary | None:
-    """Find the rotation that maps the projections to the queries and keys, or return None if there
-    is none.
-    """
+    """Return the rotation that maps the projections to the queries and keys, or None if there is none."""
     dim = query.base.shape[-1]
     # Rotary tables may hold a factor of their own (YaRN), in float32 in a float64 model. It is measured with
     # other errors in the queries than in the keys, and only their quotient must be exact: the fitted rotation
@@ -152,9 +128,7 @@ def _rotary(
 
 
 def reordered(norm: Norm | None, order: Int64[Tensor, " dim"]) -> Norm | None:
-    """Return a norm layer with the entries of its weight and bias in another order in each head, or None if
-    ``norm`` is None.
-    """
+    """Return a norm layer with the entries of its weight and bias in another order in each head."""
     if norm is None:
         return None
     starts = torch.arange(0, norm.d, len(order), device=order.device)  # of each head, if it is over all

@@ -42,16 +42,12 @@ class Tail:
     width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return the same description with a copy of the projection, if there is one, in another dtype or on
-        another device.
-        """
+        """Return the same description with a converted copy of the projection, if there is one."""
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
     def applied(self, returned: Tensor) -> Tensor:
-        """Return the attention output for one sequence, given the value that the attention module
-        returned.
-        """
+        """Return the attention output for one sequence, given what the attention module returned."""
         heads = returned if self.width is None else returned.reshape(-1, self.width)
         if self.projection is None:
             return heads
@@ -62,14 +58,8 @@ class Tail:
 class CopiedModule:
     """A copy of an attention module with the arguments of one call, as a function of the tokens (n, d).
 
-    Parameters
-    ----------
-    call
-        The call of the copied module.
-    tail
-        Where the output of the attention is found.
-    implementation
-        The user's attention implementation, None if the module does not use transformers' interface.
+    ``implementation`` is the user's attention implementation, None if the module does not use transformers'
+    interface.
     """
 
     def __init__(self, call: ModuleReplay, tail: Tail, implementation: str | None) -> None:
@@ -88,9 +78,7 @@ class CopiedModule:
 
     @classmethod
     def of(cls, call: ModuleReplay, tail: Tail, implementation: str | None) -> CopiedModule:
-        """Copy the module of a recorded call, and return the copy as a CopiedModule. Its parameters require
-        no gradients.
-        """
+        """Copy the module of a recorded call; the parameters of the copy require no gradients."""
         module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
         return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)
 
@@ -123,17 +111,14 @@ class CopiedModule:
             stack.enter_context(eager())
             if x.dtype == torch.float64:
                 stack.enter_context(WithoutDowncast())
+            module, path, user = self.call.module, self.tail.module, self.implementation
             if core is not None:
                 stack.enter_context(
-                    intercept_softmaxes(
-                        self.call.module, on_softmax, implementation=self.implementation, compute=False
-                    )
+                    intercept_softmaxes(module, on_softmax, implementation=user, compute=False)
                 )
-            if self.tail.module is not None:
-                part = self.call.module.get_submodule(self.tail.module)
-                stack.enter_context(
-                    watched({self.tail.module: part}, self._stop_at_input, self._stop_at_output)
-                )
+            if path is not None:
+                part = {path: module.get_submodule(path)}
+                stack.enter_context(watched(part, self._stop_at_input, self._stop_at_output))
             try:
                 output = self.call(self.call.shaped(x[None]))
             except StopForward as reached:
@@ -151,19 +136,7 @@ class CopiedModule:
 class ReplayedAttention(ModuleMap):
     """The map of an attention module of a model that has no closed form.
 
-    Parameters
-    ----------
-    part
-        The copy of the module.
-    d_out
-        Dimension of the output tokens.
-    heads
-        The number of heads.
-    causal
-        Whether an output depends on its own and earlier tokens only.
-    inner
-        The map up to the concatenated heads, before the output projection; None if it is unknown.
-
+    ``inner`` is the map up to the concatenated heads, before the output projection, or None if it is unknown.
     """
 
     def __init__(
@@ -182,9 +155,7 @@ class ReplayedAttention(ModuleMap):
         self.inner = inner
 
     def describe(self) -> str:
-        """Return a phrase that describes the map by the class of the module and whether attention
-        is causal.
-        """
+        """Return a phrase with the class of the module and whether attention is causal."""
         return f"{super().describe()}, {'causal' if self.causal else 'not causal'}"
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Self:
@@ -194,14 +165,7 @@ class ReplayedAttention(ModuleMap):
         return other
 
     def without_output(self) -> ReplayedAttention:
-        """Return the map from the tokens to the concatenated heads, before the output projection.
-
-        Raises
-        ------
-        CaptureError
-            If the heads were not found in the module.
-
-        """
+        """Return the map from the tokens to the concatenated heads. Raise CaptureError if it is unknown."""
         if self.inner is None:
             raise CaptureError("Its heads before the output projection were not found in the module.")
         return self.inner

@@ -25,22 +25,10 @@ from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 from howsmooth.watching import Call, notice_downcasts
 
 __all__ = [
-    "MEMORY",
-    "QUERIES",
-    "AttentionRun",
-    "CrossAttention",
-    "SelfAttentionModule",
-    "TriedArgument",
-    "attention_run",
-    "check_finite",
-    "find_self_attention",
-    "first_line",
-    "kept_tensors",
-    "moved_tokens",
-    "obstacle_of",
+    "MEMORY", "QUERIES", "AttentionRun", "CrossAttention", "SelfAttentionModule", "attention_run",
+    "check_finite", "find_self_attention", "first_line", "kept_tensors", "moved_tokens", "obstacle_of",
     "tried_arguments",
-]
-
+]  # fmt: skip
 
 #: The operands of a softmax that come from the tokens of the queries, and from the memory.
 QUERIES, MEMORY = {"queries"}, {"keys", "values"}
@@ -52,8 +40,10 @@ class CrossAttention(CaptureError):  # noqa: N818 - says what was found
     """The exception for a layer whose queries and keys come from different tokens."""
 
 
-class RandomAttention(CaptureError):  # noqa: N818 - says what was found
-    """The exception for a layer whose output differs between two runs on the same tokens."""
+class _Stateful(CaptureError):  # noqa: N818 - says what was found
+    """The exception for a layer whose output is no function of its tokens: it draws something at random, or
+    reads its keys or values from a tensor that it keeps.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +58,21 @@ class AttentionRun:
 
 @dataclass(frozen=True, eq=False)
 class SelfAttentionModule:
-    """The self-attention module of one layer, with a recorded call of the module that can be repeated."""
+    """A module around the softmaxes of a layer, with a recorded call that can be repeated with other tokens
+    in place of one of its arguments.
+    """
 
     layer: AttentionLayer
+    call: Call
     replay: ModuleReplay  # the call for all sequences
     alone: ModuleReplay  # the call for the first sequence alone
     before: AttentionRun  # the call for the first sequence, repeated with its own tokens
     after: AttentionRun  # and with moved tokens
     #: The user's attention implementation if the module uses transformers' interface, else None.
     implementation: str | None
+    moved: list[set[str]]  # for each softmax, which of its operands the argument moves
     #: Why the softmaxes are no fixed functions of queries, keys and values, in a phrase; "" if they are.
-    obstacle: str
+    obstacle: str = ""
 
     @property
     def softmaxes(self) -> list[SoftmaxCall]:
@@ -86,17 +80,8 @@ class SelfAttentionModule:
         return self.before.softmaxes
 
 
-def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: str) -> SelfAttentionModule:
+def find_self_attention(traced_layer: TracedLayer) -> SelfAttentionModule:
     """Find the module of a traced layer whose queries, keys and values come from the same tokens.
-
-    Parameters
-    ----------
-    traced_layer
-        The layer, with the module calls around its softmaxes.
-    batch
-        The number of sequences in the forward pass.
-    implementation
-        The user's attention implementation.
 
     Raises
     ------
@@ -110,13 +95,12 @@ def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: s
     """
     layer, reasons = traced_layer.layer, list[str]()
     partly = mixed = False
-    for tried in tried_arguments(traced_layer, batch, implementation, reasons):
-        call, before, after = tried.call, tried.before.softmaxes, tried.after.softmaxes
+    for tried in tried_arguments(traced_layer, reasons):
+        before, after = tried.softmaxes, tried.after.softmaxes
         check_finite(layer, tried.alone.x, before)
         if all(m == {*QUERIES, *MEMORY} for m in tried.moved):
-            layer = replace(layer, name=call.name, module=call.module)
-            _refuse_chosen_masks(layer, traced_layer, tried, batch)
-            return tried.module(layer, obstacle_of(layer, before, after))
+            _refuse_chosen_masks(traced_layer, tried)
+            return replace(tried, obstacle=obstacle_of(tried.layer, before, after))
         partly = partly or any(tried.moved)
         mixed = mixed or {*QUERIES, *MEMORY} in tried.moved
     if mixed:
@@ -133,48 +117,30 @@ def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: s
     raise CaptureError(f"{layer} cannot be run by itself: {'; '.join(dict.fromkeys(reasons))[:300]}.")
 
 
-@dataclass(frozen=True, eq=False)
-class TriedArgument:
-    """An argument of a module around the softmaxes, with runs of the module on it as it was and moved."""
-
-    call: Call
-    replay: ModuleReplay
-    alone: ModuleReplay
-    before: AttentionRun
-    after: AttentionRun
-    implementation: str | None
-    moved: list[set[str]]  # for each softmax, which of its operands the argument moves
-
-    def module(self, layer: AttentionLayer, obstacle: str) -> SelfAttentionModule:
-        """Return the module as an attention module whose tokens are this argument."""
-        runs = self.before, self.after
-        return SelfAttentionModule(layer, self.replay, self.alone, *runs, self.implementation, obstacle)
-
-
-def tried_arguments(
-    traced_layer: TracedLayer, batch: int, implementation: str, reasons: list[str]
-) -> Iterator[TriedArgument]:
+def tried_arguments(traced_layer: TracedLayer, reasons: list[str]) -> Iterator[SelfAttentionModule]:
     """Run the modules around the softmaxes of a layer, from the innermost, on each argument that may be their
     tokens, and yield what the argument moves. Why others cannot be tried is added to ``reasons``.
     """
+    layer = traced_layer.layer
     for call in reversed(traced_layer.calls):
         if not call.unchanged():
             reasons.append(f"{call.name} ({type(call.module).__name__}) changes its arguments in place")
             continue
         for x in token_arguments(call):
-            if not _has_weights_for(call, x):
+            # A module without a matrix for them is given queries, keys and values, not tokens.
+            if not any(p.ndim >= 2 and x.shape[-1] in p.shape for p in call.module.parameters()):
                 continue
             try:
-                replay = ModuleReplay(call, x, batch)
+                replay = ModuleReplay(call, x, traced_layer.model.batch)
                 alone = replay.of_first_sequence()
                 owned = kept_tensors(call.module)
-                way, before = _repeated(alone, implementation)
+                way, before = _repeated(alone, traced_layer.model.implementation)
                 if len(before.softmaxes) != traced_layer.softmaxes:
                     continue  # this module contains several layers
-                _refuse_cache(traced_layer.layer, owned, before.softmaxes)
-                _refuse_randomness(traced_layer.layer, alone, before, way)
+                _refuse_cache(layer, owned, before.softmaxes)
+                _refuse_randomness(layer, alone, before, way)
                 after = attention_run(alone, moved_tokens(alone.x), way)
-            except (RandomAttention, _Cached):
+            except _Stateful:
                 raise
             except Exception as error:  # a module may raise any error when it runs by itself
                 reasons.append(first_line(error))
@@ -182,8 +148,9 @@ def tried_arguments(
             if len(after.softmaxes) != len(before.softmaxes):
                 reasons.append("it computes another number of softmaxes for other tokens")
                 continue
-            pairs = zip(before.softmaxes, after.softmaxes, strict=True)
-            yield TriedArgument(call, replay, alone, before, after, way, [_moved(a, b) for a, b in pairs])
+            moved = [_moved(a, b) for a, b in zip(before.softmaxes, after.softmaxes, strict=True)]
+            own = replace(layer, name=call.name, module=call.module)
+            yield SelfAttentionModule(own, call, replay, alone, before, after, way, moved)
 
 
 def attention_run(call: ModuleReplay, x: Tensor, implementation: str | None) -> AttentionRun:
@@ -210,9 +177,7 @@ def _repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, Atte
     return None, run
 
 
-def _refuse_chosen_masks(
-    layer: AttentionLayer, traced_layer: TracedLayer, tried: TriedArgument, batch: int
-) -> None:
+def _refuse_chosen_masks(traced_layer: TracedLayer, tried: SelfAttentionModule) -> None:
     """Raise an error if the attention mask of a layer depends on the values of its tokens."""
     root, call = traced_layer.calls[0], tried.call
     given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
@@ -228,20 +193,12 @@ def _refuse_chosen_masks(
     if call is root or not made or tokens is None:
         return
     try:
-        whole = ModuleReplay(root, tokens, batch).of_first_sequence()
+        whole = ModuleReplay(root, tokens, tried.replay.batch).of_first_sequence()
         runs = [attention_run(whole, t, tried.implementation) for t in (whole.x, moved_tokens(whole.x))]
     except Exception:  # the layer runs again when it is traced; the error is reported there
         return
     for a, b in zip(runs[0].softmaxes, runs[1].softmaxes, strict=False):
-        _refuse_sparsity(layer, a, b)
-
-
-def _has_weights_for(call: Call, x: Tensor) -> bool:
-    """Return True if a module has a weight matrix for tokens of the dimension of ``x``.
-
-    A module without such a matrix is given queries, keys and values, not tokens.
-    """
-    return any(p.ndim >= 2 and x.shape[-1] in p.shape for p in call.module.parameters())
+        _refuse_sparsity(tried.layer, a, b)
 
 
 def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
@@ -286,9 +243,7 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
 def _refuse_randomness(
     layer: AttentionLayer, call: ModuleReplay, run: AttentionRun, implementation: str | None
 ) -> None:
-    """Raise RandomAttention if a call that is repeated with its own tokens gives something else, for example
-    because keys are sampled at random.
-    """
+    """Raise _Stateful if a call that is repeated with its own tokens gives something else."""
     own = call.output
     try:
         same = own is not None and _alike(first_tensor(own), first_tensor(run.returned))
@@ -300,7 +255,7 @@ def _refuse_randomness(
     again = attention_run(call, call.x, implementation)
     pairs = [(a.output, b.output) for a, b in zip(run.softmaxes, again.softmaxes, strict=False)]
     if len(run.softmaxes) != len(again.softmaxes) or not all(a is b or _alike(a, b) for a, b in pairs):
-        raise RandomAttention(
+        raise _Stateful(
             f"{layer} gives another output for the same tokens, in evaluation mode: it draws something at "
             "random, as data-dependent sparsity with sampled keys does, and is not captured."
         )
@@ -308,18 +263,12 @@ def _refuse_randomness(
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
     """Return True if two outputs agree up to the rounding of a GPU that sums in a different order in each
-    run.
-
-    NaN counts as zero here; outputs with NaN are refused later.
+    run. NaN, which is refused later, counts as zero.
     """
     if a is None or b is None or a.shape != b.shape:
         return False
     a, b = a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0)
     return bool(((a - b).abs() <= 1e-3 * a.abs().amax()).all())
-
-
-class _Cached(CaptureError):  # noqa: N818 - says what was found
-    """The exception for a layer that reads its keys or values from a tensor that it keeps."""
 
 
 def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -339,7 +288,7 @@ def _refuse_cache(layer: AttentionLayer, owned: dict[str, Tensor], softmaxes: li
     found = [own[p] for t in operands if (p := t.untyped_storage().data_ptr()) in own]
     if found:
         names = " and ".join(dict.fromkeys(found))
-        raise _Cached(
+        raise _Stateful(
             f"{layer} writes its keys and values into a tensor that it keeps ({names}) and reads them from "
             "there, so that it has a state. Switch this cache off for the measurement: let the module attend "
             "to the keys and values that it has just computed."

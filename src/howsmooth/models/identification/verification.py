@@ -7,22 +7,20 @@ the outputs of a causal layer really do not depend on later tokens.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.candidate_maps import Hypothesis
-from howsmooth.models.identification.norm_and_residual_placement import Block
+from howsmooth.models.identification.norm_and_residual_placement import Block, ValueLocation
 from howsmooth.models.identification.output_projection import AttentionOutput
-from howsmooth.models.identification.self_attention_module import (
-    SelfAttentionModule,
-    moved_tokens,
-)
+from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.recorder import AttentionLayer
@@ -47,9 +45,7 @@ class OwnValues:
 
 
 def own_values(call: ModuleReplay, output: AttentionOutput, x: Tensor) -> OwnValues:
-    """Run the model's own attention module on tokens ``x``, with the user's attention implementation, and
-    return its heads and its output.
-    """
+    """Run the model's own attention module on tokens ``x``, and return its heads and its output."""
     part = output.projection or output.call
     taken: list[tuple[Tensor, Tensor]] = []  # what the projection was given, and what it made of it
 
@@ -80,15 +76,8 @@ def _attention_of(call: ModuleReplay, output: AttentionOutput, returned: Tensor)
 
 
 def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: Hypothesis) -> None:
-    """Raise CaptureError unless a captured map agrees with the model, at the captured tokens and at other
-    tokens.
-
-    Raises
-    ------
-    CaptureError
-        If they differ by more than rounding explains, or if the map counts as causal and later tokens change
-        earlier outputs.
-
+    """Raise CaptureError unless a captured map agrees with the model, at the captured tokens and at others,
+    and, if it counts as causal, no later token changes an earlier output.
     """
     layer, call = self_attention.layer, self_attention.replay
     x, half = call.tokens(), call.tokens().shape[1] // 2
@@ -119,10 +108,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
 
 
 def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: OwnValues, tol: float) -> None:
-    """Raise CaptureError unless the map reproduces the attention output of the model.
-
-    The outputs of the heads were checked before.
-    """
+    """Raise CaptureError unless the map, whose heads were checked, gives the attention output too."""
     f, heads, attention = found.map, own.inner, own.attention
     if not isinstance(f, SelfAttention) or f.output is None:
         compare(layer, "its attention", f(own.x), attention, tol)
@@ -163,9 +149,6 @@ def compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol
     )
 
 
-# ---------------------------------------------------------------- the block
-
-
 def verify_block(
     self_attention: SelfAttentionModule,
     output: AttentionOutput,
@@ -173,13 +156,8 @@ def verify_block(
     layer: ModuleReplay,
     condition: float,
 ) -> Float[Tensor, "batch n d"]:
-    """Check that the map of the attention half of a layer agrees with the model, and return the input of this
-    half.
-
-    Returns
-    -------
-    Tensor
-        The input H of the block in the forward pass, (batch, n, d).
+    """Check that the map of the attention half of a layer agrees with the model, and return the input H of
+    this half in the forward pass.
 
     Raises
     ------
@@ -196,56 +174,52 @@ def verify_block(
     given: list[Tensor] = []
     shape = replay.tokens().shape
     for x in (layer.x, moved_tokens(layer.x)) if layer.x.is_floating_point() else (layer.x,):
-        values = _HalfLayer(self_attention, output, block)
-        with values.watching(), notice_downcasts(replay.x.dtype) as downcasts:
-            layer(x)
-        if values.hidden is None or values.value is None:
+        with notice_downcasts(replay.x.dtype) as downcasts:
+            seen = _half_layer(replay, output.call.module, block, block.value_at, partial(layer, x))
+        if "hidden" not in seen or "value" not in seen:
             raise CaptureError(f"The block around {place} did not reach its norms when it ran by itself.")
-        hidden, value = replay.rows(values.hidden).reshape(shape), values.value
-        if values.less is not None:
-            value = value - values.less.reshape(value.shape)
+        hidden, value = replay.rows(seen["hidden"]).reshape(shape), seen["value"]
+        if "less" in seen:
+            value = value - seen["less"].reshape(value.shape)
         loose = tolerance(precision(hidden.dtype, downcast=downcasts.seen), 4.0 * condition)
         compare(place, "its block", block.map(hidden), replay.rows(value).reshape(shape), loose)
         given.append(hidden)
     return given[0].clone()
 
 
-class _HalfLayer:
-    """The input and the output of the attention half of a layer in one run of the layer."""
+def _half_layer(
+    attention: ModuleReplay, output: nn.Module, block: Block, at: ValueLocation, run: Callable[[], object]
+) -> dict[str, Tensor]:
+    """Run a layer, and return copies of the input H of its attention half (``hidden``), of the tensor ``at``
+    which it ends (``value``), and of the branch to subtract from that (``less``), as far as they are reached.
+    """
+    pre, seen = block.pre_norm, dict[str, Tensor]()
+    began = reached = False  # whether the attention has begun, and whether its output is there
 
-    def __init__(self, self_attention: SelfAttentionModule, output: AttentionOutput, block: Block) -> None:
-        self.attention, self.output, self.block = self_attention.replay, output.call.module, block
-        self.hidden: Tensor | None = None  # H, the input of the norm before the attention
-        self.value: Tensor | None = None  # the tensor at ``Block.value_at``
-        self.less: Tensor | None = None  # the branch to subtract from it
-        self.began = self.reached = False  # whether the attention has begun, and whether its output is there
+    def see(name: str, tensor: Tensor | None) -> None:
+        if tensor is not None and (name == "hidden" or name not in seen):
+            seen[name] = tensor.clone()
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Return a context manager in which a run of the layer fills these values."""
-        at = self.block.value_at
-        assert at is not None
-        parts = (self.attention.module, self.output, self.block.pre_norm, at.module, at.less)
-        every = dict.fromkeys(part for part in parts if part is not None)
-        return watched({str(i): part for i, part in enumerate(every)}, self._starts, self._ends)
-
-    def _starts(self, call: Call) -> None:
-        pre = self.block.pre_norm
-        if call.module is pre and call.inputs is not None and not self.began:
-            self.hidden = call.inputs.clone()
-        if call.module is self.attention.module:
-            if not self.began and pre is None:
-                x = call.arguments().get(self.attention.x_name)
-                self.hidden = None if x is None else x.clone()
-            self.began = True
-
-    def _ends(self, call: Call) -> None:
-        at = self.block.value_at
-        assert at is not None
-        self.reached |= self.began and call.module is self.output
-        if not self.reached:
+    def starts(call: Call) -> None:
+        nonlocal began
+        if began:
             return
-        if call.module is at.less and self.less is None:
-            self.less = first_tensor(call.output).clone()
-        if call.module is at.module and self.value is None:
-            value = first_tokens(call.arguments()) if at.side == "input" else first_tensor(call.output)
-            self.value = None if value is None else value.clone()
+        began = call.module is attention.module
+        if call.module is pre:
+            see("hidden", call.inputs)
+        elif began and pre is None:
+            see("hidden", call.arguments().get(attention.x_name))
+
+    def ends(call: Call) -> None:
+        nonlocal reached
+        reached |= began and call.module is output
+        if reached and call.module is at.less:
+            see("less", first_tensor(call.output))
+        if reached and call.module is at.module:
+            given = at.side == "input"
+            see("value", first_tokens(call.arguments()) if given else first_tensor(call.output))
+
+    parts = dict.fromkeys(p for p in (attention.module, output, pre, at.module, at.less) if p is not None)
+    with watched({str(i): part for i, part in enumerate(parts)}, starts, ends):
+        run()
+    return seen
