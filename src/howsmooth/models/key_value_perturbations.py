@@ -7,6 +7,7 @@ cache of transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from howsmooth.errors import CaptureError
 from howsmooth.models.as_called import as_called
 from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.tolerance import relative_error
-from howsmooth.models.tracing.attention_hooks import plain_attention
 from howsmooth.models.tracing.recorder import run, run_with_attention
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.models.tracing.softmax_call import SoftmaxCall, plain_attention
 from howsmooth.seeds import torch_seed
 
 __all__ = ["LogitsOfModel"]
@@ -135,7 +135,9 @@ class LogitsOfModel:
             if softmax.query is None or softmax.key is None:
                 raise CaptureError(f"The keys of layer {layer} cannot be read: {softmax.obstacle}.")
             other = change(layer, softmax.key, softmax.value)
-            return None if other is None else _attention(softmax, *other)
+            if other is None:
+                return None
+            return plain_attention(replace(softmax, key=other[0], value=other[1]))
 
         return self._rows(run_with_attention(self.model, self.named, attend))
 
@@ -145,18 +147,3 @@ class LogitsOfModel:
         if not isinstance(logits, Tensor) or logits.ndim < 2 or logits.shape[-1] < 2:
             raise CaptureError(f"{type(self.model).__name__} has no logits.")
         return logits.flatten(0, -2)
-
-
-def _attention(softmax: SoftmaxCall, keys: Tensor, values: Tensor) -> Tensor:
-    """Compute the output of a softmax attention with changed keys and values."""
-    assert softmax.query is not None
-    return plain_attention(
-        softmax.query,
-        keys,
-        values,
-        softmax.mask,
-        softmax.scale,
-        softmax.softcap,
-        softmax.sinks,
-        causal=softmax.causal,
-    )

@@ -18,7 +18,8 @@ from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
 from howsmooth.models.float32_weights import float32_layers, stored_dtype
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.mask_and_bias import hides_later_keys
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
+from howsmooth.models.tracing.softmax_call import SoftmaxCall
+from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
 from howsmooth.watching import Call, StopForward, watched
 
 __all__ = [

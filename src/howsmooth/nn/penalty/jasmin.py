@@ -18,7 +18,7 @@ from howsmooth.nn.penalty.call_recorder import Attached, Call, Recorder, attenti
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 
 if TYPE_CHECKING:
-    from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+    from howsmooth.models.tracing.softmax_call import SoftmaxCall
 
 __all__ = ["JasminPenalty", "jasmin"]
 
