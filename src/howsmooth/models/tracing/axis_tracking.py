@@ -26,27 +26,30 @@ class Factor:
     """A factor of the length of an axis; for example, the length heads · head_dim has the factors heads and
     head_dim.
 
-    A split fills ``parts`` in place, so that every tensor whose axes contain the factor sees the two parts.
+    A split fills ``parts`` in place, so that every tensor whose axes contain the factor sees its parts.
     """
 
     __slots__ = ("parts", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.parts: tuple[Factor, Factor] | None = None
+        self.parts: tuple[Factor, ...] | None = None
 
 
-Axis = tuple[Factor, ...]  # outermost factor first; an axis of length one has no factors
+Axis = tuple[Factor, ...]  # outermost factor first
 Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the smallest known factors of the length of an axis, in which those that were split are replaced
-    by their parts.
+    """Return the smallest known factors of the length of an axis, without ones. Those that were split are
+    replaced by their parts.
     """
     found: list[Factor] = []
     for factor in axis:
-        found += (factor,) if factor.parts is None else leaves(factor.parts)
+        if factor.parts is not None:
+            found += leaves(factor.parts)
+        elif factor.size > 1:
+            found.append(factor)
     return tuple(found)
 
 
@@ -57,15 +60,19 @@ def length(axis: Axis) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor with its axes."""
+    """A tensor with its axes; it may have the length one along an axis that is longer."""
 
     tensor: Tensor
     axes: Axes
 
+    def factors(self) -> list[Factor]:
+        """Return the factors along which the tensor varies."""
+        sizes = zip(self.axes, self.tensor.shape, strict=True)
+        return [factor for axis, size in sizes if size > 1 for factor in leaves(axis)]
+
     def shares(self, axis: Axis) -> bool:
         """Return whether the tensor varies along the given axis or a part of it."""
-        own = {factor for part in self.axes for factor in leaves(part)}
-        return not own.isdisjoint(leaves(axis))
+        return not set(self.factors()).isdisjoint(leaves(axis))
 
     def arranged(self, target: Sequence[Axis]) -> Tensor:
         """Permute and reshape the tensor such that it has the given axes.
@@ -73,9 +80,8 @@ class Operand:
         An axis has length one if the tensor has none of the target's factors; if it has only some of them,
         the tensor is repeated along the others. Unreadable is raised if a factor is in no target axis.
         """
-        own = [factor for axis in self.axes for factor in leaves(axis)]
-        wanted = [leaves(axis) for axis in target]
-        kept = [axis if any(f in own for f in axis) else () for axis in wanted]
+        own = self.factors()
+        kept = [axis if any(f in own for f in axis) else () for axis in map(leaves, target)]
         order = [factor for axis in kept for factor in axis if factor in own]
         if len(order) != len(own):
             raise Unreadable("its scores are reshaped across their axes")
@@ -117,12 +123,10 @@ def broadcast(axes: Axes, other: Tensor) -> tuple[Axes, Operand]:
     """Broadcast a tensor of the given axes with another one. Return the axes of the result, and the other
     tensor with its own axes among them.
     """
-    shape = other.shape
-    rank = max(len(axes), len(shape))
+    rank = max(len(axes), other.ndim)
     mine = ((),) * (rank - len(axes)) + axes
-    sizes = [1] * (rank - len(shape)) + list(shape)
+    sizes = [1] * (rank - other.ndim) + list(other.shape)
     result = tuple(
-        axis or ((Factor(size),) if size > 1 else ()) for axis, size in zip(mine, sizes, strict=True)
+        axis if length(axis) > 1 else (Factor(size),) for axis, size in zip(mine, sizes, strict=True)
     )
-    theirs = tuple(axis if size > 1 else () for axis, size in zip(result, sizes, strict=True))
-    return result, Operand(other, theirs[rank - len(shape) :])
+    return result, Operand(other, result[rank - other.ndim :])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth.models.tracing.axis_tracking import Axis, Factor, Operand
+from howsmooth.models.tracing.axis_tracking import Axes, Factor, Operand
 from howsmooth.models.tracing.score_provenance import Scores
 
-__all__ = ["PRODUCTS", "Contraction", "Labelled", "contraction_of", "product_scores"]
+__all__ = ["PRODUCTS", "Contraction", "contraction_of", "product_scores"]
 
 _PLAIN = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _PLAIN |= {torch.bmm, Tensor.bmm, torch.mm, Tensor.mm}
@@ -24,38 +23,29 @@ _ROLES = {"batch1": "left", "mat1": "left", "batch2": "right", "mat2": "right", 
 Labels = tuple[Any, ...]  # a label for each axis, as in ``einsum``
 
 
-class Labelled(NamedTuple):
-    """A factor of a product."""
-
-    tensor: Tensor
-    labels: Labels
-
-    def operand(self, axes: Mapping[Any, Axis]) -> Operand:
-        """Return the tensor with its axes, given those of the labels; it may be shorter than they are."""
-        sizes = zip(self.labels, self.tensor.shape, strict=True)
-        return Operand(self.tensor, tuple(axes[label] if size > 1 else () for label, size in sizes))
-
-
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """A product ``beta * bias + alpha * left · right`` of two tensors. A label of both that is missing in the
+    """A product ``beta * bias + alpha * left · right`` of two tensors. An axis of both that is missing in the
     result is summed over.
     """
 
-    left: Labelled
-    right: Labelled
-    labels: Labels  # of the result
+    left: Operand
+    right: Operand
+    axes: Axes  # of the result
     bias: Tensor | None = None
     beta: float = 1.0
     alpha: float = 1.0
 
-    def axes(self, known: Mapping[Any, Axis]) -> dict[Any, Axis]:
-        """Return the axis of each label; those that are not known have a factor of their own."""
-        axes = dict(known)
-        for tensor, labels in (self.left, self.right):
-            for label, size in zip(labels, tensor.shape, strict=True):
-                axes[label] = axes.get(label) or ((Factor(size),) if size > 1 else ())
-        return axes
+
+def _labelled(left: Tensor, right: Tensor, terms: tuple[Labels, Labels, Labels], *rest: Any) -> Contraction:
+    """Return the product of two tensors, given the labels of the axes of both and of the result."""
+    sizes: dict[Any, int] = {}
+    for labels, tensor in zip(terms, (left, right), strict=False):
+        for label, size in zip(labels, tensor.shape, strict=True):
+            sizes[label] = max(size, sizes.get(label, 1))
+    axes = {label: (Factor(size),) for label, size in sizes.items()}
+    one, other, result = (tuple(axes[label] for label in term) for term in terms)
+    return Contraction(Operand(left, one), Operand(right, other), result, *rest)
 
 
 def contraction_of(func: Any, args: Any, kwargs: Any) -> Contraction | None:
@@ -77,14 +67,8 @@ def contraction_of(func: Any, args: Any, kwargs: Any) -> Contraction | None:
         bias = bias.clone()  # the function overwrites it with the result
     rank = max(left.ndim, right.ndim)
     lead = tuple(range(rank - 2))
-    return Contraction(
-        Labelled(left, (*lead[rank - left.ndim :], "m", "c")),
-        Labelled(right, (*lead[rank - right.ndim :], "c", "n")),
-        (*lead, "m", "n"),
-        bias,
-        float(given.get("beta", 1.0)),
-        float(given.get("alpha", 1.0)),
-    )
+    labels = (*lead[rank - left.ndim :], "m", "c"), (*lead[rank - right.ndim :], "c", "n"), (*lead, "m", "n")
+    return _labelled(left, right, labels, bias, float(given.get("beta", 1.0)), float(given.get("alpha", 1.0)))
 
 
 def _einsum(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
@@ -111,7 +95,7 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
     # A label of one operand only that is missing in the result would be a sum before the product.
     if (set(one) ^ set(other)) - set(result) or (len(one), len(other)) != (left.ndim, right.ndim):
         return None
-    return Contraction(Labelled(left, one), Labelled(right, other), result)
+    return _labelled(left, right, (one, other, result))
 
 
 def product_scores(c: Contraction) -> Scores | None:
@@ -121,17 +105,10 @@ def product_scores(c: Contraction) -> Scores | None:
     left, right = c.left.tensor, c.right.tensor
     if any(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in (left, right)):
         return None  # the product with a parameter or a view of one is a linear layer
-    # Scores are a product with exactly one label that is summed over.
-    summed = [label for label in c.left.labels if label in c.right.labels and label not in c.labels]
+    # Scores are a product with exactly one axis that is summed over.
+    summed = [axis for axis in c.left.axes if axis in c.right.axes and axis not in c.axes]
     if len(summed) != 1 or not left.is_floating_point() or 0 in (*left.shape, *right.shape):
         return None
-    axes = c.axes({})
-    scores = Scores(
-        axes=tuple(axes[label] for label in c.labels),
-        left=c.left.operand(axes),
-        right=c.right.operand(axes),
-        contracted=axes[summed[0]],
-        eps=max(torch.finfo(t.dtype).eps for t in (left, right)),
-        scale=c.alpha,
-    )
+    eps = max(torch.finfo(t.dtype).eps for t in (left, right))
+    scores = Scores(c.axes, c.left, c.right, contracted=summed[0], eps=eps, scale=c.alpha)
     return scores if c.bias is None or c.beta == 0 else scores.plus(c.bias, c.beta)

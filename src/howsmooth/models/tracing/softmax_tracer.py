@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import types as python_types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -23,11 +24,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.tracing.axis_tracking import Axis, Operand, Unreadable, leaves
+from howsmooth.models.tracing.axis_tracking import Axis, Operand, Unreadable, leaves, length
 from howsmooth.models.tracing.contractions import (
     PRODUCTS,
     Contraction,
-    Labelled,
     contraction_of,
     product_scores,
 )
@@ -179,39 +179,38 @@ class SoftmaxTracer(TorchFunctionMode):
         return result
 
     def _weighted(
-        self, contraction: Contraction, p: Labelled, value: Labelled, known: Known, run: Callable[[], Any]
+        self, contraction: Contraction, p: Operand, value: Operand, known: Known, run: Callable[[], Any]
     ) -> Any:
         """Return the product of attention weights and values."""
-        axes = contraction.axes(
-            {} if isinstance(known, Opaque) else dict(zip(p.labels, known.axes, strict=True))
-        )
-
-        def merged(labels: Iterable[Any]) -> Axis:
-            return tuple(factor for label in labels for factor in axes[label])
-
-        both = [label for label in p.labels if label in value.labels]
-        lead = [axes[label] for label in both if label in contraction.labels] or [()]  # batch, heads
-        keys = merged(label for label in both if label not in contraction.labels)
-        rows = merged(label for label in p.labels if label not in value.labels)
-        columns = merged(label for label in value.labels if label not in p.labels)
+        if isinstance(known, Scores):
+            for label, axis in zip(p.axes, known.axes, strict=True):
+                label[0].parts = axis if length(axis) > 1 else None
+        both = [axis for axis in p.axes if axis in value.axes]
+        lead = [axis for axis in both if axis in contraction.axes] or [()]  # batch, heads
+        keys = tuple(chain(*(axis for axis in both if axis not in contraction.axes)))
+        rows = tuple(chain(*(axis for axis in p.axes if axis not in value.axes)))
+        columns = tuple(chain(*(axis for axis in value.axes if axis not in p.axes)))
         if not _sums_over_keys(known, keys, value.tensor):
             result = run()
             self._note(result, Opaque("its probabilities are mixed across heads or queries", True))
             return result
-        own, ordered = tuple(axes[label] for label in contraction.labels), (*lead, rows, columns)
+        ordered = (*lead, rows, columns)
 
         def describe(output: Tensor | None) -> SoftmaxCall:
             call = SoftmaxCall(
-                value=value.operand(axes).arranged((*lead, keys, columns)),
-                probabilities=p.operand(axes).arranged((*lead, rows, keys)),
-                output=None if output is None else Operand(output, own).arranged(ordered),
+                value=value.arranged((*lead, keys, columns)),
+                probabilities=p.arranged((*lead, rows, keys)),
+                output=None if output is None else Operand(output, contraction.axes).arranged(ordered),
             )
             try:
                 return self._read(call, known, lead, rows, keys)
             except Unreadable as reason:
                 return replace(call, obstacle=str(reason))
 
-        return self._attention(run, describe, lambda output, _: Operand(output, ordered).arranged(own))
+        def as_result(output: Tensor, _: Any) -> Tensor:
+            return Operand(output, ordered).arranged(contraction.axes)
+
+        return self._attention(run, describe, as_result)
 
     def _read(self, call: SoftmaxCall, known: Known, lead: list[Axis], rows: Axis, keys: Axis) -> SoftmaxCall:
         if isinstance(known, Opaque):
