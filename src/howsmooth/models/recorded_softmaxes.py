@@ -25,11 +25,10 @@ from howsmooth.models.identification.qkv_projections import weight_and_bias
 from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.padded_sequences import check_one_sequence
 from howsmooth.models.tolerance import relative_error
-from howsmooth.models.tracing.attention_hooks import plain_attention
 from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.recorder import AttentionLayer, is_linear, output_of, run, run_with_attention
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.models.tracing.softmax_call import SoftmaxCall, plain_attention
 from howsmooth.seeds import torch_seed
 from howsmooth.watching import Call, watched
 
@@ -288,8 +287,7 @@ def _computed(softmax: SoftmaxCall) -> Tensor | None:
     """Compute a softmax attention from its operands; return None if they are not known."""
     if softmax.obstacle or softmax.query is None or softmax.key is None:
         return None
-    operands = softmax.query, softmax.key, softmax.value, softmax.mask, softmax.scale
-    return plain_attention(*operands, softmax.softcap, softmax.sinks, causal=softmax.causal)
+    return plain_attention(softmax)
 
 
 def _different(operands: list[Tensor]) -> int:

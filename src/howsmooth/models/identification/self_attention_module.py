@@ -21,7 +21,7 @@ from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor, token_arguments
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.models.tracing.softmax_call import SoftmaxCall
 from howsmooth.watching import Call, notice_downcasts
 
 __all__ = [

@@ -19,7 +19,7 @@ from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 
 if TYPE_CHECKING:
-    from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+    from howsmooth.models.tracing.softmax_call import SoftmaxCall
 
 __all__ = ["JasminPenalty", "jasmin"]
 
@@ -174,8 +174,6 @@ def _probabilities(name: str, call: LayerCall, on_input: bool) -> list[Tensor]:
 
 
 def _of_core(name: str, core: SoftmaxCall) -> Tensor:
-    from howsmooth.models.tracing.softmax_tracer import capped_scores, triangle
-
     if core.probabilities is not None:
         return core.probabilities
     if core.query is None or core.key is None or core.sinks is not None:
@@ -185,8 +183,10 @@ def _of_core(name: str, core: SoftmaxCall) -> Tensor:
         )
     # With grouped queries, several query heads share one key head.
     key = core.key.repeat_interleave(core.query.shape[-3] // core.key.shape[-3], dim=-3)
-    scores = capped_scores(core.query, key, core.scale, core.softcap)
-    for mask in (triangle(core.query, key) if core.causal else None, core.mask):
+    scores = core.query @ key.mT * core.scale
+    scores = scores if core.softcap is None else core.softcap * torch.tanh(scores / core.softcap)
+    order = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    for mask in (order if core.causal else None, core.mask):
         if mask is not None:
             boolean = mask.dtype == torch.bool
             scores = scores.masked_fill(~mask, -torch.inf) if boolean else scores + mask
