@@ -292,5 +292,5 @@ _NAMES: dict[Rule, str] = {
 }
 _RULES = {function: rule for rule, names in _NAMES.items() for function in _functions(names)}
 # The number of arguments in which a function may have scores; 1 where nothing is said.
-_PLACES = {_multiplied: 2, _divided: 2, **dict.fromkeys(_SUMS, 2), _chosen: 3, _assigned: 3}
+_PLACES: dict[Any, int] = {_multiplied: 2, _divided: 2, **dict.fromkeys(_SUMS, 2), _chosen: 3, _assigned: 3}
 _OF_OPAQUE = {*_SUMS, _divided, _softmax, _mixed, _unknown}  # the other rules leave such a record as it is
