@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap
 from howsmooth.attention.atom_weights import Weighting
+from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.identification.norm_and_residual_placement import Block
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tracing.recorder import AttentionLayer, is_norm
 
 

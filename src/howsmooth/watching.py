@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["Call", "StopForward", "bound_arguments", "first_tokens", "notice_downcasts", "watched"]
 
@@ -46,6 +46,7 @@ class Call:
     number: int = 0  # among the calls of this module while it is watched, from 0
     output: Any = None
     answered: bool = False
+    result: Tensor | None = None  # a copy of the first tensor of the output, if the call was kept
     last_norm: Call | None = None  # the last norm that ended before this call began
     kept: bool = False  # whether keep() was called
     versions: dict[int, int] = field(default_factory=dict)  # PyTorch's version counters, by id of the tensor
@@ -177,14 +178,14 @@ def first_tokens(arguments: dict[str, Any]) -> Tensor | None:
     return next(floating, None)
 
 
-class _Downcasts(TorchDispatchMode):
-    """A dispatch mode that records whether any operation converts float64 to float32 or back."""
+class _Downcasts(TorchFunctionMode):
+    """A function mode that records whether any function converts float64 to float32 or back."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         other = {torch.float32: torch.float64, torch.float64: torch.float32}
         if isinstance(result, Tensor) and result.dtype in other:

@@ -63,7 +63,7 @@ def workplace(command: str) -> Iterator[Path]:
         for name, stand_in in {
             "howsmooth.models.load_model": load_model,
             "howsmooth.models.capture": tools.capture,
-            "howsmooth.models.sequence_datasets.dataset_of": no_feed,
+            "howsmooth.study.input_sequences.file_feed": no_feed,
             "howsmooth.texts.load_text": tools.load_text,
             "howsmooth.lipschitz.local_lipschitz": tools.measure,
             "howsmooth.study.tasks.bounds.bound_site": tools.bound,

@@ -20,8 +20,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.models import builtin
 from howsmooth.models.builtin import BUILTIN_MODELS, builtin_folder
 from tests._shared import script as load_script
 
@@ -89,20 +87,6 @@ def test_architecture(name: str) -> None:
     assert config.max_position_embeddings == tokenizer.model_max_length == 256
     assert config.vocab_size == len(tokenizer) == 2048
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
-@pytest.mark.parametrize("name", ["builtin", "encoder", "", "../builtin", "builtin-encoder/"])
-def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"name: expected .*\(builtin-encoder or builtin-decoder\), got '"
-    ):
-        builtin_folder(name)
-
-
-def test_missing_weights_are_said_to_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(builtin, "__file__", str(tmp_path / "__init__.py"))
-    with pytest.raises(ModelError, match=r"the installation is incomplete\. Reinstall howsmooth, or train"):
-        builtin_folder("builtin-encoder")
 
 
 # ---------------------------------------------------------------- the tokenizer

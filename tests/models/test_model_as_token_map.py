@@ -168,10 +168,10 @@ def test_a_span_does_not_run_the_blocks_before_it() -> None:
     (span,) = hs.capture(model, ids, scope="span", layers=(1, -1))
     whole = hs.capture(model, ids, scope="model")[0].map
     with torch.no_grad():
-        for p in span.map.model.layers[0].parameters():  # not copied: the model's own
+        for p in span.map.own.model.layers[0].parameters():  # not copied: the model's own
             p.mul_(0)
         hidden = span.map(span.x)[0]
-        assert torch.allclose(span.map.model.norm(hidden), whole(whole.x), rtol=1e-5, atol=1e-5)
+        assert torch.allclose(span.map.own.model.norm(hidden), whole(whole.own.x), rtol=1e-5, atol=1e-5)
 
 
 def test_half_precision_gives_what_float32_gives() -> None:

@@ -211,7 +211,7 @@ def test_a_mask_that_hides_every_key(attention: str) -> None:
 
 
 def _before_the_matrix(output: Any) -> None:
-    output.dense.register_forward_pre_hook(lambda module, given: (given[0].tanh(),))
+    output.forward = lambda h, x: output.LayerNorm(output.dense(h.tanh()) + x)
 
 
 def _after_the_matrix(output: Any) -> None:

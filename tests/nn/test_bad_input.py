@@ -283,9 +283,14 @@ def test_attention_states_a_constant_where_it_takes_inputs(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ATTENTION))
 def test_half_precision_is_computed_in_single(name: str) -> None:
     layer, x = built(name), inputs(LAYERS[name])
+    weights = list(layer.parameters())
     wanted = called(layer, x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(called(layer, x), wanted)
+        inside = called(layer, x)
+    assert torch.equal(inside, wanted)
+    slopes = (torch.autograd.grad(y.square().sum(), weights, allow_unused=True) for y in (inside, wanted))
+    for one, other in zip(*slopes, strict=True):
+        assert one is other is None or torch.equal(one, other)
     for dtype in (torch.float16, torch.bfloat16):
         half = x.to(dtype)
         for stored in (torch.float32, dtype):
@@ -435,8 +440,3 @@ def test_what_no_annotation_allows_is_refused_by_a_sentence(
         assert "\n" not in told, label
         assert ": expected " in told, label
     assert not list(tmp_path.iterdir())
-
-
-def test_refusals_can_be_caught_together() -> None:
-    with pytest.raises(HowsmoothError):
-        built("SoftmaxAttention")(torch.zeros(1, 9, DIM))

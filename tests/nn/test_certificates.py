@@ -20,7 +20,7 @@ import howsmooth as hs
 from howsmooth.bounds import Bound, Quantity, norm_radius
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn import ModelCertificate, certify
-from howsmooth.nn.certificates.transformer_encoder_conversion import encoder_layer
+from howsmooth.nn.certificates.module_propagation import encoder_layer
 from tests._steepest import dense_norm, steepest
 
 N, D = 4, 6
@@ -398,8 +398,11 @@ def test_encoder_layers_are_refused_by_the_path_of_the_part() -> None:
     assert caught.value.path == "0.layers.0.activation"
     with pytest.raises(CertificateError, match="batch_first=True"):
         certify(nn.TransformerEncoderLayer(D, 2, 8).eval(), N, 1.0)
-    with pytest.raises(CertificateError, match=r"model\.eval\(\)"):
-        certify(_encoder().train(), N, 1.0)
+    dropping = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True).eval()
+    dropping.self_attn.train()
+    for one in (_encoder().train(), dropping):
+        with pytest.raises(CertificateError, match=r"model\.eval\(\)"):
+            certify(one, N, 1.0)
     patched = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True).eval()
     patched.self_attn.forward = lambda *given, **named: (given[0], None)  # type: ignore[method-assign]
     with pytest.raises(CertificateError, match=r"neither an unchanged torch.*from_torch"):
@@ -440,6 +443,18 @@ def test_subclasses_with_a_constant_of_their_own_are_trusted() -> None:
             return 3 * radius
 
     assert certify(nn.Sequential(Doubled(D, D)).eval(), N, 1.0).constant >= 2.0
+    with pytest.raises(ArgumentError, match="has a forward of its own"):
+        hs.nn.deploy(nn.Sequential(Doubled(D, D)))
+
+    class Tenfold(hs.nn.Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return 10 * super().forward(x)
+
+        def lipschitz_bound(self, length: int, radius: float) -> Bound:
+            inner = super().lipschitz_bound(length, radius)
+            return Bound.upper("tenfold", inner.quantity, "by definition", formula=10 * inner.value)
+
+    assert certify(nn.Sequential(Tenfold(nn.Identity())), N, 1.0).constant == pytest.approx(20.0)
 
 
 class _Unknown(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from howsmooth.attention import SinkhornAttention as SinkhornMap
 from howsmooth.bounds import differentiable_variant_upper_bounds as ball
 from howsmooth.bounds.visible_key_counts import visible_rows
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
-from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
+from howsmooth.nn.attention.sinkhorn import doubly_stochastic
 from tests._search import Point, largest_ratio
 from tests._steepest import dense_norm, steepest
 
@@ -29,6 +29,7 @@ LAYERS = {
     "lipschitz_norm": nn.LipschitzNormAttention,
     "sigmoid": nn.SigmoidAttention,
 }
+EVERY = LAYERS | {"softmax": nn.SoftmaxAttention, "query_key_norm": nn.QueryKeyNormAttention}
 N, D = 5, 4
 BAND = (torch.arange(N)[:, None] - torch.arange(N)).abs() > 1
 # All but the first two tokens see these two alone: not even themselves.
@@ -36,16 +37,16 @@ STAR = torch.ones(N, N, dtype=torch.bool)
 STAR[:, :2] = False
 
 
-def kinds_with(masks: list[str]) -> list[tuple[str, str]]:
+def kinds_with(masks: list[str], kinds: Iterable[str] = LAYERS) -> list[tuple[str, str]]:
     """Every kind with every mask it takes; doubly stochastic and causal is the identity alone."""
-    return [(kind, mask) for kind in LAYERS for mask in masks if (kind, mask) != ("sinkhorn", "causal")]
+    return [(kind, mask) for kind in kinds for mask in masks if (kind, mask) != ("sinkhorn", "causal")]
 
 
 def layer(kind: str, **keywords: object) -> nn.LipschitzAttention:
     """A layer in float64, with biases that are not zero."""
     seed = keywords.pop("seed", 0)
     generator = torch.Generator().manual_seed(int(seed))
-    made = LAYERS[kind](**{"embed_dim": D, "num_heads": 2, "length": N, "dtype": torch.float64} | keywords)
+    made = EVERY[kind](**{"embed_dim": D, "num_heads": 2, "length": N, "dtype": torch.float64} | keywords)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 1.5)
@@ -493,9 +494,9 @@ def test_one_token_is_a_linear_map() -> None:
         assert f.lipschitz_bound(1, 1e-3).value < factor * truth * (1 + 1e-5)
 
 
-@pytest.mark.parametrize(("kind", "mask"), kinds_with(["none", "causal", "any", "additive"]))
+@pytest.mark.parametrize(("kind", "mask"), kinds_with(["none", "causal", "any", "additive"], EVERY))
 def test_bounds_grow_with_length_and_radius(kind: str, mask: str) -> None:
-    f = layer(kind, mask=mask, length=200, shorter=True)
+    f = layer(kind, mask=mask, length=200, radius=None if kind in LAYERS else 30.0, shorter=True)
     for radius in (0.1, 1.0, 10.0):
         values = [f.lipschitz_bound(n, radius).value for n in (1, 2, 3, 5, 17, 200)]
         assert values == sorted(values)
@@ -516,7 +517,7 @@ def test_without_a_radius_the_constant_holds_everywhere(kind: str) -> None:
     assert f.lipschitz_bound(N, 1e9).value == pytest.approx(1, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_outputs_stay_within_their_radius(kind: str) -> None:
     for seed, radius in ((0, 0.5), (1, 4.0)):
         f = layer(kind, seed=seed, radius=radius, constant=3.0)
@@ -544,6 +545,9 @@ def test_outputs_stay_within_their_radius(kind: str) -> None:
         ("cosine", {"gain": math.inf}, "gain", "finite"),
         ("sigmoid", {"constant": 1.0}, "radius", "bound on a ball"),
         ("sigmoid", {"shift": math.nan}, "shift", "finite"),
+        ("query_key_norm", {"eps": 0.0}, "eps", "> 0"),
+        ("query_key_norm", {"temperature": -1.0}, "temperature", "> 0"),
+        ("query_key_norm", {"temperature": math.nan}, "temperature", "finite"),
     ],
 )
 def test_refused_when_built(kind: str, keywords: dict, argument: str, words: str) -> None:
@@ -631,7 +635,7 @@ def test_tiny_and_huge_weights_in_float32_are_divided_in_float64(kind: str, size
     """The products of such weights, and the inverse of their bound, leave the range of float32."""
     if kind == "sinkhorn" and size > 1:
         pytest.skip("no convergence")
-    cls = {"softmax": nn.SoftmaxAttention, **LAYERS}[kind]
+    cls = EVERY[kind]
     made = cls(D, 2, length=N, radius=1.0, constant=1.0, bias=False)
     with torch.no_grad():
         for parameter in made.parameters():

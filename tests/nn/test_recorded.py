@@ -193,22 +193,20 @@ def test_a_graph_gives_weights_no_part_of_a_gradient() -> None:
     assert all(weight.grad is None for weight in layer.parameters())
 
 
-@pytest.mark.slow
-def test_masks_in_a_graph() -> None:
+@pytest.mark.parametrize("name", others_slow(ATTENTION, ["SinkhornAttention"]))
+def test_masks_in_a_graph(name: str) -> None:
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
     mask[0, 1:3] = mask[1:3, 0] = True
-    x = inputs(LAYERS["SoftmaxAttention"])
-    for name in ATTENTION:
-        layer = made(name, mask="any")
+    layer, x = made(name, mask="any"), inputs(LAYERS[name])
 
-        def f(x: Tensor, mask: Tensor, layer: nn.Module = layer) -> Tensor:
-            return tokens_of(layer(x, attn_mask=mask))
+    def f(x: Tensor, mask: Tensor) -> Tensor:
+        return tokens_of(layer(x, attn_mask=mask))
 
-        graph = torch.compile(f, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(graph(x, mask), f(x, mask))
-        with pytest.raises(RuntimeError, match="at least one visible key"):
-            graph(x, torch.ones_like(mask))
-        torch.compiler.reset()
+    graph = torch.compile(f, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(graph(x, mask), f(x, mask))
+    with pytest.raises(RuntimeError, match="at least one visible key"):
+        graph(x, torch.ones_like(mask))
+    torch.compiler.reset()
 
 
 @pytest.mark.slow

@@ -12,20 +12,21 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from transformers import ViTConfig, ViTModel
+from transformers import SwinConfig, SwinModel, ViTConfig, ViTModel
 
 import howsmooth as hs
 from howsmooth.cli import main
-from howsmooth.errors import ArgumentError, StoreError, TextError
-from howsmooth.models import load_model
-from howsmooth.models.sequence_datasets import image_inputs
-from howsmooth.study.input_sequences import TextFeed, sequence_starts
+from howsmooth.errors import ArgumentError, CaptureError, StoreError, TextError
+from howsmooth.models import image_inputs, load_model
+from howsmooth.models.inputs.image_sources import load_images
+from howsmooth.study.image_sequences import ImageFeed
+from howsmooth.study.input_sequences import TokenFeed, sequence_starts
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.window_placement import arrange
-from tests._study import contents_of, make_plan, make_tools, overlapping, rows_of
+from tests._study import contents_of, make_plan, overlapping, rows_of
 
 IMAGES = InputSpec("images", ("builtin",))
 
@@ -117,6 +118,31 @@ def test_an_image_that_changed_under_its_name_is_noticed(vit: str, tmp_path: Pat
         run(plan, tmp_path / "out")
 
 
+# ---- lengths
+
+
+def test_the_length_of_an_image_is_the_number_of_its_patches(vit: str) -> None:
+    loaded = load_model(vit)
+    assert (loaded.modality, loaded.layers, loaded.heads, loaded.vocab_size) == ("image", 1, 2, None)
+    feed = ImageFeed(load_images(), loaded, None)
+    assert feed.usual == (2, 5, 10)  # 1, 4 and 9 patches, and the class token
+    for n in (5, 37):
+        sites = hs.capture(loaded, feed.inputs([3, 4], n))
+        assert [tuple(site.x.shape) for site in sites] == [(2, n, 8)]
+        assert len(feed.words(0, n)) == n
+    assert feed.words(0, 5) == ("class", "1,1", "1,2", "2,1", "2,2")
+
+
+def test_a_model_without_other_sizes_has_one_length(tmp_path: Path) -> None:
+    SwinModel(
+        SwinConfig(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4)
+    ).save_pretrained(tmp_path / "swin")
+    loaded = load_model(tmp_path / "swin")
+    with pytest.raises(CaptureError, match="64 in layers 0; 16 in layers 1"):
+        ImageFeed(load_images(), loaded, None)
+    assert max(ImageFeed(load_images(), loaded, [1]).usual) == 16
+
+
 # ---- where sequences lie
 
 
@@ -137,7 +163,7 @@ def test_windows_stay_within_the_sequences_of_a_file_and_apart(seed: int) -> Non
 
 
 def test_texts_are_placed_as_ever() -> None:
-    feed = TextFeed(torch.arange(400), torch.zeros(0), "", make_tools()[0].load_model("small").tokenizer, "")
+    feed = TokenFeed(torch.arange(400), ((0, 400),), "")
     assert sequence_starts(feed, (4, 8), 3, 5, {}) == arrange(400, (4, 8), 3, 5)
 
 

@@ -17,12 +17,12 @@ from howsmooth.cli.terminal_output import as_json, say
 from howsmooth.cli.typer_command import Shown
 from howsmooth.errors import ArgumentError
 from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, shared
+from howsmooth.study.token_files import load_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from howsmooth.models import LoadedModel
-    from howsmooth.models.inputs.token_files import TokenStream
     from howsmooth.profiling.result_base_classes import Result
 
 __all__ = ["OneInputPlan", "Step", "find_and_show"]
@@ -91,16 +91,13 @@ class OneInputPlan(InputPlan):
     def input_of(self, loaded: Any) -> Any:
         """Return the input of a loaded model in a form that :func:`howsmooth.profile` takes."""
         from howsmooth.models import image_inputs
-        from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
 
         if self.images:
             made = image_inputs(loaded, self.images[0])
             # The built-in images are thirty, of which the first is taken.
             return {name: one[:1] for name, one in made.items()} if self.images == ("builtin",) else made
-        if self.tokens:
-            return self._one_sequence("tokens", load_token_ids(self.tokens[0]))
-        if self.embeddings:
-            return self._one_sequence("embeddings", load_embeddings(self.embeddings[0]))
+        for path in self.tokens or self.embeddings:
+            return _one_sequence(self.kind, path)
         if loaded.modality != "text":
             raise ArgumentError(
                 "text",
@@ -109,17 +106,6 @@ class OneInputPlan(InputPlan):
                 remedy=self.OTHERWISE,
             )
         return self._text()
-
-    @staticmethod
-    def _one_sequence(name: str, given: TokenStream) -> Tensor:
-        if len(given.lengths) > 1:
-            raise ArgumentError(
-                name,
-                expected="a file with one sequence",
-                got=f"{given.name} with {len(given.lengths)}",
-                remedy="Write one of them into a file of its own.",
-            )
-        return given.tokens
 
     def _text(self) -> str:
         return texts.load_text(self.text or DEFAULT_TEXT).content
@@ -136,6 +122,18 @@ class OneInputPlan(InputPlan):
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
         """Return additions to the printed result: entries for the JSON object, and lines for the terminal."""
         return {}, []
+
+
+def _one_sequence(kind: str, path: str) -> Tensor:
+    given = load_tokens(path, kind)
+    if len(given.lengths) > 1:
+        raise ArgumentError(
+            kind,
+            expected="a file with one sequence",
+            got=f"{given.name} with {len(given.lengths)}",
+            remedy="Write one of them into a file of its own.",
+        )
+    return given.tokens
 
 
 def find_and_show(plan: OneInputPlan, folder: Path, shown: Shown) -> Any:

@@ -7,29 +7,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.as_called import as_called
 from howsmooth.models.captured_layer import CrossSite, Site
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.cross_attention_layer import OneSequence, read_cross_layer
 from howsmooth.models.identification.layer_identification import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs, takes_decoder_ids
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.model_as_token_map import ModelParts
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import (
     Padding,
+    check_one_sequence,
     one_by_one,
-    one_sequence,
     padding_of,
     reproduces,
     without_padding,
 )
 from howsmooth.models.tracing.recorder import AttentionLayer, trace_forward_pass
+from howsmooth.plain_modules import unwrapped
 from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES
 
 __all__ = ["capture", "checked_selection", "model_parts", "module_of", "self_attention_layers"]
@@ -39,7 +42,7 @@ _Indices = tuple[int, ...] | slice | None
 
 def capture(
     model: nn.Module | LoadedModel,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: int | str | slice | Sequence[int] | None = None,
     scope: str = "attention",
     heads: int | str | slice | Sequence[int] | None = None,
@@ -53,21 +56,24 @@ def capture(
 
     In the scopes ``"span"`` and ``"model"`` the map is a whole part of the model instead, one for all layers.
 
-    The model runs once, in evaluation mode (no dropout), without gradients and without a cache; afterwards
-    its settings are restored. Then each layer runs by itself. Its structure is found by comparing numbers,
-    and its map is compared with the layer's own output, at these tokens and at changed ones. So every map
-    that is returned agrees with the model to float precision, including the mask.
+    The model runs in evaluation mode (no dropout), without gradients and without a cache; afterwards its
+    settings are restored. Where these settings can matter, one run more shows whether the model gives the
+    same as it is called; a cache that matters stays on. Then each layer runs by itself. Its structure is
+    found by comparing numbers, and its map is compared with the layer's own output, at these tokens and at
+    changed ones. So every map that is returned agrees with the model to float precision, including the mask.
 
     Parameters
     ----------
     model
         Any PyTorch module that computes softmax attention: a transformers model, a model from
-        :func:`~howsmooth.models.load_model`, ``torch.nn.TransformerEncoder``, or your own module. A model in
-        bfloat16 or float16 is captured in float32, one layer at a time, with the results of
-        ``model.float()``; ``Site.stored`` says so.
+        :func:`~howsmooth.models.load_model`, ``torch.nn.TransformerEncoder``, or your own module, also inside
+        of ``torch.compile``, ``DataParallel`` or PEFT's ``PeftModel``. A model in bfloat16 or float16 is
+        captured in float32, one layer at a time, with the results of ``model.float()``; ``Site.stored`` says
+        so.
     inputs
         Token ids (batch, n), or a dict of the model's inputs; for a module that is not a transformers model,
-        its first argument or a dict of its arguments by name. An encoder-decoder without
+        its first argument or a dict of its arguments by name. A dict may have numbers, words, True, False and
+        None beside tensors, such as ``use_cache=False``. An encoder-decoder without
         ``decoder_input_ids`` gets the same tokens in its decoder. Sequences that are padded according to
         ``attention_mask`` (or torch's ``key_padding_mask``) are captured one by one, without the padding.
     layers
@@ -110,13 +116,13 @@ def capture(
         If an argument is not of the kind described above.
     CaptureError
         If a layer computes something that is not recognised, or its verification fails; the message names
-        the obstacle. A map that was not verified is never returned.
+        the obstacle. A map that was not verified is never returned. Also if the model as it is called gives
+        other outputs than as it is measured: in training mode, with a cache, in half precision.
 
     """
     module = module_of(model)
     if scope not in SCOPE_MEANINGS:
         raise ArgumentError("scope", expected=f"one of {', '.join(SCOPE_MEANINGS)}", got=repr(scope))
-    _check_side(module, side, scope)
     sites = _captured(module, inputs, layers, scope, heads, side, output, last_token)
     # The weights of a loaded model may be stored in its file in another dtype than in memory.
     return [replace(site, stored=model.stored) for site in sites] if isinstance(model, LoadedModel) else sites
@@ -124,7 +130,7 @@ def capture(
 
 def _captured(
     model: nn.Module,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: int | str | slice | Sequence[int] | None,
     scope: str,
     heads: int | str | slice | Sequence[int] | None,
@@ -133,6 +139,10 @@ def _captured(
     last_token: bool,
 ) -> list[Site]:
     """Capture the layers of a module; the arguments are those of :func:`capture`."""
+    if side not in (None, *SIDES) or (side is not None and scope not in (CROSS_SCOPE, "model")):
+        got = repr(side) if scope in (CROSS_SCOPE, "model") else f"{side!r} with scope {scope!r}"
+        expected = f"one of {', '.join(SIDES)}, with scope {CROSS_SCOPE!r}, or 'model' of an encoder-decoder"
+        raise ArgumentError("side", expected=expected, got=got)
     if scope in MODEL_SCOPES:
         return [_part(model, inputs, layers, scope, heads, output, last_token, side)]
     for name, value, usual in (("output", output, "hidden"), ("last_token", last_token, False)):
@@ -144,35 +154,19 @@ def _captured(
             "heads", expected="None unless scope is 'head'", got=f"{heads!r} with scope {scope!r}"
         )
     wanted, chosen = checked_selection("layers", layers), checked_selection("heads", heads)
-    given = model_inputs(model, inputs)
-    if scope == CROSS_SCOPE:
-        with measurement_mode(model):
-            return list(_cross_sites(model, given, wanted, side or "joint"))
-    padding = padding_of(model, given)
-    with measurement_mode(model):
-        if padding is not None:
-            return _captured_without_padding(model, padding, wanted, scope, chosen)
-        return [site for layer in _verified(model, given, wanted) for site in layer.sites(scope, chosen)]
+    with as_called(model, inputs) as given:
+        if scope == CROSS_SCOPE:
+            return list(_cross_sites(given, wanted, side or "joint"))
+        if (padding := padding_of(given)) is not None:
+            return _captured_without_padding(padding, wanted, scope, chosen)
+        return [site for layer in _verified(given, wanted) for site in layer.sites(scope, chosen)]
 
 
-def _check_side(model: nn.Module, side: object, scope: str) -> None:
-    if scope == "model" and takes_decoder_ids(model):
-        if side not in (None, "queries", "memory"):
-            expected = "'queries' or 'memory' with scope 'model': both at once are not captured"
-            raise ArgumentError("side", expected=expected, got=repr(side))
-    elif side is not None and scope != CROSS_SCOPE:
-        got = f"{side!r} with scope {scope!r}"
-        expected = f"None unless scope is {CROSS_SCOPE!r}, or 'model' of an encoder-decoder"
-        raise ArgumentError("side", expected=expected, got=got)
-    elif side not in (None, *SIDES):
-        raise ArgumentError("side", expected=f"one of {', '.join(SIDES)}", got=repr(side))
-
-
-def _cross_sites(model: nn.Module, given: ModelInputs, wanted: _Indices, side: str) -> Iterator[CrossSite]:
+def _cross_sites(given: ModelCall, wanted: _Indices, side: str) -> Iterator[CrossSite]:
     """Capture the selected cross-attention layers for each sequence of a batch, and yield them sequence by
     sequence.
     """
-    if padding_of(model, given) is not None and given.named.get("decoder_input_ids") is given.named.get(
+    if padding_of(given) is not None and given.named.get("decoder_input_ids") is given.named.get(
         "input_ids", given
     ):
         raise ArgumentError(
@@ -181,16 +175,16 @@ def _cross_sites(model: nn.Module, given: ModelInputs, wanted: _Indices, side: s
             got="the same padded tokens for both",
             remedy="Give decoder_input_ids, or sequences of one length.",
         )
-    for number, one in enumerate(one_by_one(model, given)):
-        seen, kept = trace_forward_pass(model, one.named, _traced(wanted))
+    for number, one in enumerate(one_by_one(given)):
+        seen, kept = trace_forward_pass(one, _traced(wanted))
         if not seen:
-            raise CaptureError(_nothing_seen(model, one))
+            raise CaptureError(_nothing_seen(one))
         found = False
         for index in indices_of(wanted, len(seen), "layer"):
             traced_layer = kept.pop(index)
             with weights_in_memory(*traced_layer.modules):
                 try:
-                    layer = read_cross_layer(traced_layer, implementation(model))
+                    layer = read_cross_layer(traced_layer)
                 except OneSequence:
                     if wanted is not None:
                         raise
@@ -198,12 +192,12 @@ def _cross_sites(model: nn.Module, given: ModelInputs, wanted: _Indices, side: s
                 found = True
                 yield layer.site(side, number if given.batch > 1 else None)
         if not found:
-            raise CaptureError(f"{type(model).__name__} has no cross-attention.")
+            raise CaptureError(f"{given.kind} has no cross-attention.")
 
 
 def _part(
     model: nn.Module,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: object,
     scope: str,
     heads: object,
@@ -237,16 +231,15 @@ def _part(
 
 @contextmanager
 def model_parts(
-    model: nn.Module, inputs: Tensor | Mapping[str, Tensor], side: str | None = None
+    model: nn.Module, inputs: Tensor | Mapping[str, Any], side: str | None = None
 ) -> Iterator[ModelParts]:
     """Return a context manager that yields a :class:`ModelParts`, which captures parts of a model, such as a
     range of its blocks, as maps.
 
     The arguments are those of :func:`capture`.
     """
-    given = model_inputs(model, inputs)
-    with measurement_mode(model):
-        yield ModelParts(model, given, side)
+    with as_called(model, inputs) as given:
+        yield ModelParts(given, side)
 
 
 def _ends(layers: object, count: int) -> tuple[int, int]:
@@ -269,7 +262,8 @@ def _ends(layers: object, count: int) -> tuple[int, int]:
 
 
 def module_of(model: object) -> nn.Module:
-    """Return the PyTorch module inside a :class:`LoadedModel`, and any other PyTorch module unchanged.
+    """Return the PyTorch module inside a :class:`LoadedModel`, torch.compile, or another wrapper, and any
+    other PyTorch module unchanged.
 
     Raises
     ------
@@ -283,26 +277,26 @@ def module_of(model: object) -> nn.Module:
             "model",
             expected="a transformers PreTrainedModel, what load_model returns, or another torch.nn.Module",
             got=type(model).__name__,
-            remedy="To load one by its name, use howsmooth.models.load_model.",
+            remedy="Give the model that was exported."
+            if isinstance(model, torch.export.ExportedProgram)
+            else "To load one by its name, use howsmooth.models.load_model.",
         )
-    return module
+    return unwrapped(module)
 
 
-def _captured_without_padding(
-    model: nn.Module, padding: Padding, wanted: _Indices, scope: str, heads: _Indices
-) -> list[Site]:
+def _captured_without_padding(padding: Padding, wanted: _Indices, scope: str, heads: _Indices) -> list[Site]:
     """Capture the layers for each sequence of a padded batch separately, without its padding.
 
     It raises CaptureError if the tokens of a layer then differ from the tokens in the padded batch.
     """
-    _, traced_layer = trace_forward_pass(model, padding.whole.named, _traced(wanted))
+    _, traced_layer = trace_forward_pass(padding.whole, _traced(wanted))
     sites: list[Site] = []
     for sequence in range(padding.whole.batch):
         moved: AttentionLayer | None = None
-        for given in without_padding(model, padding, sequence):
+        for given in without_padding(padding, sequence):
             found: list[Site] = []
             moved = None
-            for layer in _verified(model, given, wanted):
+            for layer in _verified(given, wanted):
                 index = layer.self_attention.layer.index
                 if index not in traced_layer or not reproduces(layer, traced_layer[index], padding, sequence):
                     moved = layer.self_attention.layer
@@ -322,7 +316,7 @@ def _captured_without_padding(
 
 def self_attention_layers(
     model: nn.Module,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     layers: int | str | slice | Sequence[int] | None = None,
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
     """Run a model on one sequence, and yield the index and the verified map of each self-attention layer.
@@ -331,34 +325,32 @@ def self_attention_layers(
     the next one is asked for: the weights of a half-precision model are widened for that time only. Arguments
     and errors are those of :func:`capture`; the inputs are one sequence without padding.
     """
-    given = one_sequence(model, inputs)
-    with measurement_mode(model):
-        yield from _layers(model, given, checked_selection("layers", layers))
+    with as_called(model, inputs) as given:
+        check_one_sequence(given)
+        yield from _layers(given, checked_selection("layers", layers))
 
 
-def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterator[VerifiedLayer]:
+def _verified(given: ModelCall, wanted: _Indices) -> Iterator[VerifiedLayer]:
     """Yield each selected layer after verifying its map. Raise the error of the first layer that cannot be
     captured.
 
     All sequences of the batch have the same length.
     """
-    for _, layer in _layers(model, given, wanted):
+    for _, layer in _layers(given, wanted):
         if isinstance(layer, CaptureError):
             raise layer
         yield layer
 
 
-def _layers(
-    model: nn.Module, given: ModelInputs, wanted: _Indices
-) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
+def _layers(given: ModelCall, wanted: _Indices) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
     """Identify and verify the map of each selected layer. Yield pairs, in which the first entry is the index
     of the layer, and the second is the verified layer or the error that says why it cannot be captured.
 
     If ``wanted`` is None, layers of cross-attention are left out.
     """
-    seen, kept = trace_forward_pass(model, given.named, _traced(wanted))
+    seen, kept = trace_forward_pass(given, _traced(wanted))
     if not seen:
-        raise CaptureError(_nothing_seen(model, given))
+        raise CaptureError(_nothing_seen(given))
     indices = indices_of(wanted, len(seen), "layer")
     crossed: list[CrossAttention] = []
     for index in indices:
@@ -366,7 +358,7 @@ def _layers(
         with weights_in_memory(*traced_layer.modules):
             layer: VerifiedLayer | CaptureError
             try:
-                layer = read_layer(traced_layer, given.batch, implementation(model))
+                layer = read_layer(traced_layer)
             except CrossAttention as error:
                 if wanted is None:
                     crossed.append(error)
@@ -376,18 +368,25 @@ def _layers(
                 layer = error
             yield index % len(seen), layer
     if len(crossed) == len(indices):
-        raise CaptureError(f"{type(model).__name__} has no self-attention that is captured: {crossed[0]}")
+        raise CaptureError(f"{given.kind} has no self-attention that is captured: {crossed[0]}")
 
 
-def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
-    none = f"No softmax attention of {type(model).__name__} was seen"
+def _nothing_seen(given: ModelCall) -> str:
+    none = f"No softmax attention of {given.kind} was seen"
     tracer = NonSoftmaxTracer(most=4)
-    with tracer.watching(model):
-        trace_forward_pass(model, given.named, ())
+    with tracer.watching(given.model):
+        trace_forward_pass(given, ())
     other = next(tracer.find(given.batch), None)
     if other is not None:
-        return f"{none}. Its layer {other.name} ({other.module}) mixes tokens with {NO_SOFTMAX}."
-    classes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
+        return (
+            f"{none}. Its layer {other.name} ({other.module}) mixes tokens with {NO_SOFTMAX}, which has no "
+            "scope. Measure it with "
+            f"hs.local_lipschitz(model.get_submodule({other.name!r}), x) at its tokens x (..., n, d), or the "
+            "whole model with scope 'model'."
+        )
+    classes = sorted(
+        {type(m).__name__ for m in given.model.modules() if "attention" in type(m).__name__.lower()}
+    )
     named = ", ".join(classes) if classes else "no module with attention in its name"
     return (
         f"{none} ({named}): it has none, or a fused kernel computes it (load the model with "

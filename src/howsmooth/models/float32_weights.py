@@ -9,6 +9,7 @@ model with a ``device_map``) are loaded for the same time.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,10 +26,9 @@ __all__ = [
     "HALF",
     "computing_dtype",
     "device_of",
+    "fingerprint",
     "float32_layers",
     "has_weights",
-    "hash_settings",
-    "hash_weights",
     "stored_dtype",
     "weights_in_memory",
 ]
@@ -41,50 +41,48 @@ _Place = tuple[dict[str, Any], str, Tensor]
 
 
 def stored_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which the weights of a module are stored.
-
-    If weights differ in dtype, it is a half precision if any weight has one, else the dtype of the first.
+    """Return the dtype in which the weights of a module are stored: if they differ, a half precision if any
+    weight has one, else the dtype of the first.
     """
     found = [p.dtype for p in module.parameters() if p.is_floating_point()]
     return next((dtype for dtype in found if dtype in HALF), found[0] if found else torch.float32)
 
 
 def computing_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which a module is run, which is float32 for weights in half precision.
-
-    Otherwise it is the dtype of the weights.
-    """
+    """Return the dtype in which a module is run: float32 for weights in half precision, else their dtype."""
     stored = stored_dtype(module)
     return torch.float32 if stored in HALF else stored
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device on which a model expects its inputs.
-
-    It is the device of the first weights or, if accelerate loads them for each call, the device to which it
-    loads them.
+    """Return the device on which a model expects its inputs: that of the first weights or, if accelerate
+    loads them for each call, the one to which it loads them.
     """
     first = next((t for t in (*model.parameters(), *model.buffers())), None)
     if first is None or not first.is_meta:
         return torch.device("cpu") if first is None else first.device
-    hooks: Iterator[Any] = (getattr(module, "_hf_hook", None) for module in model.modules())
-    return torch.device(next((hook.execution_device for hook in hooks if _offloads(hook)), "meta"))
+    modules: Iterator[Any] = filter(_offloaded, model.modules())
+    return torch.device(next((module._hf_hook.execution_device for module in modules), "meta"))
 
 
 def has_weights(model: nn.Module) -> bool:
     """Return True if all weights of a model are in memory or will be loaded when a module runs."""
-    modules = model.modules()
-    missing = (m for m in modules if any(p.is_meta for p in m.parameters(recurse=False)))
-    return all(_offloads(getattr(module, "_hf_hook", None)) for module in missing)
+    missing = (m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False)))
+    return all(map(_offloaded, missing))
 
 
-def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -> None:
-    """Add the stored weights of a model to a digest of :mod:`hashlib`, except the weights with the names
-    ``without``.
+def fingerprint(
+    model: nn.Module, *, settings: bool = True, without: Collection[str] = (), more: str = ""
+) -> str:
+    """Return a SHA-256 hash of the settings of a model (without ``settings``, of its configuration), of its
+    weights but those named in ``without``, and of ``more``.
 
-    Numbers that float32 holds exactly are added in float32, so that a model loaded in a wider dtype than that
-    of its file has the same digest. Weights that accelerate keeps elsewhere are loaded one module at a time.
+    Numbers that float32 holds exactly are hashed in float32, so that a model loaded in a wider dtype than its
+    file has the same hash. Weights that accelerate keeps elsewhere are loaded one module at a time.
     """
+    digest = hashlib.sha256()
+    for part in _settings(model) if settings else [_written(model.config)]:
+        digest.update(part.encode())
     modules = dict(model.named_modules())
     for key, tensor in sorted(model.state_dict().items()):
         if key in without:
@@ -96,15 +94,17 @@ def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -
                 stored = stored.float()
             digest.update(f"{key} {stored.dtype} {tuple(stored.shape)}".encode())
             digest.update(stored.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    digest.update(more.encode())
+    return digest.hexdigest()
 
 
-def hash_settings(digest: Any, model: nn.Module) -> None:
-    """Add to a digest what the weights of a model do not say: the classes of its modules, and their
-    attributes that are numbers, words, functions or configurations of transformers.
+def _settings(model: nn.Module) -> Iterator[str]:
+    """Yield what the weights of a model do not say: the classes of its modules, and their attributes that
+    are numbers, words, functions or configurations of transformers.
     """
     configurations = set[int]()
     for path, module in model.named_modules():
-        digest.update(f"{path} {type(module).__module__}.{type(module).__qualname__}".encode())
+        yield f"{path} {type(module).__module__}.{type(module).__qualname__}"
         for name, value in sorted(vars(module).items()):
             if name.startswith("_") or name in ("training", "name_or_path"):
                 continue
@@ -112,48 +112,47 @@ def hash_settings(digest: Any, model: nn.Module) -> None:
                 continue  # what accelerate sets to load the weights of a module for each call
             parts = value if isinstance(value, tuple) else (value,)
             if all(isinstance(part, int | float | str) or part is None for part in parts):
-                digest.update(f"{name} {value!r}".encode())
+                yield f"{name} {value!r}"
             elif callable(value) and hasattr(value, "__qualname__"):
-                digest.update(f"{name} {value.__module__}.{value.__qualname__}".encode())
+                yield f"{name} {value.__module__}.{value.__qualname__}"
             elif hasattr(value, "to_diff_dict") and id(value) not in configurations:
                 configurations.add(id(value))  # many modules have the same
-                written = without_origin(value.to_diff_dict())
-                digest.update(json.dumps(written, sort_keys=True, default=str).encode())
+                yield _written(value)
 
 
-def without_origin(config: Any) -> Any:
-    """Return a configuration without entries that depend on how the model was loaded, at any depth."""
-    if not isinstance(config, dict):
-        return config
+def _written(config: Any) -> str:
+    """Return a configuration as text, without entries that depend on how the model was loaded."""
     local = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-    return {name: without_origin(value) for name, value in config.items() if name not in local}
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: kept(part) for name, part in value.items() if name not in local}
+
+    return json.dumps(kept(config.to_diff_dict()), sort_keys=True, default=str)
 
 
 @contextmanager
 def weights_in_memory(*modules: nn.Module) -> Iterator[None]:
-    """Return a context manager that loads the weights of some modules and converts half precision
-    to float32.
-    """
+    """Load the weights of some modules, and convert half precision to float32."""
     every = {id(part): part for module in modules for part in module.modules()}.values()
     with ExitStack() as stack:
-        for part in every:
-            if _offloads(getattr(part, "_hf_hook", None)):
-                stack.enter_context(_loaded(part))
+        for part in filter(_offloaded, every):
+            stack.enter_context(_loaded(part))
         # Loading replaces the parameters, so they are listed only after it.
         stack.enter_context(_widened(_places(every)))
         yield
 
 
-def _offloads(hook: Any) -> bool:
-    """Return True if a hook of accelerate loads the weights of its module for each call."""
+def _offloaded(module: nn.Module) -> bool:
+    """Whether a hook of accelerate loads the weights of a module for each call."""
+    hook: Any = getattr(module, "_hf_hook", None)
     return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
 
 
 @contextmanager
 def _loaded(module: Any) -> Iterator[None]:
-    """Return a context manager that keeps in memory the weights that accelerate would otherwise load for each
-    call of a module.
-    """
+    """Keep in memory the weights that accelerate would otherwise load for each call of a module."""
     module._hf_hook.pre_forward(module)
     try:
         with _unhooked(module):
@@ -164,9 +163,7 @@ def _loaded(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _unhooked(module: Any) -> Iterator[None]:
-    """Return a context manager that disables the hook with which accelerate loads the weights of a module for
-    each call.
-    """
+    """Disable the hook with which accelerate loads the weights of a module for each call."""
     hooked = module.forward
     module.forward = module._old_forward
     try:
@@ -177,7 +174,7 @@ def _unhooked(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _widened(places: Iterable[_Place]) -> Iterator[None]:
-    """Return a context manager that replaces half-precision parameters and buffers by float32 copies.
+    """Replace half-precision parameters and buffers by float32 copies.
 
     Each module is given another tensor, and the stored tensor stays as it is: a change of its dtype, even for
     a moment, would make autograd forget the hooks by which data-parallel training reduces its gradient.
@@ -197,21 +194,14 @@ def _widened(places: Iterable[_Place]) -> Iterator[None]:
 
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[_Place]:
-    """Yield the parameters and buffers of some modules, each with the dict that holds it and its name in the
-    dict.
-    """
     for module in modules:
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, t in list(table.items()):
-                if t is not None:
-                    yield table, name, t
+        for table in (module._parameters, module._buffers):
+            yield from ((table, name, t) for name, t in list(table.items()) if t is not None)
 
 
 @contextmanager
 def float32_layers(model: nn.Module) -> Iterator[None]:
-    """Return a context manager in which each layer of a half-precision model runs in float32, and other
-    models are unchanged.
+    """Let each layer of a half-precision model run in float32; other models are unchanged.
 
     The weights of the members of module lists, and of embedding tables, linear maps and attention outside of
     them, are widened during their calls. The few others are widened for the whole context, because the code
@@ -236,9 +226,8 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
     of_layers = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
     others = [place for place in _places(model.modules()) if id(place[2]) not in of_layers]
     with _widened(others), ExitStack() as hooks:
-        for part in model.modules():
-            if _offloads(getattr(part, "_hf_hook", None)):
-                hooks.enter_context(_unhooked(part))
+        for part in filter(_offloaded, model.modules()):
+            hooks.enter_context(_unhooked(part))
         try:
             with watched({str(i): layer for i, layer in enumerate(layers)}, starts, ends):
                 yield
@@ -248,28 +237,21 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a model, each of which is converted to float32, or loaded, as a whole.
-
-    They are the entries of module lists, and all other embeddings, linear maps, attention in the
-    layout of torch.nn, and modules that accelerate loads.
+    """Yield the layers of a model, each of which is converted to float32, or loaded, as a whole: the members
+    of module lists, and all other embeddings, linear maps, attention in the layout of torch.nn, and modules
+    that accelerate loads.
     """
     if _in_torch_layout(module):
         return
     for child in module.children():
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if (
-            listed
-            or isinstance(child, nn.Embedding | nn.Linear)
-            or _in_torch_layout(child)
-            or _offloads(getattr(child, "_hf_hook", None))
-        ):
+        whole = listed or isinstance(child, nn.Embedding | nn.Linear)
+        if whole or _in_torch_layout(child) or _offloaded(child):
             yield child
         else:
             yield from _layers(child)
 
 
 def _in_torch_layout(module: nn.Module) -> bool:
-    """Return True if an attention module, like nn.MultiheadAttention, uses its output projection without
-    calling it.
-    """
+    """Whether an attention module, like nn.MultiheadAttention, uses its output projection without a call."""
     return hasattr(module, "in_proj_weight")

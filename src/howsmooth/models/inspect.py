@@ -1,30 +1,29 @@
-"""The function ``inspect_model``, which lists the layers of a model that can be captured, and says why others
-cannot.
-"""
+"""Listing of the layers of a model that can be captured, and of the reasons why others cannot."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.models.as_called import as_called
 from howsmooth.models.capture import module_of
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.cross_attention_layer import read_cross_layer
 from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
-from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxLayer, NonSoftmaxTracer
+from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
 from howsmooth.models.inputs.submodels_by_modality import named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import implementation, measurement_mode
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import one_by_one
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
@@ -36,40 +35,28 @@ _SELF, _CROSS, _NONE = "self-attention", "cross-attention", "no softmax"
 
 @dataclass(frozen=True)
 class InspectedSite:
-    """The description of one layer of a model that mixes tokens: its place in the model and properties of its
-    captured map.
+    """One layer of a model that mixes tokens: its place in the model, and what is known of its captured map.
 
     If the layer is refused, ``scopes`` is empty and the unknown fields are None.
     """
 
-    #: Index of the layer in ``capture``, which counts the layers with a softmax from 0; None without a
-    #: softmax.
+    #: Index of the layer in ``capture``, which counts those with a softmax from 0; None without a softmax.
     layer: int | None
-    #: Path of the attention module in the model; path of the layer if it has no softmax.
-    name: str
-    #: Name of the class of that module.
-    module: str
+    name: str  #: Path of the attention module in the model; path of the layer if it has no softmax.
+    module: str  #: Name of the class of that module.
     #: ``self-attention``, ``cross-attention``, or ``no softmax``: a layer that mixes tokens otherwise.
     kind: str = _SELF
-    #: The scopes in which it is captured, from the narrowest to the widest.
-    scopes: tuple[str, ...] = ()
-    #: Number of tokens in its input.
-    tokens: int | None = None
-    #: Number of heads.
-    heads: int | None = None
+    scopes: tuple[str, ...] = ()  #: The scopes in which it is captured, from the narrowest to the widest.
+    tokens: int | None = None  #: Number of tokens in its input.
+    heads: int | None = None  #: Number of heads.
     #: Number of key and value heads; less than ``heads`` if several query heads share one.
     kv_heads: int | None = None
-    #: Dimension of the tokens.
-    d: int | None = None
-    #: Dimension of the queries and keys of a head.
-    key_dim: int | None = None
-    #: Dimension of the values of a head.
-    value_dim: int | None = None
-    #: The mask in words, for ``tokens`` tokens.
-    masking: str | None = None
+    d: int | None = None  #: Dimension of the tokens.
+    key_dim: int | None = None  #: Dimension of the queries and keys of a head.
+    value_dim: int | None = None  #: Dimension of the values of a head.
+    masking: str | None = None  #: The mask in words, for ``tokens`` tokens.
     #: How positions enter the scores: ``rotary``, ``score bias`` (ALiBi, relative positions), both, or
-    #: ``none`` (positions that are added to the tokens are no part of the attention). ``inside the layer`` if
-    #: not every parameter of the map is known.
+    #: ``none``; ``inside the layer`` if not every parameter of the map is known.
     positions: str | None = None
     #: The arrangement of residual and norm: ``post-norm``, ``pre-norm``, ...; empty if not recognised.
     layout: str | None = None
@@ -85,44 +72,38 @@ class InspectedSite:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why some layers of a model cannot be captured, with the indices of these layers."""
+    """The reason why some layers of a model cannot be captured, with their indices and paths."""
 
     #: Indices of the layers; empty for layers without a softmax, which have no index.
     layers: tuple[int, ...]
-    #: Paths of the layers in the model.
-    names: tuple[str, ...]
-    #: The scopes in which they are refused.
-    scopes: tuple[str, ...]
-    #: One or two sentences; ``the layer`` stands for each of the layers.
-    reason: str
+    names: tuple[str, ...]  #: Paths of the layers in the model.
+    scopes: tuple[str, ...]  #: The scopes in which they are refused.
+    reason: str  #: One or two sentences; ``the layer`` stands for each of the layers.
 
 
 @dataclass(frozen=True)
 class Inspection:
     """The layers of a model that can be captured, and the reasons why the other layers cannot."""
 
-    #: Name of the model's class.
-    model: str
-    #: Number of tokens in the input of the first captured layer, None if all layers are refused. A sliding
-    #: window that is longer is not visible in ``masking``.
+    model: str  #: Name of the model's class.
+    #: Number of tokens of the first captured layer, None if all are refused. A sliding window that is longer
+    #: is not visible in ``masking``.
     tokens: int | None
     #: One entry for each layer that mixes tokens, in the order of the forward pass.
     sites: tuple[InspectedSite, ...]
-    #: The refusals; empty if every layer is captured in every scope.
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[Refusal, ...]  #: The refusals; empty if every layer is captured in every scope.
     #: Parts of the model in which no layer ran, with the kind of their inputs: ``vision_tower (image)``.
     unreached: tuple[str, ...] = ()
 
 
 def inspect_model(
     model: nn.Module | LoadedModel,
-    inputs: Tensor | Mapping[str, Tensor] | None = None,
+    inputs: Tensor | Mapping[str, Any] | None = None,
     *,
     tokens: int | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Inspection:
-    """List the layers of a model that mix tokens, and say how each can be captured or why it cannot be
-    captured.
+    """List the layers of a model that mix tokens, and say how each can be captured or why it cannot.
 
     The model runs once. Each layer of self-attention is then captured and verified once, as in
     :func:`capture`, for every scope. If one layer is refused, the others are still captured. Members of
@@ -155,19 +136,18 @@ def inspect_model(
         inputs = sample_inputs(module, preparation, tokens)
     elif tokens is not None:
         raise ArgumentError("tokens", expected="None if inputs are given", got=repr(tokens))
-    given = model_inputs(module, inputs)
-    with measurement_mode(module):
-        return _inspected(module, given, on_layer)
+    with as_called(module, inputs) as given:
+        return _inspected(given, on_layer)
 
 
-def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, int], None]) -> Inspection:
+def _inspected(given: ModelCall, on_layer: Callable[[int, int], None]) -> Inspection:
     tracer = NonSoftmaxTracer()
-    with tracer.watching(model):
-        layers, kept = trace_forward_pass(model, given.named, None, tracer.on_layer)
+    with tracer.watching(given.model):
+        layers, kept = trace_forward_pass(given, None, tracer.on_layer)
     non_softmax = list(tracer.find(given.batch))
     if not layers and not non_softmax:
         raise CaptureError(
-            f"No layer of {type(model).__name__} was seen to mix tokens: it computes no softmax attention, "
+            f"No layer of {given.kind} was seen to mix tokens: it computes no softmax attention, "
             "or a fused kernel computes it (load the model with attn_implementation='sdpa' then)."
         )
     refused: list[Refusal] = []
@@ -176,35 +156,30 @@ def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, in
         on_layer(layer.index, len(layers))
         traced_layer = kept.pop(layer.index)
         with weights_in_memory(*traced_layer.modules):
-            sites.append(_site(traced_layer, model, given, refused))
+            sites.append(_site(traced_layer, refused))
     on_layer(len(layers), len(layers))
+    for one in reversed(non_softmax):  # in the order of the forward pass
+        sites.insert(one.after, InspectedSite(None, one.name, one.module, kind=_NONE))
     refused += [Refusal((), (one.name,), SCOPES, f"The layer has {NO_SOFTMAX}.") for one in non_softmax]
     return Inspection(
-        model=type(model).__name__,
+        model=given.kind,
         tokens=next((site.tokens for site in sites if site.scopes), None),
-        sites=tuple(_in_order(sites, non_softmax)),
+        sites=tuple(sites),
         refusals=_together(refused),
-        unreached=_unreached(
-            model, [*(layer.name for layer in layers), *(layer.name for layer in non_softmax)]
-        ),
+        unreached=_unreached(given.model, [f"{site.name}." for site in sites]),
     )
 
 
-def _site(
-    traced_layer: TracedLayer, model: nn.Module, given: ModelInputs, refused: list[Refusal]
-) -> InspectedSite:
-    """Capture one layer in every scope, such as "head" or "attention", and describe what was captured.
-
-    The failures are appended to ``refused``.
-    """
+def _site(traced_layer: TracedLayer, refused: list[Refusal]) -> InspectedSite:
+    """Capture one layer in every scope, and describe it; append the failures to ``refused``."""
     layer = traced_layer.layer
     plain = InspectedSite(layer.index, layer.name, type(layer.module).__name__, heads=layer.heads)
     try:
-        read = read_layer(traced_layer, given.batch, implementation(model))
+        read = read_layer(traced_layer)
+    except CrossAttention:
+        return _cross_site(traced_layer, plain, refused)
     except Exception as error:  # a module may raise any error, and the other layers are still captured
-        if isinstance(error, CrossAttention):
-            return _cross_site(traced_layer, model, given, plain, refused)
-        refused.append(Refusal((layer.index,), (layer.name,), SCOPES, _reason(error, layer)))
+        refused.append(_refusal(layer, SCOPES, error))
         return plain
     layer = read.self_attention.layer
     sites: dict[str, Site] = {}
@@ -213,34 +188,23 @@ def _site(
             # If one head can be captured, all of them can.
             sites[scope] = read.sites(scope, [0] if scope == "head" else None)[0]
         except Exception as error:  # as above
-            reason = _reason(error, layer)
-            narrow = re.search(r"scope: expected (.*?), got ", reason)
-            reason = f"Only {narrow[1]}." if narrow else reason
-            refused.append(Refusal((layer.index,), (layer.name,), (scope,), reason))
+            refused.append(_refusal(layer, (scope,), error))
     plain = replace(plain, name=layer.name, module=type(layer.module).__name__)
     if not sites:
         return plain
     return _described(replace(plain, scopes=tuple(sites)), read, next(iter(sites.values())))
 
 
-def _cross_site(
-    traced_layer: TracedLayer,
-    model: nn.Module,
-    given: ModelInputs,
-    plain: InspectedSite,
-    refused: list[Refusal],
-) -> InspectedSite:
-    """Capture a layer of cross-attention, and describe it; if this fails, append the failure to
-    ``refused``.
-    """
+def _cross_site(traced_layer: TracedLayer, plain: InspectedSite, refused: list[Refusal]) -> InspectedSite:
+    """Capture a layer of cross-attention, and describe it; append a failure to ``refused``."""
     plain, layer = replace(plain, kind=_CROSS), traced_layer.layer
     try:
-        if given.batch > 1:  # it is read for one sequence
-            first = one_by_one(model, given)[0]
-            traced_layer = trace_forward_pass(model, first.named, [layer.index])[1][layer.index]
-        read = read_cross_layer(traced_layer, implementation(model))
+        if traced_layer.model.batch > 1:  # it is read for one sequence
+            first = one_by_one(traced_layer.model)[0]
+            traced_layer = trace_forward_pass(first, [layer.index])[1][layer.index]
+        read = read_cross_layer(traced_layer)
     except Exception as error:  # as in _site
-        refused.append(Refusal((layer.index,), (layer.name,), (CROSS_SCOPE,), _reason(error, layer)))
+        refused.append(_refusal(layer, (CROSS_SCOPE,), error))
         return plain
     layer, softmax = read.module.layer, read.module.softmaxes[0]
     site = read.site("queries", None)
@@ -251,34 +215,25 @@ def _cross_site(
         scopes=(CROSS_SCOPE,),
         tokens=site.x.shape[1],
         heads=read.heads,
-        kv_heads=softmax.value.shape[-3],
         d=site.x.shape[2],
-        key_dim=None if softmax.key is None else softmax.key.shape[-1],
-        value_dim=softmax.value.shape[-1],
         masking=read.masking,
         positions="score bias" if read.biased else "none",
         layout="",
         path=site.path,
         path_reason=site.path_reason,
+        **_sizes(softmax),
     )
 
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
-    """Add properties of the captured map, such as its mask and dimensions, to the description of a layer."""
-    attention, softmax = read.found.map, read.self_attention.softmaxes[0]
-    kv_heads, key_dim, value_dim = softmax.value.shape[-3], None, softmax.value.shape[-1]
+    attention, sizes = read.found.map, _sizes(read.self_attention.softmaxes[0])
     if isinstance(attention, SelfAttention):
-        kv_heads, key_dim, value_dim = attention.kv_heads, attention.key_dim, attention.value_dim
-    elif softmax.key is not None:
-        key_dim = softmax.key.shape[-1]
+        sizes = {name: getattr(attention, name) for name in sizes}
     return replace(
         plain,
         tokens=site.x.shape[1],
         heads=attention.heads,
-        kv_heads=kv_heads,
         d=attention.d,
-        key_dim=key_dim,
-        value_dim=value_dim,
         masking=read.found.masking,
         positions=_positions(attention),
         layout=site.layout,
@@ -286,57 +241,52 @@ def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> Inspect
         norm_radius=None if site.norm is None else norm_radius(site.norm),
         path=read.found.path,
         path_reason=_plain(read.found.reason, read.self_attention.layer),
+        **sizes,
     )
 
 
+def _sizes(softmax: Any) -> dict[str, Any]:
+    key_dim = None if softmax.key is None else softmax.key.shape[-1]
+    return {"kv_heads": softmax.value.shape[-3], "key_dim": key_dim, "value_dim": softmax.value.shape[-1]}
+
+
 def _positions(attention: object) -> str:
-    found = []
     if isinstance(attention, SelfAttention):
-        found = ["rotary"] * (attention.rotary is not None) + ["score bias"] * (
-            attention.score_bias is not None
-        )
-        return " and ".join(found) or "none"
+        found = {"rotary": attention.rotary, "score bias": attention.score_bias}
+        return " and ".join(name for name, of in found.items() if of is not None) or "none"
     biases = isinstance(attention, StagedAttention) and any(c.score_bias is not None for c in attention.cores)
     return "inside the layer" + " and score bias" * biases
 
 
-def _in_order(sites: list[InspectedSite], non_softmax: list[NonSoftmaxLayer]) -> list[InspectedSite]:
-    """Merge the layers with and without a softmax in the order of the forward pass."""
-    found = list(sites)
-    for layer in reversed(non_softmax):
-        found.insert(layer.after, InspectedSite(None, layer.name, layer.module, kind=_NONE))
-    return found
-
-
-def _unreached(model: nn.Module, names: list[str]) -> tuple[str, ...]:
+def _unreached(model: nn.Module, paths: list[str]) -> tuple[str, ...]:
     """Return the submodels in which no layer that mixes tokens was seen, each with its kind of input.
 
     The result is empty if no such layer was seen in any submodel.
     """
     parts = named_parts(model)
-    seen = {path for path in parts if any(name == path or name.startswith(f"{path}.") for name in names)}
-    return tuple(f"{path} ({takes})" for path, takes in parts.items() if path not in seen) if seen else ()
+    seen = {part for part in parts if any(path.startswith(f"{part}.") for path in paths)}
+    return tuple(f"{part} ({takes})" for part, takes in parts.items() if part not in seen) if seen else ()
 
 
-# ---------------------------------------------------------------- reasons
+# ---- reasons
 
 
-def _reason(error: Exception, layer: AttentionLayer) -> str:
+def _refusal(layer: AttentionLayer, scopes: tuple[str, ...], error: Exception) -> Refusal:
     said = str(error) if isinstance(error, HowsmoothError) else f"{type(error).__name__}: {error}"
     said = _plain(said.strip() or type(error).__name__, layer)
-    return said[:1].upper() + said[1:]
+    said = said[:1].upper() + said[1:]
+    narrow = re.search(r"scope: expected (.*?), got ", said)
+    return Refusal((layer.index,), (layer.name,), scopes, f"Only {narrow[1]}." if narrow else said)
 
 
 def _plain(message: str, layer: AttentionLayer) -> str:
-    """Remove the index and path of a layer from a message, so that layers of the same kind have equal
-    messages.
-    """
+    """Remove the index and path of a layer, so that layers of the same kind have equal messages."""
     message = re.sub(rf"layer {layer.index} \([^()]*\)", "the layer", message)
     return message.replace(f"{layer.root_name}.", "") if layer.root_name else message
 
 
 def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
-    """Group the layers that cannot be captured by the reason, so that the report states each reason once."""
+    """Group the layers that cannot be captured by the reason, so that each reason is said once."""
     said: dict[str, str] = {}
     scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
     for one in refused:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
 from howsmooth.models.float32_weights import device_of
+from howsmooth.plain_modules import eager, fast_path, wrapped_parts
 
 __all__ = [
+    "configs",
     "implementation",
     "measurement_mode",
     "nested_configs",
@@ -35,10 +37,13 @@ _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def measurement_mode(model: nn.Module) -> Iterator[None]:
+def measurement_mode(model: nn.Module, keep: Collection[str] = ()) -> Iterator[None]:
     """Return a context manager in which a model runs in evaluation mode, without gradients, caches or
     autocast. At the end, all settings and the random state are restored.
 
+    ``keep`` names settings that stay as they are: "training", "cache", "fast path" or "precision".
+
+    Compiled code is not run, and parts of the model stand in it without the wrappers of ``torch.compile``.
     PyTorch's fast path for its own encoder layers is disabled too, because it computes their attention in one
     fused operation. Mixed precision of accelerate (``bf16=True`` in the ``Trainer``) is undone, because it
     puts autocast inside ``model.forward``.
@@ -48,31 +53,34 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
     modules may override that method with lasting effects, and because a user may have frozen only some
     modules.
     """
-    changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in model.modules()]
-    # accelerate puts a ``forward`` that switches autocast on in place of the model's own, which it keeps.
-    prepared = [module for module in model.modules() if "_original_forward" in vars(module)]
-    changes += [(module, "forward", module._original_forward) for module in prepared]
-    for config in _configs(model):
-        if getattr(config, "use_cache", False):
+    changes: list[tuple[Any, str, Any]] = [*wrapped_parts(model)]
+    for module in model.modules():
+        if "training" not in keep:
+            changes.append((module, "training", False))
+        # accelerate puts a ``forward`` that switches autocast on in place of the model's own, which it keeps.
+        forward = vars(module).get("forward")
+        forward = forward if "precision" in keep else vars(module).get("_original_forward", forward)
+        if forward is not None:
+            own = getattr(forward, "_torchdynamo_orig_callable", forward)  # without torch.compile
+            changes.append((module, "forward", own))
+    for config in configs(model):
+        if "cache" not in keep and getattr(config, "use_cache", False):
             changes.append((config, "use_cache", False))
         # transformers' grouped matrix product of experts does not support float64.
         if hasattr(config, "_experts_implementation_internal") and _in_float64(model):
             changes.append((config, "_experts_implementation_internal", "eager"))
     device = device_of(model)
     devices = [device] if device.type == "cuda" else []
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with (
-            _changed(changes),
-            torch.inference_mode(mode=False),
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-            torch.random.fork_rng(devices),
-        ):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with (
+        _changed(changes),
+        eager(),
+        contextlib.nullcontext() if "fast path" in keep else fast_path(False),
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+        contextlib.nullcontext() if "precision" in keep else torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng(devices),
+    ):
+        yield
 
 
 def set_permanently(model: nn.Module, attention: str | None = None) -> None:
@@ -83,7 +91,7 @@ def set_permanently(model: nn.Module, attention: str | None = None) -> None:
     """
     for module in model.modules():
         module.training = False
-    for config in _configs(model):
+    for config in configs(model):
         if hasattr(config, "use_cache"):
             config.use_cache = False
         if hasattr(config, "_experts_implementation_internal"):
@@ -122,7 +130,7 @@ def own_attention(model: nn.Module, function: Callable[..., Any]) -> Iterator[No
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, eager_mask)
     try:
-        with _changed([(config, "_attn_implementation_internal", name) for config in _configs(model)]):
+        with _changed([(config, "_attn_implementation_internal", name) for config in configs(model)]):
             yield
     finally:
         # The interfaces have a public method to register a name, but none to remove it.
@@ -141,7 +149,7 @@ def implementation(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def configs(model: nn.Module) -> list[Any]:
     """Return the transformers configurations of all modules of the model, each configuration once."""
     own = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
     every = {id(part): part for config in own.values() for part in nested_configs(config)}

@@ -7,9 +7,10 @@ the forward pass and at changed ones. A block is the smallest numbered layer of 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
+from howsmooth.errors import ArgumentError, CaptureError, DerivativeError, HowsmoothError, reason
 from howsmooth.functional import register
-from howsmooth.jacobian.autodiff import moved_by_rounding
+from howsmooth.jacobian.autodiff import AutodiffJacobian, moved_by_rounding
 from howsmooth.models.captured_layer import Site
-from howsmooth.models.float32_weights import computing_dtype, device_of, stored_dtype
+from howsmooth.models.float32_weights import computing_dtype, device_of
 from howsmooth.models.identification.model_part_map import (
     ModelMap,
+    ModelPart,
     Output,
     Passage,
     Place,
@@ -33,9 +35,10 @@ from howsmooth.models.identification.model_part_map import (
     replaced,
     rows,
 )
-from howsmooth.models.identification.self_attention_module import moved_tokens
-from howsmooth.models.inputs.model_inputs import ModelInputs, embedding_of, takes_decoder_ids
+from howsmooth.models.identification.self_attention_module import kept_tensors, moved_tokens
+from howsmooth.models.inputs.model_inputs import embedding_of, takes_decoder_ids
 from howsmooth.models.measurement_mode import implementation
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import one_by_one, padding_of
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.module_replay import first_tensor
@@ -48,6 +51,14 @@ __all__ = ["ModelParts"]
 _LONG = 1024
 # How many shifts of the tokens by one machine epsilon show the growth of rounding errors.
 _SHIFTS = 2
+
+
+# How many places before the first block are tried as the place of the embedded tokens.
+_EARLIER = 4
+
+
+class _PassedBy(CaptureError):  # noqa: N818 - says what was found
+    """The exception for a first point that what enters the model also passes by."""
 
 
 class ModelParts:
@@ -74,7 +85,11 @@ class ModelParts:
 
     """
 
-    def __init__(self, model: nn.Module, given: ModelInputs, side: str | None = None) -> None:
+    def __init__(self, given: ModelCall, side: str | None = None) -> None:
+        model = given.model
+        if side is not None and (side == "joint" or not takes_decoder_ids(model)):
+            expected = "'queries' or 'memory' with scope 'model' of an encoder-decoder, else None"
+            raise ArgumentError("side", expected=expected, got=repr(side))
         if takes_decoder_ids(model) and side is None:
             raise CaptureError(
                 f"{type(model).__name__} is an encoder-decoder, whose output depends on two sequences. Take "
@@ -84,11 +99,12 @@ class ModelParts:
             )
         self.side = side
         self.model = model
-        self.given = _sequences_of(model, given)
+        self.given = _sequences_of(given)
         self.blocks: list[Place] = []  # the outputs of the blocks around the layers; two may share one
         calls: dict[nn.Module, int] = {}
         # Calls of embedding tables, each with its number among the calls of the table, and what it is given.
         self._embedded: list[tuple[nn.Embedding, int, object]] = []
+        self._early: list[Place] = []  # tokens before the first block, which may be those of the whole model
         self._ids = given.named.get("input_ids") if self._known else next(iter(given.named.values()))
 
         def starts(call: Call) -> None:
@@ -97,6 +113,8 @@ class ModelParts:
                 self._embedded.append((call.module, call.number, call.args[0] if call.args else None))
 
         def ends(call: Call) -> None:
+            if not self.blocks and isinstance(call.output, Tensor) and call.output.ndim == 3:
+                self._early.append(Place(call.name, "output", call.number))
             if call.module is model:
                 self._returns_hidden = getattr(call.output, "last_hidden_state", None) is not None
 
@@ -104,7 +122,7 @@ class ModelParts:
             self.blocks.append(Place(layer.root_name, "output", calls[layer.root]))
 
         with watched(dict(model.named_modules()), starts, ends):
-            self.layers, _ = trace_forward_pass(model, given.named, (), seen)
+            self.layers, _ = trace_forward_pass(given, (), seen)
         self._calls = calls  # the number of the last call of each module that ran
 
     def whole(self, output: str, *, last_token: bool = False) -> Site:
@@ -115,7 +133,14 @@ class ModelParts:
         of = {None: "its", "queries": "its decoder's", "memory": "its encoder's"}[self.side]
         start, end, read = self._embeddings(), self._end(output), self.output(output, last_token=last_token)
         words = f"from {of} embeddings to its {_in_words(read)}"
-        return self._site("model", start, end, read, None, None, words)
+        try:
+            return self._site("model", start, end, read, None, None, words)
+        except _PassedBy:
+            # A residual around the first block: the tokens enter it a little earlier.
+            for earlier in reversed(self._early[-_EARLIER:]):
+                with suppress(_PassedBy):
+                    return self._site("model", earlier, end, read, None, None, words)
+            raise
 
     def output(self, output: str, *, last_token: bool = False) -> Output:
         """Return the :class:`Output` with a given name, such as "hidden", "logits" or "margin".
@@ -208,7 +233,9 @@ class ModelParts:
         """Return True if a block is given embedded tokens. The block is the model itself if its attention
         lies in no smaller one, and the model may be given token ids.
         """
-        return bool(block.module) or any(t.is_floating_point() for t in self.given[0].named.values())
+        return bool(block.module) or any(
+            isinstance(t, Tensor) and t.is_floating_point() for t in self.given[0].named.values()
+        )
 
     def _input(self, block: Place) -> Place:
         """Return the point of the forward pass before a block; raise CaptureError if it has no tokens."""
@@ -284,7 +311,7 @@ class ModelParts:
         The part has the layers from ``first`` to ``last``. The blocks before them return what they returned
         in the forward pass. If ``first`` is None, the part begins at the embeddings, and all blocks run.
         """
-        model, end_layer = self.model, len(self.layers) if last is None else last + 1
+        end_layer = len(self.layers) if last is None else last + 1
         own = None if first is None or start in self.blocks else self.blocks[first]
         before = [place for place in dict.fromkeys(self.blocks[: first or 0]) if place != own]
         running = {place.module for place in self.blocks[:end_layer] if place not in before}
@@ -294,7 +321,8 @@ class ModelParts:
             before.append(encoder)
             idle.append(encoder.module)
             begins = replace(start, call=0)
-        runs = [_Run(model, one, start, end, before) for one in self.given]
+        runs = [_Run(one, start, end, before) for one in self.given]
+        self._check_cut(runs[0], output)
         x = torch.stack([one.tokens for one in runs])
         answers: dict[str, list[Any]] = {}
         for place, value in zip(before, runs[0].answers, strict=True):
@@ -318,8 +346,38 @@ class ModelParts:
             x=x,
             map=found,
             norm=None,
-            stored=stored_dtype(model),
+            stored=self.given[0].stored,
         )
+
+    def _check_cut(self, run: _Run, output: Output) -> None:
+        """Raise CaptureError if the output depends on what enters the model otherwise than through the tokens
+        at the first point of a part, such as by a residual around that point.
+        """
+        try:
+            embeddings = self._embeddings()
+        except CaptureError:
+            return
+        if self.blocks and embeddings == replace(self.blocks[0], side="input"):  # images, audio: no table
+            named = {
+                name: moved_tokens(one) if isinstance(one, Tensor) and one.is_floating_point() else one
+                for name, one in run.given.named.items()
+                if "mask" not in name
+            }
+            changed = copy.copy(run)
+            changed.given = replace(run.given, named={**run.given.named, **named})
+            other = changed.moved(run.tokens)
+        elif embeddings != run.start:
+            with replaced(self.model, embeddings, moved_tokens):
+                other = run.moved(run.tokens)
+        else:
+            return
+        own, other = output.of(run.returned), output.of(other)
+        if not relative_error(other, own) <= tolerance(precision(torch.float32)):
+            raise _PassedBy(
+                f"{type(self.model).__name__} is not captured from {run.start}: its output also depends on "
+                "what enters the model past that point, such as by a residual around it. Write a module of "
+                "its embedded tokens x, and measure it with hs.local_lipschitz(module, x)."
+            )
 
     def _map(self, passage: Passage, runs: list[_Run], x: Tensor, depth: int) -> tuple[ModelMap, str | None]:
         """Return the verified map of a part of the model, and the attention implementation with which it
@@ -330,8 +388,10 @@ class ModelParts:
         for attention in _attentions(self.model, x.shape[1]):
             try:
                 frozen = frozen_copy(self.model, dtype, device, idle=passage.idle, attention=attention)
-                found = ModelMap(frozen, self.given[0].named, passage, x[0])
+                found = ModelMap(ModelPart(frozen, self.given[0].named, passage, x[0]))
+                kept = {name: (t, t._version) for name, t in kept_tensors(frozen).items()}
                 _verify(found, runs, x, depth)
+                _refuse_state(found, [name for name, (t, version) in kept.items() if t._version != version])
             except HowsmoothError as error:
                 refused.append(str(error))
             except Exception as error:  # a model may raise any error with an attention it does not know
@@ -365,7 +425,7 @@ def _of_tokens(last: bool) -> str:
     return "of the last token" if last else "of all tokens"
 
 
-def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
+def _sequences_of(given: ModelCall) -> list[ModelCall]:
     """Split a batch of model inputs into one object of inputs for each sequence.
 
     Raises
@@ -374,14 +434,14 @@ def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
         If a sequence is padded.
 
     """
-    if padding_of(model, given) is not None:
+    if padding_of(given) is not None:
         raise ArgumentError(
             "inputs",
             expected="sequences without padding, for a part of a model that is longer than a layer",
             got="padding",
             remedy="Give one sequence at a time, with its real tokens.",
         )
-    return one_by_one(model, given)
+    return one_by_one(given)
 
 
 def _attentions(model: nn.Module, n: int) -> list[str | None]:
@@ -403,10 +463,7 @@ def _attentions(model: nn.Module, n: int) -> list[str | None]:
 class _Run:
     """A forward pass of the original model on one sequence, with the tensors at some chosen points."""
 
-    def __init__(
-        self, model: nn.Module, given: ModelInputs, start: Place, end: Place, before: Sequence[Place] = ()
-    ) -> None:
-        self.model = model
+    def __init__(self, given: ModelCall, start: Place, end: Place, before: Sequence[Place] = ()) -> None:
         self.given = given
         self.start = start
         self.end = end
@@ -414,8 +471,8 @@ class _Run:
         found: list[Any] = []
         with ExitStack() as stack:
             for place in before:
-                stack.enter_context(observed(model, place, lambda v: self.answers.append(copied(v))))
-            stack.enter_context(observed(model, start, lambda value: found.append(copied(value))))
+                stack.enter_context(observed(given.model, place, lambda v: self.answers.append(copied(v))))
+            stack.enter_context(observed(given.model, start, lambda value: found.append(copied(value))))
             self.returned = self._ended()
         if not found or found[0] is None:
             raise CaptureError(f"The forward pass did not reach {start}.")
@@ -425,7 +482,7 @@ class _Run:
         """Run a part of the model from tokens ``x`` (n, d) at its first point, and return the tensor at its
         last point.
         """
-        with replaced(self.model, self.start, x):
+        with replaced(self.given.model, self.start, x):
             return self._ended()
 
     def _ended(self) -> Any:
@@ -435,11 +492,28 @@ class _Run:
             found.append(copied(value))
             raise StopForward
 
-        with observed(self.model, self.end, reached):
-            run(self.model, self.given.named)
+        with observed(self.given.model, self.end, reached):
+            run(self.given)
         if not found:
             raise CaptureError(f"The forward pass did not reach {self.end}.")
         return found[0]
+
+
+def _refuse_state(found: ModelMap, written: list[str]) -> None:
+    """Raise CaptureError if a model reads what it wrote into tensors that it keeps, so that a later run
+    spoils the derivative of an earlier one.
+    """
+    if not written:
+        return
+    try:
+        with torch.enable_grad():
+            jacobian = AutodiffJacobian(found, found.own.x[None])
+            jacobian.adjoint_product(jacobian.product(found.own.x[None]))
+    except DerivativeError as error:
+        raise CaptureError(
+            f"It writes into tensors that it keeps ({', '.join(written[:4])}) and reads them, as a cache of "
+            "keys and values, so that it has a state and no derivative. Switch this off for the measurement."
+        ) from error
 
 
 def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
@@ -450,9 +524,13 @@ def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
     what the output does if the tokens move by one machine epsilon.
     """
     # A margin may be close to zero, so that its logits are compared.
-    output = replace(found.passage.output, kind="logits") if found.passage.output.kind == "margin" else None
+    output = (
+        replace(found.own.passage.output, kind="logits")
+        if found.own.passage.output.kind == "margin"
+        else None
+    )
     plain = found if output is None else found.reading(output)
-    of = plain.passage.output.of
+    of = plain.own.passage.output.of
     with notice_downcasts(x.dtype) as downcasts:
         own = [of(one.returned) for one in runs]
         moved = moved_tokens(x)
@@ -471,7 +549,11 @@ def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
                 raise CaptureError(f"The map gives {tuple(got.shape)}, the model {tuple(want.shape)}.")
             error = relative_error(got, want)
             if not error <= allowed:
-                why = "; its positions or masks differ between sequences: give one at a time" if i else ""
+                why = (
+                    "; other inputs, positions or masks differ between sequences: give one at a time"
+                    if i
+                    else ""
+                )
                 raise CaptureError(
                     f"The map differs from the model's own output{what} by {error:.1e} relative, where "
                     f"rounding explains {allowed:.1e}{why}."

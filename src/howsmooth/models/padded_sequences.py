@@ -8,21 +8,29 @@ comparing the numbers of both forward passes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool
-from torch import Tensor, nn
+from torch import Tensor
 
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.layer_identification import VerifiedLayer
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.recorder import TracedLayer
 
-__all__ = ["Padding", "one_by_one", "one_sequence", "padding_of", "reproduces", "without_padding"]
+__all__ = [
+    "Padding",
+    "check_one_sequence",
+    "one_by_one",
+    "padding_of",
+    "reproduces",
+    "without_padding",
+]
 
 #: Names of padding masks; whether a nonzero entry marks padding: it does in torch, not in transformers; and
 #: the names of the tokens that the mask is about.
@@ -44,11 +52,11 @@ class Padding:
     """
 
     real: Bool[Tensor, "batch n"]  # True for real tokens, False for padding
-    whole: ModelInputs
+    whole: ModelCall
     mask: str  # the name of the padding mask among the inputs
 
 
-def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
+def padding_of(given: ModelCall) -> Padding | None:
     """Return which tokens of the inputs are padding, or None if there is no padding.
 
     Raises
@@ -59,7 +67,7 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
 
     """
     other = given.named.get("decoder_attention_mask")
-    if other is not None and other.ndim == 2 and not bool((other != 0).all()):
+    if isinstance(other, Tensor) and other.ndim == 2 and not bool((other != 0).all()):
         raise ArgumentError(
             "decoder_attention_mask",
             expected="ones only",
@@ -68,7 +76,7 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
         )
     for name, (hides, of) in _PADDING.items():
         mask = given.named.get(name)
-        if mask is None or mask.ndim != 2:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
             continue
         masked = next((given.named[one] for one in of if one in given.named), mask)
         n = masked.shape[:2].numel() // given.batch  # either axis may be the first
@@ -86,29 +94,25 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
             )
         named = dict(given.named)
         tokens = named.get("decoder_input_ids")
-        known = inspect.signature(model.forward).parameters
+        known = inspect.signature(given.model.forward).parameters
         if tokens is not None and tokens is named.get("input_ids") and "decoder_attention_mask" in known:
             named["decoder_attention_mask"] = mask
         return Padding(real, replace(given, named=named), name)
     return None
 
 
-def one_sequence(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> ModelInputs:
-    """Check the inputs of a model as :func:`~howsmooth.models.inputs.model_inputs.model_inputs` does, and
-    raise ArgumentError unless they are one sequence without padding.
-    """
-    given = model_inputs(model, inputs)
-    if given.batch != 1 or padding_of(model, given) is not None:
+def check_one_sequence(given: ModelCall) -> None:
+    """Raise ArgumentError unless the inputs of a model are one sequence without padding."""
+    if given.batch != 1 or padding_of(given) is not None:
         raise ArgumentError(
             "inputs",
             expected="one sequence without padding",
             got=f"{given.batch} sequences" if given.batch != 1 else "a padded sequence",
             remedy="Of a padded batch, take one sequence: ids[i][mask[i].bool()][None].",
         )
-    return given
 
 
-def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterator[ModelInputs]:
+def without_padding(padding: Padding, sequence: int) -> Iterator[ModelCall]:
     """Yield the model inputs for the real tokens of one sequence of a padded batch, in one or two variants.
 
     The first variant leaves positions to the model. The second, if the model takes ``position_ids``, gives
@@ -118,32 +122,35 @@ def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterat
     given = padding.whole.named
     masked = {id(value) for name, value in given.items() if not name.startswith(_DECODER)}
     whole = replace(padding, real=torch.ones_like(padding.real))
-    cut: dict[int, Tensor] = {}  # by id: a tensor that is passed twice stays one tensor
+    cut: dict[int, Any] = {}  # by id: a tensor that is passed twice stays one tensor
     named = {
         name: cut.setdefault(
             id(value), _cut(name, value, padding if id(value) in masked else whole, sequence)
         )
         for name, value in given.items()
         # A two-dimensional mask of the decoder hides nothing here; others are cut like any tensor.
-        if name != padding.mask and not (name == "decoder_attention_mask" and value.ndim == 2)
+        if name != padding.mask and not (name == "decoder_attention_mask" and getattr(value, "ndim", 0) == 2)
     }
     if padding.mask == "attention_mask":
         named["attention_mask"] = torch.ones_like(padding.whole.named["attention_mask"][:1, real])
-    yield ModelInputs(named, 1)
-    if "position_ids" in inspect.signature(model.forward).parameters and "position_ids" not in named:
-        yield ModelInputs({**named, "position_ids": real.nonzero().reshape(1, -1)}, 1)
+    alone = replace(padding.whole, named=named, batch=1)
+    yield alone
+    if "position_ids" in inspect.signature(alone.model.forward).parameters and "position_ids" not in named:
+        yield replace(alone, named={**named, "position_ids": real.nonzero().reshape(1, -1)})
 
 
-def one_by_one(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
+def one_by_one(given: ModelCall) -> list[ModelCall]:
     """Return the inputs of each sequence of a batch separately, including its padding."""
     if given.batch == 1:
         return [given]
     first = next(iter(given.named.values()))
     whole = Padding(torch.ones(given.batch, first.shape[1], dtype=torch.bool), given, "")
-    return [next(iter(without_padding(model, whole, i))) for i in range(given.batch)]
+    return [next(iter(without_padding(whole, i))) for i in range(given.batch)]
 
 
-def _cut(name: str, value: Tensor, padding: Padding, sequence: int) -> Tensor:
+def _cut(name: str, value: Any, padding: Padding, sequence: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
     real = padding.real[sequence]
     batch, n = padding.real.shape
     if name in _BETWEEN and value.ndim > 1 and value.shape[-2:] == (n, n):
@@ -174,7 +181,7 @@ def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding
         raise CaptureError(f"{place} is not called in the same way for padded sequences.")
     whole = ModuleReplay(call, x, padding.whole.batch)
     own = first_tensor(alone(alone.x))
-    pairs = ((whole.tokens(), alone.tokens()), (whole.rows(first_tensor(call.output)), alone.rows(own)))
+    pairs = ((whole.tokens(), alone.tokens()), (whole.rows(first_tensor(call.result)), alone.rows(own)))
     # Rounding grows with depth, and float64 models may compute some steps in float32.
     allowed = (1 + place.index) * tolerance(precision(torch.float32), layer.found.condition)
     for padded, plain in pairs:

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError, HowsmoothError
+from howsmooth.models.as_called import as_called
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.qkv_projections import weight_and_bias
 from howsmooth.models.measurement_mode import measurement_mode
-from howsmooth.models.padded_sequences import one_sequence
+from howsmooth.models.padded_sequences import check_one_sequence
 from howsmooth.models.tolerance import relative_error
 from howsmooth.models.tracing.attention_hooks import plain_attention
 from howsmooth.models.tracing.mask_and_bias import split_mask
@@ -107,8 +108,8 @@ class RecordedModel:
     is computed from the queries, keys and values that were read.
     """
 
-    def __init__(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> None:
-        self.model, self.named = model, one_sequence(model, inputs).named
+    def __init__(self, model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> None:
+        self.model = model
         #: The attention layers, in the order of the forward pass.
         self.layers: list[RecordedSoftmax] = []
         self._heads: Tensor | None = None  # of the last softmax, concatenated
@@ -120,15 +121,16 @@ class RecordedModel:
             others.on_layer(layer)
             return self._record(layer, softmax)
 
-        with measurement_mode(model):
+        with as_called(model, inputs) as self.call:
+            check_one_sequence(self.call)
             with others.watching(model), watched(dict(model.named_modules()), ends=self._ends):
-                recorded = run_with_attention(model, self.named, record)
+                recorded = run_with_attention(self.call, record)
             #: The names of the layers that mix tokens without a softmax, such as linear attention.
             self.without_softmax = [f"{one.name} ({one.module})" for one in others.find(1)]
             if not self.layers:
                 other = "".join(f" Its layer {one} has {NO_SOFTMAX}." for one in self.without_softmax[:1])
                 raise CaptureError(f"No softmax attention of {name} was seen.{other}")
-            output = run(model, self.named)
+            output = run(self.call)
             #: The logits of the unchanged model, (rows, classes): one row for each token, or for the
             #: sequence. None if the model has none.
             self.logits = self._rows(output)
@@ -212,7 +214,9 @@ class RecordedModel:
         given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)]
         if len(given) != 1:
             return
-        if isinstance(call.module, nn.Embedding) and any(_alike(given[0], t) for t in self.named.values()):
+        if isinstance(call.module, nn.Embedding) and any(
+            _alike(given[0], t) for t in self.call.named.values() if isinstance(t, Tensor)
+        ):
             self._vocabularies.add(call.module.num_embeddings)
         if self._heads is None or not _alike(given[0], self._heads):
             return
@@ -232,11 +236,14 @@ class RecordedModel:
                 self.layers[layer.index].obstacle = _CROSS
             return _computed(softmax)
 
-        for name, value in self.named.items():
+        for name, value in self.call.named.items():
+            if not isinstance(value, Tensor):
+                continue
             moved = value.flip(tuple(range(1, value.ndim)))
+            other = replace(self.call, named={**self.call.named, name: moved})
             if not torch.equal(moved, value):
                 with suppress(HowsmoothError):  # the model may refuse these inputs
-                    run_with_attention(self.model, {**self.named, name: moved}, compare)
+                    run_with_attention(other, compare)
 
     # ---- other keys and values
 
@@ -249,7 +256,7 @@ class RecordedModel:
             other = change(layer.index, softmax.key, softmax.value)
             return None if other is None else _computed(replace(softmax, key=other[0], value=other[1]))
 
-        logits = self._rows(run_with_attention(self.model, self.named, attend))
+        logits = self._rows(run_with_attention(self.call, attend))
         assert logits is not None
         return logits
 

@@ -6,109 +6,68 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from howsmooth.nn import penalty
-    from howsmooth.nn.attention.base import LipschitzAttention
-    from howsmooth.nn.attention.cosine import CosineAttention
-    from howsmooth.nn.attention.l2 import L2Attention
-    from howsmooth.nn.attention.lipschitz_norm import LipschitzNormAttention
-    from howsmooth.nn.attention.query_key_norm import QueryKeyNormAttention
-    from howsmooth.nn.attention.sigmoid import SigmoidAttention
-    from howsmooth.nn.attention.sinkhorn import SinkhornAttention
-    from howsmooth.nn.attention.softmax import SoftmaxAttention
-    from howsmooth.nn.certificates.certificate import ModelCertificate
-    from howsmooth.nn.certificates.evaluation import Evaluation, evaluate
-    from howsmooth.nn.certificates.model_bound import certify
-    from howsmooth.nn.deployable_copy import deploy
-    from howsmooth.nn.lipschitz_module import LipschitzModule
-    from howsmooth.nn.monitoring.lightning import lightning_callback
-    from howsmooth.nn.monitoring.monitor import LipschitzMonitor
-    from howsmooth.nn.monitoring.record import MonitorRecord
-    from howsmooth.nn.monitoring.trainer_callback import MonitorCallback
-    from howsmooth.nn.parts.activations import GroupSort, MaxMin
-    from howsmooth.nn.parts.embedding_and_pooling import (
-        AddPositions,
-        ClipTokens,
-        MeanPool,
-        Patches,
-        PrependToken,
-        TakeToken,
-    )
-    from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
-    from howsmooth.nn.parts.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
-    from howsmooth.nn.parts.residual import AverageResidual, Residual
-    from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
-
-__all__ = [
-    "AddPositions",
-    "AverageResidual",
-    "CenterNorm",
-    "ClipTokens",
-    "CosineAttention",
-    "Evaluation",
-    "GroupSort",
-    "L2Attention",
-    "LipschitzAttention",
-    "LipschitzLayerNorm",
-    "LipschitzModule",
-    "LipschitzMonitor",
-    "LipschitzNormAttention",
-    "LipschitzRMSNorm",
-    "MaxMin",
-    "MeanPool",
-    "ModelCertificate",
-    "MonitorCallback",
-    "MonitorRecord",
-    "OrthogonalLinear",
-    "Patches",
-    "PrependToken",
-    "QueryKeyNormAttention",
-    "Residual",
-    "SelfAttentionBlock",
-    "SigmoidAttention",
-    "SinkhornAttention",
-    "SoftmaxAttention",
-    "SpectralLinear",
-    "TakeToken",
-    "certify",
-    "deploy",
-    "evaluate",
-    "lightning_callback",
-    "penalty",
-]
+    from howsmooth.nn import penalty as penalty
+    from howsmooth.nn.attention.base import LipschitzAttention as LipschitzAttention
+    from howsmooth.nn.attention.sinkhorn import SinkhornAttention as SinkhornAttention
+    from howsmooth.nn.attention.softmax import QueryKeyNormAttention as QueryKeyNormAttention
+    from howsmooth.nn.attention.softmax import SoftmaxAttention as SoftmaxAttention
+    from howsmooth.nn.attention.variants import CosineAttention as CosineAttention
+    from howsmooth.nn.attention.variants import L2Attention as L2Attention
+    from howsmooth.nn.attention.variants import LipschitzNormAttention as LipschitzNormAttention
+    from howsmooth.nn.attention.variants import SigmoidAttention as SigmoidAttention
+    from howsmooth.nn.certificates.evaluation import Evaluation as Evaluation
+    from howsmooth.nn.certificates.evaluation import evaluate as evaluate
+    from howsmooth.nn.certificates.model_bound import ModelCertificate as ModelCertificate
+    from howsmooth.nn.certificates.model_bound import certify as certify
+    from howsmooth.nn.deployable_copy import deploy as deploy
+    from howsmooth.nn.lipschitz_module import LipschitzModule as LipschitzModule
+    from howsmooth.nn.monitoring.lightning import lightning_callback as lightning_callback
+    from howsmooth.nn.monitoring.monitor import LipschitzMonitor as LipschitzMonitor
+    from howsmooth.nn.monitoring.record import MonitorRecord as MonitorRecord
+    from howsmooth.nn.monitoring.trainer_callback import MonitorCallback as MonitorCallback
+    from howsmooth.nn.parts.blocks import AverageResidual as AverageResidual
+    from howsmooth.nn.parts.blocks import Residual as Residual
+    from howsmooth.nn.parts.blocks import SelfAttentionBlock as SelfAttentionBlock
+    from howsmooth.nn.parts.embedding_and_pooling import AddPositions as AddPositions
+    from howsmooth.nn.parts.embedding_and_pooling import ClipTokens as ClipTokens
+    from howsmooth.nn.parts.embedding_and_pooling import MeanPool as MeanPool
+    from howsmooth.nn.parts.embedding_and_pooling import Patches as Patches
+    from howsmooth.nn.parts.embedding_and_pooling import PrependToken as PrependToken
+    from howsmooth.nn.parts.embedding_and_pooling import TakeToken as TakeToken
+    from howsmooth.nn.parts.feed_forward import GroupSort as GroupSort
+    from howsmooth.nn.parts.feed_forward import MaxMin as MaxMin
+    from howsmooth.nn.parts.feed_forward import OrthogonalLinear as OrthogonalLinear
+    from howsmooth.nn.parts.feed_forward import SpectralLinear as SpectralLinear
+    from howsmooth.nn.parts.norms import CenterNorm as CenterNorm
+    from howsmooth.nn.parts.norms import LipschitzLayerNorm as LipschitzLayerNorm
+    from howsmooth.nn.parts.norms import LipschitzRMSNorm as LipschitzRMSNorm
 
 # Modules are imported when one of their names is first used, so that `import howsmooth.nn` is fast.
 _MODULES = {
-    "parts.activations": ("GroupSort", "MaxMin"),
     "attention.base": ("LipschitzAttention",),
-    "attention.cosine": ("CosineAttention",),
-    "attention.l2": ("L2Attention",),
-    "attention.lipschitz_norm": ("LipschitzNormAttention",),
-    "attention.query_key_norm": ("QueryKeyNormAttention",),
-    "attention.sigmoid": ("SigmoidAttention",),
+    "attention.variants": (
+        *("CosineAttention", "L2Attention", "LipschitzNormAttention", "SigmoidAttention"),
+    ),
     "attention.sinkhorn": ("SinkhornAttention",),
-    "attention.softmax": ("SoftmaxAttention",),
-    "parts.self_attention_layer": ("SelfAttentionBlock",),
-    "certificates.certificate": ("ModelCertificate",),
-    "certificates.model_bound": ("certify",),
+    "attention.softmax": ("QueryKeyNormAttention", "SoftmaxAttention"),
+    "certificates.model_bound": ("ModelCertificate", "certify"),
     "deployable_copy": ("deploy",),
     "lipschitz_module": ("LipschitzModule",),
     "certificates.evaluation": ("Evaluation", "evaluate"),
-    "parts.linear": ("OrthogonalLinear", "SpectralLinear"),
+    "parts.feed_forward": ("GroupSort", "MaxMin", "OrthogonalLinear", "SpectralLinear"),
     "monitoring.lightning": ("lightning_callback",),
     "monitoring.monitor": ("LipschitzMonitor",),
     "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
     "monitoring.record": ("MonitorRecord",),
-    "parts.residual": ("AverageResidual", "Residual"),
+    "parts.blocks": ("AverageResidual", "Residual", "SelfAttentionBlock"),
     "parts.embedding_and_pooling": (
-        "AddPositions",
-        "ClipTokens",
-        "MeanPool",
-        "Patches",
-        "PrependToken",
-        "TakeToken",
+        *("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
     ),
     "monitoring.trainer_callback": ("MonitorCallback",),
 }
+
+
+__all__ = sorted(["penalty", *(name for names in _MODULES.values() for name in names)])
 
 
 def __getattr__(name: str) -> Any:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from howsmooth.bounds.bound import check_length as check_whole_length
-from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.errors import ArgumentError, HowsmoothError, reason
 
-__all__ = ["check_ball", "check_length", "check_placement", "check_size", "check_tokens", "look", "require"]
+__all__ = [
+    "Placement",
+    "check",
+    "check_ball",
+    "check_length",
+    "check_number",
+    "check_placement",
+    "check_size",
+    "check_tokens",
+    "look",
+    "require",
+]
 
 # A radius of zero is replaced by this one, because formulas divide by the radius or take its logarithm.
 # Bounds on the larger ball hold on the smaller one, too.
@@ -21,32 +32,38 @@ _SMALLEST = 1e-100
 _LONGEST = 2**53
 
 
+def check(ok: bool, argument: str, expected: str, got: object, remedy: str = "") -> None:
+    """Raise ArgumentError with these words unless ``ok``."""
+    if not ok:
+        raise ArgumentError(argument, expected=expected, got=str(got), remedy=remedy)
+
+
 def check_length(length: object) -> int:
     """Return the number of tokens after checking that it is an integer from 1 to 2^53."""
     n = check_whole_length(length)
-    if n > _LONGEST:
-        raise ArgumentError(
-            "length", expected=f"an integer number of tokens n <= {_LONGEST}", got="a larger number"
-        )
+    check(n <= _LONGEST, "length", f"an integer number of tokens n <= {_LONGEST}", "a larger number")
     return n
 
 
-def check_ball(radius: object) -> float:
-    """Return the radius of a ball of tokens after checking that it is a number >= 0 or infinity.
-
-    A radius of zero is replaced by a tiny number.
-    """
+def check_number(
+    argument: str,
+    value: object,
+    expected: str = "a finite number > 0",
+    good: Callable[[float], bool] = lambda number: 0 < number < math.inf,
+) -> float:
+    """Return ``value`` as a float after checking that it is a number for which ``good`` is true."""
     try:
-        value = float(radius)  # type: ignore[arg-type]
+        number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        value = math.nan
-    if isinstance(radius, bool | str) or not value >= 0:
-        raise ArgumentError(
-            "radius",
-            expected="a number >= 0, the largest norm of a token, or math.inf for all tokens",
-            got=repr(radius),
-        )
-    return max(value, _SMALLEST)
+        number = math.nan
+    check(not isinstance(value, bool | str) and good(number), argument, expected, repr(value))
+    return number
+
+
+def check_ball(radius: object) -> float:
+    """Return the radius of a ball of tokens, a number >= 0 or infinity; a tiny number stands for zero."""
+    expected = "a number >= 0, the largest norm of a token, or math.inf for all tokens"
+    return max(check_number("radius", radius, expected, lambda number: number >= 0), _SMALLEST)
 
 
 def check_size(argument: str, value: object, *, least: int = 1) -> int:
@@ -56,17 +73,23 @@ def check_size(argument: str, value: object, *, least: int = 1) -> int:
     return value
 
 
-def check_placement(device: object, dtype: object) -> None:
+class Placement(TypedDict, total=False):
+    """Arguments of constructors: the device and the dtype of the weights, as in PyTorch."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+def check_placement(device: object = None, dtype: object = None) -> None:
     """Raise ArgumentError if the device does not exist or the dtype is not a floating-point dtype."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ArgumentError("dtype", expected="torch.float32 or torch.float64", got=repr(dtype))
+    floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    check(floating, "dtype", "torch.float32 or torch.float64", repr(dtype))
     try:
         torch.empty(0, device=device)  # type: ignore[call-overload]
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
-        raise ArgumentError(
-            "device", expected="a device that PyTorch finds here, such as 'cpu'", got=f"{device!r} ({reason})"
-        ) from error
+        got = f"{device!r} ({reason(error)[:100]})"
+        expected = "a device that PyTorch finds here, such as 'cpu'"
+        raise ArgumentError("device", expected=expected, got=got) from error
 
 
 def check_tokens(
@@ -80,19 +103,16 @@ def check_tokens(
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         got = type(x).__name__ if not isinstance(x, Tensor) else str(x.layout)
         raise ArgumentError(argument, expected="a dense tensor of tokens (batch, n, d)", got=got)
+    shape, expected = f"shape {tuple(x.shape)}", ""
     if like is not None and x.device != like.device:
-        raise ArgumentError(
-            argument, expected=f"a tensor on {like.device}, as the weights", got=str(x.device)
-        )
-    if not x.is_floating_point() or x.ndim < 1 or (ndim is not None and x.ndim != ndim):
-        shape = "tokens (..., d)" if ndim is None else f"{ndim} axes"
-        raise ArgumentError(
-            argument, expected=f"floating-point numbers, {shape}", got=f"{x.dtype}, shape {tuple(x.shape)}"
-        )
-    if dim is not None and x.shape[-1] != dim:
-        raise ArgumentError(
-            argument, expected=f"tokens of {dim} numbers (last axis)", got=f"shape {tuple(x.shape)}"
-        )
+        expected, shape = f"a tensor on {like.device}, as the weights", str(x.device)
+    elif not x.is_floating_point() or x.ndim < 1 or (ndim is not None and x.ndim != ndim):
+        expected = f"floating-point numbers, {'tokens (..., d)' if ndim is None else f'{ndim} axes'}"
+        shape = f"{x.dtype}, {shape}"
+    elif dim is not None and x.shape[-1] != dim:
+        expected = f"tokens of {dim} numbers (last axis)"
+    if expected:
+        raise ArgumentError(argument, expected=expected, got=shape)
     return x
 
 
@@ -126,8 +146,6 @@ def look(t: Tensor, at: Callable[[Tensor], object]) -> None:
 
 
 class _Look(torch.autograd.Function):
-    """The autograd function with which :func:`look` calls a function inside torch.func transforms."""
-
     @staticmethod
     def forward(t: Tensor, at: Callable[[Tensor], object]) -> Tensor:
         at(t)

@@ -9,32 +9,31 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, HowsmoothError
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.certificates.model_bound import foreign_code
+from howsmooth.nn.checks import check
 from howsmooth.nn.lipschitz_module import LipschitzModule
+from howsmooth.nn.parts.blocks import SelfAttentionBlock
 from howsmooth.nn.parts.embedding_and_pooling import ClipTokens
-from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
+from howsmooth.nn.parts.feed_forward import OrthogonalLinear, SpectralLinear
 from howsmooth.nn.parts.norms import LipschitzLayerNorm, LipschitzRMSNorm
-from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
 
 __all__ = ["deploy"]
 
-Radii = dict[LipschitzAttention, float]
-"""The radii of the layers that clip tokens; a layer may occur in several places of a model."""
+Radii = dict[LipschitzAttention, float]  # of the layers that clip tokens
+
+_REPLACED = (OrthogonalLinear, SpectralLinear, LipschitzLayerNorm, LipschitzRMSNorm)
 
 
 @torch.no_grad()
 def deploy(model: nn.Module) -> nn.Module:
     """Return a copy of a model for inference that computes the same function with plain weights.
 
-    The divisor of each attention layer is folded into its output projection. ``OrthogonalLinear`` and
-    ``SpectralLinear`` become :class:`torch.nn.Linear`,
-    ``LipschitzLayerNorm`` and ``LipschitzRMSNorm`` become :class:`torch.nn.LayerNorm` and
-    :class:`torch.nn.RMSNorm`, and parametrizations of PyTorch are removed.
-    What ``beyond="clip"`` clips is clipped by :class:`~howsmooth.nn.ClipTokens`. All else is copied.
-
-    :func:`~howsmooth.nn.certify` certifies the copy, with the constant of the model up to rounding.
+    The divisor of each attention layer is folded into its output projection. Constrained linear maps and
+    norms of hs.nn become those of PyTorch, whose parametrizations are removed. What ``beyond="clip"`` clips
+    is clipped by :class:`~howsmooth.nn.ClipTokens`. All else is copied. :func:`~howsmooth.nn.certify`
+    certifies the copy, with the constant of the model up to rounding.
 
     **Nothing in the copy checks the radius.** A layer with ``beyond="refuse"`` refused tokens beyond its
     radius, for which the certificate says nothing; the copy computes an output for them. Put
@@ -43,45 +42,29 @@ def deploy(model: nn.Module) -> nn.Module:
     give inputs that are not trusted to :func:`~howsmooth.nn.evaluate`, which refuses tokens beyond the
     radius. Masks that are arguments of a call are checked as before.
 
-    Parameters
-    ----------
-    model
-        A model with weights in float32 or float64. It is not changed.
-
-    Returns
-    -------
-    torch.nn.Module
-        The copy, in evaluation mode. torch.compile, torch.export and torch.onnx.export record it without
-        assertions. If its weights change, its constant changes, too.
+    The ``model``, with weights in float32 or float64, is not changed. torch.compile, torch.export and
+    torch.onnx.export record the copy, in evaluation mode, without assertions. If its weights change, its
+    constant changes, too.
 
     Raises
     ------
     ArgumentError
-        If ``model`` is no module, its weights are in half precision, in which folding would change them, an
-        attention layer that clips is not in a :class:`~howsmooth.nn.SelfAttentionBlock`, it shares weights
-        with another module, or a layer has hooks or a forward of its own.
-    NonFiniteError
-        If a weight of an attention layer with a constant is NaN or infinite.
-
+        If ``model`` is no module, its weights are in half precision, in which folding would change them, or
+        not finite, an attention layer that clips is not in a :class:`~howsmooth.nn.SelfAttentionBlock`, it
+        shares weights with another module, or a layer has hooks or a forward of its own.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+    check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     for name, weight in model.named_parameters():
-        if weight.is_floating_point() and weight.dtype.itemsize < 4:
-            raise ArgumentError(
-                "model",
-                expected="weights in float32 or float64",
-                got=f"{name} in {weight.dtype}",
-                remedy="Convert it with .float() first, and the copy with .to(dtype) afterwards.",
-            )
+        full = not weight.is_floating_point() or weight.dtype.itemsize >= 4
+        remedy = "Convert it with .float() first, and the copy with .to(dtype) afterwards."
+        check(full, "model", "weights in float32 or float64", f"{name} in {weight.dtype}", remedy)
     for path, module in model.named_modules():
-        if isinstance(module, LipschitzModule) and (reason := foreign_code(module)) is not None:
-            raise ArgumentError(
-                "model",
-                expected="layers of hs.nn as they were built",
-                got=f"{path or 'the model'} ({type(module).__name__}), which {reason}",
-                remedy="Deploy the model without it: the copy would leave it out.",
-            )
+        reason = foreign_code(module) if isinstance(module, LipschitzModule) else None
+        if isinstance(module, _REPLACED) and not type(module).forward.__module__.startswith("howsmooth."):
+            reason = "has a forward of its own"
+        got = f"{path or 'the model'} ({type(module).__name__}), which {reason}"
+        remedy = "Deploy the model without it: the copy would leave it out."
+        check(reason is None, "model", "layers of hs.nn as they were built", got, remedy)
     found = copy.deepcopy(model).eval()
     attention = [one for one in found.modules() if isinstance(one, LipschitzAttention)]
     _check_shared_weights(found, attention)
@@ -90,9 +73,7 @@ def deploy(model: nn.Module) -> nn.Module:
 
 
 def _check_shared_weights(model: nn.Module, attention: list[LipschitzAttention]) -> None:
-    """Raise ArgumentError if an attention layer whose divisor is folded into its weights shares weights with
-    another module, which the folding would change, too.
-    """
+    """Raise ArgumentError if folding the divisor of a layer into its weights would change another module."""
     folded = [layer for layer in attention if layer.constant is not None]
     inside = {module for layer in folded for module in layer.modules()}
     owners: list[tuple[nn.Module, bool]] = [(layer, True) for layer in folded]
@@ -101,68 +82,62 @@ def _check_shared_weights(model: nn.Module, attention: list[LipschitzAttention])
     for owner, recurse in owners:
         for weight in owner.parameters(recurse=recurse):
             other = seen.setdefault(weight, owner)
-            if other is not owner and other in inside:
-                raise ArgumentError(
-                    "model",
-                    expected="attention layers with weights of their own",
-                    got=f"{type(other).__name__} that shares weights with {type(owner).__name__}",
-                    remedy="Use the same layer in both places, or copy the weights.",
-                )
+            got = f"{type(other).__name__} that shares weights with {type(owner).__name__}"
+            remedy = "Use the same layer in both places, or copy the weights."
+            own = other is owner or other not in inside
+            check(own, "model", "attention layers with weights of their own", got, remedy)
 
 
 def _plain(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
-    """Return the module with plain weights that replaces a module of the model.
-
-    A module that occurs several times in the model has one replacement.
-    """
-    if module not in seen:
-        seen[module] = _replaced(module, path, seen, radii)
-    return seen[module]
-
-
-def _replaced(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
+    """Return the module that replaces ``module``, the same one wherever it occurs in the model."""
+    if module in seen:
+        return seen[module]
+    plain: nn.Module
     match module:
         case OrthogonalLinear() | SpectralLinear():
-            return _unparametrized(module.linear)
+            plain = _unparametrized(module.linear)
         case LipschitzLayerNorm() | LipschitzRMSNorm():
-            return _norm(module)
+            plain = _norm(module)
         case SelfAttentionBlock(attention=layer) if layer in radii:
             block = SelfAttentionBlock(_undivided(layer))
-            return nn.Sequential(ClipTokens(radii[layer]), block).eval()
+            plain = nn.Sequential(ClipTokens(radii[layer]), block).eval()
         case LipschitzAttention() if module in radii:
-            raise ArgumentError(
-                "model",
-                expected="attention layers with beyond='clip' in an hs.nn.SelfAttentionBlock",
-                got=f"{path or 'the model'} ({type(module).__name__}) outside of one",
-                remedy="Put it into hs.nn.SelfAttentionBlock, or build it with beyond='refuse'.",
-            )
+            expected = "attention layers with beyond='clip' in an hs.nn.SelfAttentionBlock"
+            got = f"{path or 'the model'} ({type(module).__name__}) outside of one"
+            remedy = "Put it into hs.nn.SelfAttentionBlock, or build it with beyond='refuse'."
+            raise ArgumentError("model", expected=expected, got=got, remedy=remedy)
         case LipschitzAttention():
-            return _undivided(module)
-    # named_children would leave out a module that occurs twice.
-    for name, child in [(name, one) for name, one in module._modules.items() if one is not None]:
-        setattr(module, name, _plain(child, f"{path}.{name}".strip("."), seen, radii))
-    return _unparametrized(module)
+            plain = _undivided(module)
+        case _:
+            # named_children would leave out a module that occurs twice.
+            for name, child in [(name, one) for name, one in module._modules.items() if one is not None]:
+                setattr(module, name, _plain(child, f"{path}.{name}".strip("."), seen, radii))
+            plain = _unparametrized(module)
+    seen[module] = plain
+    return plain
 
 
 def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
-    """Fold the number that divides the output of an attention layer into the weights of the layer.
-
-    Its settings ``constant`` and ``radius`` become None.
-    """
+    """Fold the divisor of an attention layer into its output projection."""
     for module in layer.modules():
         _unparametrized(module)
-    layer._fold_divisor()
-    layer.radius = None
+    if layer.constant is not None:
+        weights = layer._weights()
+        inverse = math.exp(-layer._log_divisor(weights))
+        if layer._log_divisor_of.far and layer.out_proj.weight.dtype != torch.float64:
+            raise HowsmoothError(
+                f"the output of the layer is multiplied by {inverse:.3g}, for which float32 is too narrow: "
+                "convert the model with .double() first"
+            )
+        for weight in layer.out_proj.parameters():
+            weight.mul_(inverse)
+    layer.constant = layer.radius = None
     layer.beyond = "refuse"
     return layer
 
 
 def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
-    """Return the PyTorch norm layer that computes the same function as a norm layer of this library.
-
-    It has ε = r²/d and gain γ r/√d, and computes x ↦ γ ∘ r h/√(|h|² + r²) + β. Here h is x, or x minus its
-    mean, and r is the layer's ``floor``.
-    """
+    """Return the norm layer of PyTorch with ε = r²/d and gain γ r/√d, where r is the ``floor``."""
     d, r = norm.dim, norm.floor
     like = norm.gain if norm.gain is not None else torch.ones(())
     gain = torch.ones_like(like).expand(d) if norm.gain is None else norm._gain(norm.gain)
@@ -179,7 +154,7 @@ def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
 
 
 def _unparametrized(module: nn.Module) -> nn.Module:
-    """Replace the parametrizations of the tensors of a module by the current values of the tensors."""
+    """Replace parametrized tensors of a module by their current values."""
     if parametrize.is_parametrized(module):
         values = {name: getattr(module, name).clone() for name in module.parametrizations}  # type: ignore[union-attr]
         # PyTorch's remove_parametrizations would change the class, which the copy shares with the model.

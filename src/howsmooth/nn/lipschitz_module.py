@@ -1,15 +1,17 @@
-"""The base class of all layers with a proved Lipschitz constant."""
+"""The base classes of modules with a proved Lipschitz constant."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from torch import nn
 
-from howsmooth.bounds import Bound
+from howsmooth.bounds import Bound, Quantity
+from howsmooth.nn.checks import check_ball, check_length
 
-__all__ = ["LipschitzModule"]
+__all__ = ["LipschitzModule", "TokenModule"]
 
 
 class LipschitzModule(nn.Module, ABC):
@@ -29,35 +31,50 @@ class LipschitzModule(nn.Module, ABC):
         """Return the settings of the module as text for ``repr``."""
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._shown)
 
-    # ---- what every subclass defines
-
     @abstractmethod
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return an upper bound on the Lipschitz constant of the module.
 
-        Parameters
-        ----------
-        length
-            Number n of input tokens.
-        radius
-            Largest Euclidean norm of an input token; math.inf for all tokens.
-
-        Raises
-        ------
-        ArgumentError
-            If the module does not accept inputs of this length and radius.
-
+        ``length`` is the number n of input tokens, and ``radius`` their largest Euclidean norm; math.inf for
+        all tokens. ArgumentError is raised if the module does not accept such inputs.
         """
 
     @abstractmethod
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the Euclidean norms of the output tokens of the module.
-
-        Parameters and errors are as for :meth:`lipschitz_bound`.
-        """
-
-    # ---- what a subclass that drops or adds tokens defines
+        """Return an upper bound on the norms of the output tokens, as for :meth:`lipschitz_bound`."""
 
     def output_length(self, length: int) -> int:
         """Return the number of output tokens for ``length`` input tokens, by default the same number."""
+        return length
+
+
+class TokenModule(LipschitzModule):
+    """The base class of parts of models, by default of constant 1 and keeping number and norms of tokens."""
+
+    _source: ClassVar[str]
+
+    def lipschitz_bound(self, length: int, radius: float) -> Bound:
+        """Return an upper bound on the Lipschitz constant of the module."""
+        n, R = self._check(length), check_ball(radius)
+        quantity = Quantity.EVERYWHERE if math.isinf(R) else Quantity.GLOBAL
+        return Bound.upper(type(self).__name__, quantity, self._source, formula=self._constant(n, R))
+
+    def output_radius(self, length: int, radius: float) -> float:
+        """Return an upper bound on the norms of output tokens for input tokens of norm at most ``radius``."""
+        return self._reach(self._check(length), check_ball(radius))
+
+    def output_length(self, length: int) -> int:
+        """Return the number of output tokens for ``length`` input tokens."""
+        return self._count(self._check(length))
+
+    def _check(self, length: object) -> int:
+        return check_length(length)
+
+    def _constant(self, length: int, radius: float) -> float:
+        return 1.0
+
+    def _reach(self, length: int, radius: float) -> float:
+        return radius
+
+    def _count(self, length: int) -> int:
         return length

@@ -18,9 +18,9 @@ from tqdm.auto import tqdm
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
-from howsmooth.models.float32_weights import computing_dtype, hash_settings, hash_weights, stored_dtype
+from howsmooth.models.float32_weights import computing_dtype, fingerprint, stored_dtype
 from howsmooth.models.identification.layer_identification import VerifiedLayer
-from howsmooth.models.inputs.model_inputs import check_tensor, max_length
+from howsmooth.models.inputs.model_inputs import check_value, max_length
 from howsmooth.models.loading.tokenizers import token_text
 from howsmooth.study.plans import PROFILE_TOKENS
 
@@ -38,7 +38,7 @@ __all__ = [
 Model = nn.Module | LoadedModel | str | os.PathLike[str]
 """A model that the user gives: a module, a loaded model, or the name or folder of one."""
 
-Inputs = str | Tensor | Sequence[int] | Mapping[str, Tensor]
+Inputs = str | Tensor | Sequence[int] | Mapping[str, Any]
 """An input that the user gives: a text, token ids, a floating-point tensor, or a dict for the model."""
 
 Layers = int | str | slice | Sequence[int] | None
@@ -101,17 +101,14 @@ class GivenInputs:
         """Return the fields of a result that describe the model and the input."""
         model, module = self.model, self.module
         if isinstance(model, LoadedModel):
-            label, source, fingerprint, stored = model.label, model.source, model.fingerprint, model.stored
+            label, source, digest, stored = model.label, model.source, model.fingerprint, model.stored
         else:
-            digest = hashlib.sha256()
-            hash_settings(digest, module)
-            hash_weights(digest, module)
             label, source, stored = type(module).__name__, "", stored_dtype(module)
-            fingerprint = digest.hexdigest()
+            digest = fingerprint(module)
         return {
             "model": label,
             "source": source,
-            "fingerprint": fingerprint,
+            "fingerprint": digest,
             "input": self.description,
             "stored": str(stored).removeprefix("torch."),
             "computed": self.computed,
@@ -170,14 +167,15 @@ def given_inputs(
             )
         ids, what = torch.tensor(_encoded(tokenizer, inputs, special), dtype=torch.int64), "a text"
     elif isinstance(inputs, Mapping):
-        named = {str(name): value for name, value in inputs.items() if value is not None}
+        named = {str(name): value for name, value in inputs.items()}
         if span is not None:
             raise ArgumentError("span", expected="None beside a dict of inputs", got=repr(span))
         for name, value in named.items():
-            check_tensor(name, value)
+            check_value(name, value)
         found = named.get("input_ids")
-        words = None if found is None or found.shape[0] != 1 else decoded(found[0])
-        return GivenInputs(model, named, words, f"inputs {', '.join(named)}")
+        words = decoded(found[0]) if isinstance(found, Tensor) and found.shape[0] == 1 else None
+        given = (f"{k}" if isinstance(v, Tensor) else f"{k}={v!r}" for k, v in named.items() if v is not None)
+        return GivenInputs(model, named, words, f"inputs {', '.join(given)}")
     else:
         if isinstance(inputs, Tensor) and inputs.is_floating_point():  # as the model takes it
             if span is not None:

@@ -1,30 +1,41 @@
-"""Read the inputs of a study (texts, images and others), and cut them into sequences for a model.
+"""Read the inputs of a study (texts, token ids, embedded tokens and images), and cut them into sequences for
+a model.
 
-Texts are tokenised here with the tokenizer of the model. :mod:`howsmooth.models.sequence_datasets` reads
-images, token ids and embedded tokens. For all of these inputs, this module chooses where the sequences
-begin.
+For all of these inputs, this module chooses where the sequences begin.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from howsmooth import texts
+from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.study.plans import InputSpec
 from howsmooth.study.records import TextRecord
 from howsmooth.study.text_formatting import encodable
+from howsmooth.study.token_files import TokenStream, load_tokens
 from howsmooth.study.window_placement import Sequences, arrange, draw_distinct
 
 if TYPE_CHECKING:
-    from howsmooth.models.sequence_datasets import Dataset  # imports transformers, which takes seconds
+    from howsmooth.models.inputs.image_sources import Images  # imports transformers, which takes seconds
+    from howsmooth.study.image_sequences import ImageFeed
 
-__all__ = ["Inputs", "OpenedInput", "SequenceData", "TextFeed", "feed_of", "open_data", "sequence_starts"]
+__all__ = [
+    "Inputs",
+    "OpenedInput",
+    "SequenceData",
+    "TokenFeed",
+    "feed_of",
+    "file_feed",
+    "open_data",
+    "sequence_starts",
+]
 
 Inputs = torch.Tensor | dict[str, torch.Tensor]
 """The inputs of a model: token ids of shape (batch, n), or tensors by argument name."""
@@ -34,7 +45,7 @@ Inputs = torch.Tensor | dict[str, torch.Tensor]
 class OpenedInput:
     """A text or another input of a study after it has been read: its name, its digest and its content.
 
-    ``data`` is the opened input of :mod:`howsmooth.models.sequence_datasets`, and ``None`` for a text.
+    ``data`` has the tokens or images of another input, and is ``None`` for a text.
     """
 
     record: TextRecord
@@ -43,53 +54,49 @@ class OpenedInput:
 
 
 @dataclass(frozen=True, eq=False)
-class TextFeed:
-    """A tokenised text, from which sequences are cut.
+class TokenFeed:
+    """Token ids or embedded tokens, from which sequences are cut."""
 
-    It has the attributes of :class:`howsmooth.models.sequence_datasets.Dataset`, which holds other inputs.
-    ``places`` holds the index of the first character of each token in the text. It is empty if the tokenizer
-    does not report these positions.
-    """
+    tokens: torch.Tensor  #: Token ids (tokens,), or embedded tokens (tokens, d).
+    #: The stretches of the tokens in which a sequence may lie, each as (first token, number of tokens).
+    parts: tuple[tuple[int, int], ...]
+    preparation: str  #: A phrase that says how the input becomes tokens.
+    #: The argument under which the model takes embedded tokens; empty for the first argument.
+    argument: str = ""
+    #: Gives the text of each token id; None if there is no text.
+    decoded: Callable[[list[int]], list[str]] | None = None
+    content: str = ""  #: The text of which these are the tokens.
+    #: The index of the first character of each token in the text; empty if it is not known.
+    places: Sequence[int] = ()
 
-    tokens: torch.Tensor
-    places: torch.Tensor
-    content: str
-    tokenizer: Any
-    preparation: str
-
-    lengths: tuple[int, ...] = ()
-    usual: tuple[int, ...] = ()
+    lengths: ClassVar[tuple[int, ...]] = ()  # every length is possible
+    usual: ClassVar[tuple[int, ...]] = ()
 
     @property
     def count(self) -> int:
-        """The number of tokens of the text."""
+        """The number of tokens."""
         return len(self.tokens)
 
-    @property
-    def parts(self) -> tuple[tuple[int, int], ...]:
-        """The parts of the text from which sequences are cut, each as (first token, number of tokens).
-
-        The only part is the whole text.
-        """
-        return ((0, self.count),)
-
-    def inputs(self, starts: Sequence[int], n: int) -> torch.Tensor:
-        """Return the token ids (batch, n) of the sequences of n tokens that begin at ``starts``."""
-        return torch.stack([self.tokens[start : start + n] for start in starts])
+    def inputs(self, starts: Sequence[int], n: int) -> Inputs:
+        """Return the inputs of the model for the sequences of n tokens that begin at ``starts``."""
+        windows = torch.stack([self.tokens[start : start + n] for start in starts])
+        return {self.argument: windows} if self.argument else windows
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
         """Return the piece of text for each token of the sequence of n tokens that begins at token ``start``.
 
-        If the tokenizer does not report positions, return the decoded form of each token instead.
+        Without the places of the tokens, it is the decoded form of each token; without a text, its index.
         """
-        if not len(self.places):
-            return tuple(self.tokenizer.decoded(self.tokens[start : start + n].tolist()))
+        if self.decoded is None:
+            return tuple(map(str, range(start, start + n)))
+        if not self.places:
+            return tuple(self.decoded(self.tokens[start : start + n].tolist()))
         # Include the token after the last: its first character is the end of the last piece.
-        return tuple(token_pieces(self.content, self.places[: start + n + 1].tolist(), start, n))
+        return tuple(token_pieces(self.content, self.places[: start + n + 1], start, n))
 
     def place(self, start: int) -> int | None:
         """Return the index of the first character of token ``start`` in the text; None if it is not known."""
-        return int(self.places[start]) if len(self.places) else None
+        return self.places[start] if self.places else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +113,7 @@ class SequenceData:
     words: tuple[str, ...]
 
     @classmethod
-    def of(cls, feed: TextFeed | Dataset, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
+    def of(cls, feed: TokenFeed | ImageFeed, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
         """Cut the sequences of n tokens that begin at ``starts`` out of an input, to send them to a worker.
 
         With ``worded``, they include the token labels of the first sequence.
@@ -114,8 +121,9 @@ class SequenceData:
         inputs = feed.inputs(starts, n)
         named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
         arrays = {name: value.cpu().numpy().copy() for name, value in named.items()}
-        place = feed.place(starts[0]) if worded and isinstance(feed, TextFeed) else None
-        return cls(arrays, place, feed.words(starts[0], n) if worded else ())
+        if not worded:
+            return cls(arrays, None, ())
+        return cls(arrays, feed.place(starts[0]), feed.words(starts[0], n))
 
     def inputs(self, device: str) -> Inputs:
         """Return the inputs of the model for these sequences as tensors on a device."""
@@ -129,16 +137,19 @@ def open_data(spec: InputSpec) -> OpenedInput:
     if spec.kind == "text":
         found = texts.load_text(spec.places[0])
         content, size, data = found.content, len(found.content), None
-    else:
-        from howsmooth.models.sequence_datasets import open_input  # imports transformers, which takes seconds
+    elif spec.kind == "images":
+        from howsmooth.models.inputs.image_sources import load_images
 
-        found = open_input(spec.kind, spec.places)
+        found = load_images(list(spec.places))
+        content, size, data = "", len(found), found
+    else:
+        found = load_tokens(spec.places[0], spec.kind)
         content, size, data = "", found.size, found
     record = TextRecord(encodable(found.name), found.digest, encodable(found.source), size, spec.kind)
     return OpenedInput(record, content, data)
 
 
-def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> TextFeed | Dataset:
+def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> TokenFeed | ImageFeed:
     """Prepare a text or another input for a model, for example by tokenising a text.
 
     ``layers`` are the layers that will be captured.
@@ -150,21 +161,55 @@ def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> TextFee
 
     """
     if source.data is not None:
-        from howsmooth.models.sequence_datasets import dataset_of
-
-        return dataset_of(source.data, model, layers)
-    tokens, places = model.tokenizer.located(source.content)
-    return TextFeed(
-        torch.tensor(tokens, dtype=torch.int64),
-        torch.tensor(places, dtype=torch.int64),
-        source.content,
-        model.tokenizer,
+        return file_feed(source.data, model, layers)
+    ids, places = model.tokenizer.located(source.content)
+    return TokenFeed(
+        torch.tensor(ids, dtype=torch.int64),
+        ((0, len(ids)),),
         model.tokenizer_source,
+        decoded=model.tokenizer.decoded,
+        content=source.content,
+        places=places,
+    )
+
+
+def file_feed(
+    data: TokenStream | Images, model: Any, layers: Sequence[int] | None = None
+) -> TokenFeed | ImageFeed:
+    """Prepare tokens or images for a model, as :func:`feed_of`."""
+    from howsmooth.models.float32_weights import computing_dtype
+    from howsmooth.models.inputs.submodels_by_modality import MODALITIES, token_width
+    from howsmooth.study.image_sequences import ImageFeed
+
+    if not isinstance(data, TokenStream):
+        return ImageFeed(data, model, layers)
+    name, tokens, taken = model.name, data.tokens, MODALITIES[model.modality]
+    firsts = np.cumsum((0, *data.lengths[:-1])).tolist()
+    parts = tuple(zip(firsts, data.lengths, strict=True))
+    if not tokens.is_floating_point():
+        if model.vocab_size is None:
+            raise ModelError(f"{name!r} takes {taken}, not token ids.")
+        if (largest := int(tokens.max())) >= model.vocab_size:
+            expected = f"ids from 0 to {model.vocab_size - 1}, the embedding table of {name}"
+            raise ArgumentError("tokens", expected=expected, got=f"id {largest}")
+        return TokenFeed(tokens, parts, "token ids as given", decoded=model.tokenizer.decoded)
+    if model.modality not in ("text", "embeddings"):
+        raise ModelError(f"{name!r} takes {taken}, not embedded tokens.")
+    d = token_width(model.model)
+    if d is not None and tokens.shape[1] != d:
+        expected = f"tokens of dimension {d}, as {name}"
+        raise ArgumentError("embeddings", expected=expected, got=str(tokens.shape[1]))
+    instead = hasattr(model.model, "get_input_embeddings")
+    return TokenFeed(
+        tokens.to(computing_dtype(model.model)),
+        parts,
+        "embedded tokens as given" + instead * ", in place of the model's embedding of ids",
+        argument="inputs_embeds" if instead else "",
     )
 
 
 def sequence_starts(
-    feed: TextFeed | Dataset, lengths: Sequence[int], samples: int, seed: int, held: Sequences
+    feed: TokenFeed | ImageFeed, lengths: Sequence[int], samples: int, seed: int, held: Sequences
 ) -> dict[tuple[int, int], int]:
     """Choose at random where each sequence of a study begins in its text or other input.
 

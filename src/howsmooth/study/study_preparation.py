@@ -22,7 +22,7 @@ from howsmooth.study.input_sequences import (
     Inputs,
     OpenedInput,
     SequenceData,
-    TextFeed,
+    TokenFeed,
     feed_of,
     open_data,
     sequence_starts,
@@ -33,7 +33,7 @@ from howsmooth.study.store import Store
 from howsmooth.study.text_formatting import encodable
 
 if TYPE_CHECKING:
-    from howsmooth.models.sequence_datasets import Dataset
+    from howsmooth.study.image_sequences import ImageFeed
 
 __all__ = [
     "Impossible", "Models", "PreparedStudy", "Subject", "capture_sites", "checked_subjects",
@@ -62,7 +62,7 @@ class Subject:
     layers: tuple[int, ...]
     heads: tuple[int, ...]
     lengths: tuple[int, ...]
-    feed: TextFeed | Dataset = field(repr=False)
+    feed: TokenFeed | ImageFeed = field(repr=False)
     starts: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:

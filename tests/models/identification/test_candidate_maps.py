@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
+from howsmooth.models.identification.layer_trace import ModuleCall
 from howsmooth.models.identification.norm_and_residual_placement import norm_map
 from howsmooth.models.identification.qkv_projections import matching_columns
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import ModuleCall
 from howsmooth.models.tracing.mask_and_bias import describe_mask
 from tests._tiny_models import VOCABULARY
 

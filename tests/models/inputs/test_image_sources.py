@@ -18,8 +18,6 @@ from transformers import (
     DINOv3ViTConfig,
     SamVisionConfig,
     SiglipVisionConfig,
-    SwinConfig,
-    SwinModel,
     ViTConfig,
     ViTImageProcessorPil,
     ViTModel,
@@ -27,14 +25,12 @@ from transformers import (
     YolosImageProcessorPil,
 )
 
-import howsmooth as hs
-from howsmooth.errors import ArgumentError, CaptureError, ModelError
-from howsmooth.models import LoadedModel, load_model
+from howsmooth.errors import ArgumentError, ModelError
+from howsmooth.models import LoadedModel, image_inputs, load_model
 from howsmooth.models.inputs.builtin_images import BUILTIN_SIDE
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.loading.model_location import Place
 from howsmooth.models.loading.processors import ImagePreparation, image_preparation
-from howsmooth.models.sequence_datasets import ImageDataset, dataset_of, image_inputs
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -393,32 +389,6 @@ def test_files_become_the_inputs_of_a_model(vit: Path, tmp_path: Path) -> None:
     assert given["pixel_values"].dtype == torch.float64
     wanted = inputs_of(loaded, picture(20, 20, seed=1), (24, 24))["pixel_values"][0]
     assert torch.equal(given["pixel_values"][1], wanted.double())
-
-
-# ---- lengths
-
-
-def test_the_length_of_an_image_is_the_number_of_its_patches(vit: Path) -> None:
-    loaded = load_model(vit)
-    assert (loaded.modality, loaded.layers, loaded.heads, loaded.vocab_size) == ("image", 2, 2, None)
-    feed = dataset_of(load_images(), loaded)
-    assert isinstance(feed, ImageDataset)
-    assert feed.usual == (2, 5, 10, 17)  # 1, 4, 9 and 16 patches, and the class token
-    for n in (5, 37):
-        sites = hs.capture(loaded, feed.inputs([3, 4], n))
-        assert [tuple(site.x.shape) for site in sites] == [(2, n, 16)] * 2
-        assert len(feed.words(0, n)) == n
-    assert feed.words(0, 5) == ("class", "1,1", "1,2", "2,1", "2,2")
-
-
-def test_a_model_without_other_sizes_has_one_length(tmp_path: Path) -> None:
-    SwinModel(
-        SwinConfig(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4)
-    ).save_pretrained(tmp_path / "swin")
-    loaded = load_model(tmp_path / "swin")
-    with pytest.raises(CaptureError, match="64 in layers 0; 16 in layers 1"):
-        dataset_of(load_images(), loaded)
-    assert max(dataset_of(load_images(), loaded, [1]).usual) == 16
 
 
 def test_a_text_model_takes_no_images() -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius.symbolic_network import Symbolic, check_operations, known_activation
-from howsmooth.bounds.radius.symbolic_tensor import fast_path
 from howsmooth.bounds.radius.symbolic_terms import OTHER
 from howsmooth.bounds.radius.transformer_layers import (
     ACTIVATIONS,
@@ -32,6 +31,7 @@ from howsmooth.bounds.radius.transformer_layers import (
 from howsmooth.bounds.radius.transformer_network import Network, Stage
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError, reason
 from howsmooth.force_float64 import WithoutDowncast
+from howsmooth.plain_modules import fast_path
 from howsmooth.watching import Call, watched
 
 __all__ = [

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from howsmooth.bounds.radius.pretrained_classifier_reader import (
 from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, exact
 from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.plain_modules import unwrapped, wrapped_parts
 from howsmooth.roundoff import limit_in_digits
 
 __all__ = ["NetworkAtInput", "RobustRadius", "robust_radius"]
@@ -552,7 +553,7 @@ def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Netw
         x = _embedded_tokens(inputs)
         check_network(model, x)
         return model, x
-    module = getattr(model, "model", model) if not isinstance(model, nn.Module) else model
+    module: Any = model if isinstance(model, nn.Module) else getattr(model, "model", model)
     if not isinstance(module, nn.Module):
         raise ArgumentError(
             "model",
@@ -560,6 +561,7 @@ def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Netw
             got=type(model).__name__,
             remedy="hs.load_model(name, head=True) loads one by name or folder; hs.word_radii takes a name.",
         )
+    module = unwrapped(module)
     images = isinstance(inputs, Tensor) and inputs.ndim == 4
     if encoder_layers(module) and (images or isinstance(inputs, Mapping)):
         raise ArgumentError(
@@ -569,6 +571,8 @@ def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Netw
             remedy=OF_ITS_OWN,
         )
     module = copy.deepcopy(module)
+    for parent, name, part in wrapped_parts(module):
+        setattr(parent, name, part)
     for norm in module.modules():
         if isinstance(norm, nn.RMSNorm) and norm.eps is None and norm.weight is not None:
             # PyTorch takes the epsilon of the dtype it computes with, which is float32 for half precision.
@@ -577,7 +581,8 @@ def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Netw
     if not isinstance(inputs, Mapping):
         x = _embedded_tokens(inputs)
         return read_classifier(module, x), x
-    given = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    floats = {name for name, t in inputs.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    given = {name: t.double() if name in floats else t for name, t in inputs.items()}
     x = _embedded_tokens(embedded(module, given))
     return read_classifier(module, x, given), x
 

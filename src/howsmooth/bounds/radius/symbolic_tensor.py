@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,8 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from howsmooth.bounds.radius.symbolic_terms import OTHER, DifferentOperationError, Terms
 from howsmooth.errors import CertificateError, HowsmoothError, reason
+from howsmooth.plain_modules import eager, fast_path
 
-__all__ = ["SymbolicTensor", "fast_path", "refusal", "run_on_symbols"]
+__all__ = ["SymbolicTensor", "refusal", "run_on_symbols"]
 
 # Operations that only rearrange entries, which are done on the numbers of the terms.
 _REARRANGING = {
@@ -293,24 +293,6 @@ def refusal(names: dict[nn.Module, str], why: str, module: nn.Module | None = No
     return CertificateError(names[module], kind=type(module).__name__, reason=why)
 
 
-@contextmanager
-def fast_path(enabled: bool) -> Iterator[None]:
-    """Return a context manager that allows or forbids PyTorch's one operation for a whole encoder layer."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """Return a context manager in which compiled modules run their own code."""
-    # Without a compiled module, the compiler need not be imported, which takes seconds.
-    known = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if known else nullcontext()
-
-
 def _blank(t: SymbolicTensor) -> Tensor:
     return torch.zeros(t.shape, dtype=torch.float64).as_strided(t.shape, t.stride())
 
@@ -346,7 +328,7 @@ def run_on_symbols(
     """
     run = _Run(terms, names)
     try:
-        with torch.no_grad(), fast_path(False), _eager(), run:
+        with torch.no_grad(), fast_path(False), eager(), run:
             found = function(run._wrapped)
     except Exception as error:
         if run.refused is None and isinstance(error, HowsmoothError):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.attention.custom_code_attention import SoftmaxCore
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.identification.output_projection import AttentionOutput, heads_of, is_given
 from howsmooth.models.identification.qkv_projections import (
     multihead_parameters,
@@ -27,7 +28,6 @@ from howsmooth.models.identification.qkv_projections import (
 )
 from howsmooth.models.identification.replayed_attention import CopiedModule, ReplayedAttention, Tail
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tracing.mask_and_bias import (
     HIDDEN,
     Masking,
@@ -202,15 +202,7 @@ def _replayed(
     )
 
     def replayed(part: CopiedModule, width: int, within: ReplayedAttention | None) -> ReplayedAttention:
-        return ReplayedAttention(
-            part,
-            d=trace.x.shape[-1],
-            d_out=width,
-            heads=heads_in(trace),
-            n=trace.x.shape[1],
-            causal=causal,
-            inner=within,
-        )
+        return ReplayedAttention(part, d_out=width, heads=heads_in(trace), causal=causal, inner=within)
 
     heads, projection = None, output.projection
     if projection is not None:

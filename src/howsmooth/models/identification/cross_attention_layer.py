@@ -17,33 +17,29 @@ from howsmooth.attention.custom_code_attention import Core
 from howsmooth.errors import CaptureError, HowsmoothError
 from howsmooth.models.captured_layer import CrossSite
 from howsmooth.models.identification.candidate_maps import condition_of, heads_in, tail_of, width_of
+from howsmooth.models.identification.layer_trace import LayerTrace, trace_layer, whole_layer
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.replayed_attention import CopiedModule, ReplayedAttention
 from howsmooth.models.identification.self_attention_module import (
-    RandomAttention,
+    MEMORY,
+    QUERIES,
     SelfAttentionModule,
+    TriedArgument,
     attention_run,
     check_finite,
     first_line,
-    has_weights_for,
-    moved_operands,
     moved_tokens,
     obstacle_of,
-    refuse_randomness,
-    repeated,
+    tried_arguments,
 )
 from howsmooth.models.identification.verification import compare, own_values
 from howsmooth.models.tolerance import precision, tolerance
-from howsmooth.models.tracing.layer_trace import LayerTrace, trace_layer, whole_layer
 from howsmooth.models.tracing.mask_and_bias import split_mask
-from howsmooth.models.tracing.module_replay import ModuleReplay, token_arguments
-from howsmooth.models.tracing.recorder import TracedLayer
+from howsmooth.models.tracing.module_replay import ModuleReplay
+from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer
 from howsmooth.scopes import CROSS_SCOPE
-from howsmooth.watching import Call
 
 __all__ = ["OneSequence", "VerifiedCrossLayer", "read_cross_layer"]
-
-_QUERIES, _MEMORY = {"queries"}, {"keys", "values"}
 
 
 class OneSequence(CaptureError):  # noqa: N818 - says what was found
@@ -66,15 +62,21 @@ class _OneArgument(CopiedModule):
     ) -> _OneArgument:
         return _OneArgument(super().to(dtype=dtype, device=device), self.side)
 
-    def argument(self) -> Tensor:
-        """Return the captured argument: the tokens, the memory, or both."""
+    @property
+    def x(self) -> Tensor:
+        """The captured argument: the tokens, the memory, or both."""
         x, memory = self.call.tokens()[0], _memory_of(self.call)
         if self.side != "joint":
             return (x if self.side == "queries" else memory).clone()
         width = max(x.shape[1], memory.shape[1])
         return torch.cat([pad(t, (0, width - t.shape[1])) for t in (x, memory)])
 
-    def run(self, x: Tensor, core: Core | None) -> Tensor:
+    def describe(self) -> str:
+        """Return a phrase for messages and reports."""
+        kind = type(self.call.module).__name__
+        return f"the model's own cross-attention {kind}, as {_OF_SIDE[self.side]}"
+
+    def run(self, x: Tensor, core: Core | None = None) -> Tensor:
         own, memory = self.call.tokens()[0], _memory_of(self.call)
         if self.side == "queries":
             own = x
@@ -90,16 +92,6 @@ _OF_SIDE = {
     "memory": "a function of its memory at fixed queries",
     "joint": "a function of its queries' tokens and its memory",
 }
-
-
-class _CrossMap(ReplayedAttention):
-    """A copied cross-attention module as a map of one or both of its sequences, differentiated by PyTorch."""
-
-    def describe(self) -> str:
-        """Return a phrase that describes the map, for messages and reports."""
-        assert isinstance(self.layer, _OneArgument)
-        kind = type(self.layer.call.module).__name__
-        return f"the model's own cross-attention {kind}, as {_OF_SIDE[self.layer.side]}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,10 +110,8 @@ class VerifiedCrossLayer:
         """Return the layer as a map of the query tokens, of the memory (the sequence that gives the keys and
         values), or of both, and the tokens (n, d) that it was given.
         """
-        layer = _OneArgument(self.copied, side)
-        z = layer.argument()
-        f = _CrossMap(layer, d=z.shape[1], d_out=self.d_out, heads=self.heads, n=len(z), causal=False)
-        return f, z
+        part = _OneArgument(self.copied, side)
+        return ReplayedAttention(part, d_out=self.d_out, heads=self.heads, causal=False), part.x
 
     def site(self, side: str, sequence: int | None) -> CrossSite:
         """Return the captured layer with its inputs, as a map of the query tokens, of the memory (the
@@ -150,15 +140,13 @@ class VerifiedCrossLayer:
         )
 
 
-def read_cross_layer(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
+def read_cross_layer(traced_layer: TracedLayer) -> VerifiedCrossLayer:
     """Copy a traced cross-attention layer for one sequence, and verify the copy.
 
     Parameters
     ----------
     traced_layer
         The layer, traced in a forward pass of one sequence.
-    user
-        The user's attention implementation.
 
     Raises
     ------
@@ -169,7 +157,7 @@ def read_cross_layer(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer
 
     """
     try:
-        return _read(traced_layer, user)
+        return _read(traced_layer, traced_layer.model.implementation)
     except HowsmoothError:
         raise
     except Exception as error:  # a module may raise any error when it runs by itself
@@ -201,26 +189,20 @@ def _memory_of(call: ModuleReplay) -> Tensor:
 
 def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule:
     """Find the module of a traced layer that takes the query tokens and the memory as arguments."""
-    layer, reasons = traced_layer.layer, []
-    for call in reversed(traced_layer.calls):
-        if not call.unchanged():
-            reasons.append(f"{call.name} ({type(call.module).__name__}) changes its arguments in place")
-            continue
-        arguments = [t for t in token_arguments(call) if has_weights_for(call, t)]
-        roles: dict[str, Tensor] = {}
-        for tokens in arguments:
-            try:
-                moved = _moved_by(traced_layer, call, tokens, implementation)
-            except (RandomAttention, OneSequence):
-                raise
-            except Exception as error:  # a module may raise any error when it runs by itself
-                reasons.append(first_line(error))
-                continue
-            for role, operands in (("queries", _QUERIES), ("memory", _MEMORY)):
-                if moved and all(one == operands for one in moved):
-                    roles.setdefault(role, tokens)
-        if len(roles) == 2:
-            return _module_of(traced_layer, call, roles, implementation)
+    layer, reasons = traced_layer.layer, list[str]()
+    roles: dict[int, dict[str, TriedArgument]] = {}
+    for tried in tried_arguments(traced_layer, 1, implementation, reasons):
+        if all(one == QUERIES | MEMORY for one in tried.moved):
+            raise OneSequence(
+                f"{layer} is self-attention: its queries, keys and values come from the same tokens. Capture "
+                "it with scope 'attention'."
+            )
+        own = roles.setdefault(id(tried.call), {})
+        for role, operands in (("queries", QUERIES), ("memory", MEMORY)):
+            if tried.moved and all(one == operands for one in tried.moved):
+                own.setdefault(role, tried)
+        if len(own) == 2:
+            return _module_of(layer, own["queries"], own["memory"].replay.x)
     why = "; ".join(dict.fromkeys(reasons))[:300]
     raise CaptureError(
         f"{layer} is not captured with scope {CROSS_SCOPE!r}: no module of it has one argument that gives "
@@ -228,42 +210,18 @@ def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule
     )
 
 
-def _moved_by(traced_layer: TracedLayer, call: Call, tokens: Tensor, implementation: str) -> list[set[str]]:
-    """Return for each softmax in a module call which of its operands (queries, keys, values) change if the
-    argument ``tokens`` of the call is changed.
-    """
-    replay = ModuleReplay(call, tokens, 1)
-    way, before = repeated(replay, implementation)
-    if len(before.softmaxes) != traced_layer.softmaxes:
-        return []  # this module contains several layers
-    refuse_randomness(traced_layer.layer, replay, before, way)
-    after = attention_run(replay, moved_tokens(replay.x), way)
-    if len(after.softmaxes) != len(before.softmaxes):
-        return []
-    moved = [moved_operands(a, b) for a, b in zip(before.softmaxes, after.softmaxes, strict=True)]
-    if all(one == _QUERIES | _MEMORY for one in moved):
-        raise OneSequence(
-            f"{traced_layer.layer} is self-attention: its queries, keys and values come from the same "
-            "tokens. Capture it with scope 'attention'."
-        )
-    return moved
-
-
-def _module_of(
-    traced_layer: TracedLayer, call: Call, roles: dict[str, Tensor], implementation: str
-) -> SelfAttentionModule:
+def _module_of(layer: AttentionLayer, queries: TriedArgument, memory: Tensor) -> SelfAttentionModule:
     """Return the cross-attention module of a layer with its call. Raise CaptureError if the tokens or the
     memory determine which keys a query sees.
     """
-    layer = replace(traced_layer.layer, name=call.name, module=call.module)
-    replay = ModuleReplay(call, roles["queries"], 1, roles["memory"])
-    way, before = repeated(replay, implementation)
-    check_finite(layer, replay.x, before.softmaxes)
-    other = replay.with_memory(moved_tokens(roles["memory"]))
-    moved = attention_run(replay, moved_tokens(replay.x), way)
-    for after in (moved, attention_run(other, other.x, way)):
-        obstacle_of(layer, before.softmaxes, after.softmaxes)
-    return SelfAttentionModule(layer, replay, replay, before, moved, way, "")
+    layer = replace(layer, name=queries.call.name, module=queries.call.module)
+    replay = ModuleReplay(queries.call, queries.replay.x, 1, memory)
+    before = queries.before.softmaxes
+    check_finite(layer, replay.x, before)
+    moved = attention_run(replay.with_memory(moved_tokens(memory)), replay.x, queries.implementation)
+    for after in (queries.after, moved):
+        obstacle_of(layer, before, after.softmaxes)
+    return replace(queries.module(layer, ""), replay=replay, alone=replay)
 
 
 def _masking(trace: LayerTrace) -> str:
@@ -294,7 +252,7 @@ def _verify(found: VerifiedCrossLayer, output: AttentionOutput, condition: float
         y = moved_tokens(memory) if of_memory else memory
         at = call.with_memory(y)
         x = moved_tokens(call.x) if of_queries else call.x
-        own = own_values(at, output, attention_run(at, x, module.implementation))
+        own = own_values(at, output, x)
         eps = precision(own.x.dtype, downcast=own.downcast)
         # On changed tokens queries and keys may each have grown by a factor of two.
         tol = tolerance(eps, condition * 2.0 ** (of_queries + of_memory))

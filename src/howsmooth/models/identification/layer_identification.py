@@ -14,6 +14,7 @@ from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.candidate_maps import Hypothesis, hypotheses, norms_all_heads
+from howsmooth.models.identification.layer_trace import LayerTrace, trace_layer, whole_layer
 from howsmooth.models.identification.norm_and_residual_placement import Block, read_block, token_norm
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.self_attention_module import (
@@ -23,7 +24,6 @@ from howsmooth.models.identification.self_attention_module import (
 )
 from howsmooth.models.identification.verification import verify, verify_block
 from howsmooth.models.tolerance import precision
-from howsmooth.models.tracing.layer_trace import LayerTrace, trace_layer, whole_layer
 from howsmooth.models.tracing.module_replay import ModuleReplay
 from howsmooth.models.tracing.recorder import TracedLayer
 
@@ -118,17 +118,13 @@ class VerifiedLayer:
         ]
 
 
-def read_layer(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
+def read_layer(traced_layer: TracedLayer) -> VerifiedLayer:
     """Identify the map that a traced layer computes, and verify it.
 
     Parameters
     ----------
     traced_layer
         The layer, traced in a forward pass.
-    batch
-        The number of sequences in that forward pass.
-    user
-        The user's attention implementation.
 
     Raises
     ------
@@ -137,7 +133,7 @@ def read_layer(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLaye
 
     """
     try:
-        return _read(traced_layer, batch, user)
+        return _read(traced_layer, traced_layer.model.batch, traced_layer.model.implementation)
     except HowsmoothError:
         raise
     except Exception as error:  # a module may raise any error when it runs by itself

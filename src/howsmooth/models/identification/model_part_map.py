@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -21,17 +20,28 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from howsmooth.attention import TokenMap
-from howsmooth.attention.atom_weights import Weighting
-from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.errors import CaptureError
 from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.jacobian.autodiff import one_backend
+from howsmooth.models.identification.module_map import ModuleMap
 from howsmooth.models.measurement_mode import set_permanently
 from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.recorder import own_copies
+from howsmooth.plain_modules import eager
 from howsmooth.watching import Call, StopForward, first_tokens, watched
 
-__all__ = ["ModelMap", "Output", "Passage", "Place", "copied", "frozen_copy", "observed", "replaced", "rows"]
+__all__ = [
+    "ModelMap",
+    "ModelPart",
+    "Output",
+    "Passage",
+    "Place",
+    "copied",
+    "frozen_copy",
+    "observed",
+    "replaced",
+    "rows",
+]
 
 
 @dataclass(frozen=True)
@@ -155,13 +165,17 @@ def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> Abst
     return watched({place.module: model.get_submodule(place.module)}, starts, ends)
 
 
-def replaced(model: nn.Module, place: Place, x: Tensor) -> AbstractContextManager[None]:
-    """Return a context manager that replaces the tokens at a point of one forward pass by ``x`` (n, d)."""
+def replaced(
+    model: nn.Module, place: Place, x: Tensor | Callable[[Tensor], Tensor]
+) -> AbstractContextManager[None]:
+    """Return a context manager that replaces the tokens at a point of one forward pass by ``x`` (n, d), or by
+    what the function ``x`` makes of them.
+    """
 
     def swapped(old: Any, where: Any) -> Any:
-        if not isinstance(old, Tensor) or old.numel() != x.numel():
+        if not isinstance(old, Tensor) or (isinstance(x, Tensor) and old.numel() != x.numel()):
             raise CaptureError(f"The tokens of {place} are not found in every forward pass.")
-        new = x.reshape(old.shape).clone()  # the model may change it in place
+        new = x.reshape(old.shape).clone() if isinstance(x, Tensor) else x(old)  # the model may change it
         return tree_map(lambda leaf: new if leaf is old else leaf, where)
 
     def starts(call: Call) -> None:
@@ -221,89 +235,22 @@ def frozen_copy(
     return frozen
 
 
-class ModelMap(TokenMap):
-    """The map X (..., n, d) -> (..., n_out, d_out) of a part of a model, differentiated by PyTorch.
+@dataclass(frozen=True, eq=False)
+class ModelPart:
+    """A copy of a model with its inputs for one sequence, of which a part is run."""
 
-    Parameters
-    ----------
-    model
-        A copy of the model from :func:`frozen_copy`.
-    inputs
-        The model's inputs for one sequence, by name.
-    passage
-        Which part of the forward pass the map is.
-    x
-        Tokens (n, d) of the captured forward pass; its shape, dtype and device are those of all inputs.
-
-    """
-
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], passage: Passage, x: Tensor) -> None:
-        self.model = model
-        self.inputs = inputs
-        self.passage = passage
-        self.x = x
-
-    @property
-    def n(self) -> int:
-        """The number of tokens of the captured forward pass, which determines positions and masks."""
-        return self.x.shape[0]
-
-    @property
-    def d(self) -> int:
-        """Dimension of the map's input tokens."""
-        return self.x.shape[1]
-
-    @cached_property
-    def d_out(self) -> int:
-        """Dimension of the map's output tokens."""
-        with torch.no_grad():
-            return self._run(self.x).shape[-1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the weights and tokens of the map."""
-        return self.x.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights and tokens of the map."""
-        return self.x.device
-
-    def reading(self, output: Output) -> ModelMap:
-        """Return the same map with another kind of output, such as logits instead of hidden states."""
-        return ModelMap(self.model, self.inputs, replace(self.passage, output=output), self.x)
-
-    def readout(self) -> tuple[ModelMap, Float[Tensor, "d_out width"]] | None:
-        """Return the map up to the input of the model's output layer, and the weights of that linear layer,
-        if the map's outputs are logits that the output layer returns.
-
-        The result is None for other outputs, and where something follows that layer, such as a soft cap.
-        """
-        given = getattr(self.model, "get_output_embeddings", lambda: None)()
-        if self.passage.output.kind != "logits" or type(given) is not nn.Linear:
-            return None
-        path = next(name for name, module in self.model.named_modules() if module is given)
-        seen: list[Tensor] = []
-        with torch.no_grad(), observed(self.model, Place(path, "output"), seen.append):
-            logits = self._run(self.x)
-        if len(seen) != 1 or not torch.equal(rows(seen[0])[-len(logits) :], logits):
-            return None
-        output = Output("tokens", self.passage.output.last)
-        passage = replace(self.passage, end=Place(path, "input"), output=output)
-        return ModelMap(self.model, self.inputs, passage, self.x), given.weight.detach()
+    model: nn.Module  # from :func:`frozen_copy`
+    inputs: Mapping[str, Any]  # by name
+    passage: Passage
+    x: Tensor  # tokens (n, d) of the captured forward pass
 
     def describe(self) -> str:
-        """Return a phrase that says which part of which model the map computes."""
+        """Return a phrase that says which part of which model this is."""
         return f"{type(self.model).__name__} {self.passage.words}"
 
-    def check_length(self, n: int) -> None:
-        """Raise ArgumentError unless ``n`` is the number of tokens in the captured forward pass."""
-        if n != self.n:
-            raise ArgumentError("X", expected=f"n = {self.n} tokens, as captured", got=f"n = {n}")
-
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> ModelMap:
-        """Return the same map with weights in another dtype or on another device."""
-        dtype, device = dtype or self.dtype, torch.device(device or self.device)
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> ModelPart:
+        """Return the same part with weights in another dtype or on another device."""
+        dtype, device = dtype or self.x.dtype, torch.device(device or self.x.device)
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -312,36 +259,62 @@ class ModelMap(TokenMap):
 
         model = frozen_copy(self.model, dtype, device, idle=self.passage.idle)
         passage = replace(self.passage, answers=tree_map(moved, dict(self.passage.answers)))
-        return ModelMap(model, tree_map(moved, dict(self.inputs)), passage, moved(self.x))
+        return ModelPart(model, tree_map(moved, dict(self.inputs)), passage, moved(self.x))
 
-    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
-        if weighting is not None:
-            raise ArgumentError(
-                "measure",
-                expected="a map that is known to act on measures",
-                got="a part of a model",
-                remedy="Call the map on tokens.",
-            )
-        members = [self._run(member) for member in x.reshape(-1, *x.shape[-2:])]
-        return torch.stack(members).reshape(*x.shape[:-2], *members[0].shape)
-
-    def _run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         """Run the part of the model on tokens (n, d), and return its output (n_out, d_out)."""
-        part = self.passage
+        passage = self.passage
 
         def reached(value: Any) -> None:
             raise StopForward(value)
 
         with ExitStack() as stack:
             stack.enter_context(one_backend())
+            stack.enter_context(eager())
             if x.dtype == torch.float64:
                 stack.enter_context(WithoutDowncast())
-            for path, outputs in part.answers.items():
+            for path, outputs in passage.answers.items():
                 stack.enter_context(_answered(self.model, path, outputs))
-            stack.enter_context(replaced(self.model, part.start, x))
-            stack.enter_context(observed(self.model, part.end, reached))
+            stack.enter_context(replaced(self.model, passage.start, x))
+            stack.enter_context(observed(self.model, passage.end, reached))
             try:
                 self.model(**own_copies(self.inputs))
             except StopForward as end:
-                return part.output.of(end.value)
-        raise CaptureError(f"The forward pass did not reach {part.end}.")
+                return passage.output.of(end.value)
+        raise CaptureError(f"The forward pass did not reach {passage.end}.")
+
+
+class ModelMap(ModuleMap):
+    """The map of a part of a model, from one point of the forward pass to a later one."""
+
+    def __init__(self, part: ModelPart) -> None:
+        super().__init__(part)
+        self.own = part
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> ModelMap:
+        """Return the same map with weights in another dtype or on another device."""
+        return ModelMap(self.own.to(dtype=dtype, device=device))
+
+    def reading(self, output: Output) -> ModelMap:
+        """Return the same map with another kind of output, such as logits instead of hidden states."""
+        return ModelMap(replace(self.own, passage=replace(self.own.passage, output=output)))
+
+    def readout(self) -> tuple[ModelMap, Float[Tensor, "d_out width"]] | None:
+        """Return the map up to the input of the model's output layer, and the weights of that linear layer,
+        if the map's outputs are logits that the output layer returns.
+
+        The result is None for other outputs, and where something follows that layer, such as a soft cap.
+        """
+        model, passage = self.own.model, self.own.passage
+        given = getattr(model, "get_output_embeddings", lambda: None)()
+        if passage.output.kind != "logits" or type(given) is not nn.Linear:
+            return None
+        path = next(name for name, module in model.named_modules() if module is given)
+        seen: list[Tensor] = []
+        with torch.no_grad(), observed(model, Place(path, "output"), seen.append):
+            logits = self.own.run(self.own.x)
+        if len(seen) != 1 or not torch.equal(rows(seen[0])[-len(logits) :], logits):
+            return None
+        output = Output("tokens", passage.output.last)
+        passage = replace(passage, end=Place(path, "input"), output=output)
+        return ModelMap(replace(self.own, passage=passage)), given.weight.detach()

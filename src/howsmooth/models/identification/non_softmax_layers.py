@@ -25,7 +25,7 @@ from howsmooth.watching import Call, watched
 __all__ = ["NO_SOFTMAX", "NonSoftmaxLayer", "NonSoftmaxTracer"]
 
 #: Why a layer without softmax is not captured.
-NO_SOFTMAX = "no softmax: a linear or state-space mixer or convolution"
+NO_SOFTMAX = "no softmax: a linear or state-space mixer, a convolution, or one that is written out"
 
 _MEMBER = re.compile(r"(^|\.)\d+$")
 

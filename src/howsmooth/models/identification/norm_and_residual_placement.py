@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Compose, LayerNorm, RMSNorm, TokenMap
+from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.identification.residual_sums import (
     Factors,
     Target,
@@ -24,15 +25,16 @@ from howsmooth.models.identification.residual_sums import (
     find_sums,
     is_sum,
     like,
+    plain_sums,
     same,
     scaled_sum,
 )
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tracing.recorder import is_norm
 
 __all__ = [
-    "Block", "FoundSum", "ValueLocation", "later_calls", "norm_map", "read_block", "sums_of", "token_norm",
+    "Block", "FoundSum", "ValueLocation", "later_calls", "norm_map", "plain_sums_of", "read_block", "sums_of",
+    "token_norm",
 ]  # fmt: skip
 
 
@@ -112,6 +114,23 @@ def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
     branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None), *_norms_of(branch, later)]
     for target, base, (_, branch_norm), total in find_sums(trace, later, bases, branches):
         yield FoundSum(target, total, base is hidden, branch_norm, pre)
+
+
+def plain_sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[object]:
+    """Yield the ways in which a layer adds the output of a module, as it is or after a norm, to any tensor of
+    the layer that was there before.
+    """
+    branch = None if output.output is None else like(output.output, trace.x)
+    branch = output.output if branch is None else branch
+    if branch is None:
+        return
+    later = later_calls(trace, output)
+    there = [t for c in (*trace.before, *trace.inside) for t in (c.inputs, c.output) if t is not None]
+    there = list({id(t): t for t in (trace.x, *there, *trace.given)}.values())
+    bases = [base for t in there if (base := like(t, branch)) is not None]
+    branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None), *_norms_of(branch, later)]
+    yield from plain_sums(trace, later, bases, branches)
+    yield from (found for found in sums_of(trace, output) if found.total.branch is None)
 
 
 def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.identification.norm_and_residual_placement import sums_of
+from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
+from howsmooth.models.identification.norm_and_residual_placement import later_calls, plain_sums_of, sums_of
+from howsmooth.models.identification.qkv_projections import rows
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
+from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.recorder import is_linear, output_of
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
@@ -60,9 +62,10 @@ def find_output(trace: LayerTrace, self_attention: SelfAttentionModule) -> Atten
         if _gives_out_heads(trace, own):
             following = next((c for c in trace.after if is_given(c, own.output)), None)
             if following is None:
-                why = "no module with a matrix is given its heads as they are, so that its output is unknown"
-                return AttentionOutput(own, None, unclear, obstacle=why)
-            return AttentionOutput(_outermost(trace, following), None, unclear, outside=True)
+                between = _what_lies_between(trace, own, outside=False)
+                return AttentionOutput(own, None, unclear, obstacle=between)
+            call = _outermost(trace, following)
+            return AttentionOutput(call, None, unclear, True, _what_lies_between(trace, call, outside=True))
         if _adds_its_input(self_attention):
             raise CaptureError(
                 f"{unclear} Its module's own output holds a residual (a part of the input, beside the "
@@ -70,12 +73,45 @@ def find_output(trace: LayerTrace, self_attention: SelfAttentionModule) -> Atten
             )
         return AttentionOutput(own, None, unclear)
     if not _holds(module, projection.module):
-        return AttentionOutput(projection, projection, "", outside=True)
-    if own is None:
-        return AttentionOutput(projection, projection, "")
-    if _alike(own.output, projection.output) or _is_the_branch(trace, self_attention, own):
+        between = _what_lies_between(trace, projection, outside=True)
+        return AttentionOutput(projection, projection, "", True, between)
+    if own is not None and _alike(own.output, projection.output):
         return AttentionOutput(own, projection, "")
-    return AttentionOutput(projection, projection, "")
+    between = _what_lies_between(trace, projection, outside=False)
+    if own is not None and between and _is_the_branch(trace, self_attention, own):
+        return AttentionOutput(own, projection, "")
+    return AttentionOutput(projection, projection, "", obstacle=between)
+
+
+def _what_lies_between(trace: LayerTrace, call: ModuleCall, *, outside: bool) -> str:
+    """Return "" if a layer adds the output of a module to its residual as it is, else an error message that
+    says what lies between.
+    """
+    around = (c for c in trace.after if c is not call and _holds(c.module, trace.layer.module))
+    returned = any(_alike(t, call.output) for t in (trace.output, *(c.output for c in around)))
+    sums = plain_sums_of(trace, call)
+    if (returned or next(sums, None) is not None) and (not outside or _by_token(call)):
+        return ""
+    following = later_calls(trace, call)[:3]
+    names = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in following)
+    between = f"what lies between ({names}, ...)" if names else "what lies between"
+    return (
+        f"the output of {call.name} ({type(call.module).__name__}) is neither what its attention module "
+        f"returns nor added as it is to a residual, and {between} "
+        "was not recognised. The scopes 'head' and 'heads' do not need it; for the others put it into the "
+        "module that is given the heads"
+    )
+
+
+def _by_token(call: ModuleCall) -> bool:
+    """Return True if a module reproduces its recorded output when it runs again on its recorded input in the
+    shape (1, n, d).
+    """
+    if call.inputs is None or call.output is None:
+        return False
+    again = first_tensor(call.module(call.inputs))
+    allowed = tolerance(precision(again.dtype))
+    return again.numel() == call.output.numel() and relative_error(rows(again), rows(call.output)) <= allowed
 
 
 def heads_of(trace: LayerTrace) -> Tensor | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.errors import CaptureError
+from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.identification.norm_and_residual_placement import norm_map
 from howsmooth.models.identification.query_key_transforms import (
     ProjectionReading,
@@ -21,7 +22,6 @@ from howsmooth.models.identification.query_key_transforms import (
     reordered,
 )
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tracing.recorder import is_linear, is_norm
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 

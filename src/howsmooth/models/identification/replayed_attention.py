@@ -9,18 +9,20 @@ from __future__ import annotations
 import copy
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap
-from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.custom_code_attention import Core
-from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.errors import CaptureError
 from howsmooth.force_float64 import WithoutDowncast
+from howsmooth.models.identification.module_map import ModuleMap
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.plain_modules import eager
 from howsmooth.watching import Call, StopForward, watched
 
 __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
@@ -75,6 +77,15 @@ class CopiedModule:
         self.tail = tail
         self.implementation = implementation
 
+    @property
+    def x(self) -> Tensor:
+        """The tokens (n, d) of the call."""
+        return self.call.tokens()[0]
+
+    def describe(self) -> str:
+        """Return a phrase for messages and reports."""
+        return f"the model's own {type(self.call.module).__name__}"
+
     @classmethod
     def of(cls, call: ModuleReplay, tail: Tail, implementation: str | None) -> CopiedModule:
         """Copy the module of a recorded call, and return the copy as a CopiedModule. Its parameters require
@@ -93,7 +104,7 @@ class CopiedModule:
         call, tail = self.call.on(module, dtype, device), self.tail.to(dtype, device)
         return CopiedModule(call, tail, self.implementation)
 
-    def run(self, x: Tensor, core: Core | None) -> Tensor:
+    def run(self, x: Tensor, core: Core | None = None) -> Tensor:
         """Run the copied module on tokens (n, d), and return the attention output (n_out, d_out).
 
         ``core`` computes the softmax attentions, as in
@@ -109,6 +120,7 @@ class CopiedModule:
             return core(index, seen.query, seen.key, seen.value)
 
         with ExitStack() as stack:
+            stack.enter_context(eager())
             if x.dtype == torch.float64:
                 stack.enter_context(WithoutDowncast())
             if core is not None:
@@ -136,21 +148,17 @@ class CopiedModule:
         raise StopForward(first_tensor(call.output))
 
 
-class ReplayedAttention(TokenMap):
-    """A map X (..., n, d) -> (..., n, d_out) that runs a copy of the attention module of a model.
-
-    It has no closed form: PyTorch differentiates the module.
+class ReplayedAttention(ModuleMap):
+    """The map of an attention module of a model that has no closed form.
 
     Parameters
     ----------
-    layer
+    part
         The copy of the module.
-    d, d_out
-        Dimensions of input and output tokens.
+    d_out
+        Dimension of the output tokens.
     heads
         The number of heads.
-    n
-        The number of tokens in the captured call; its other arguments (positions, masks) have this length.
     causal
         Whether an output depends on its own and earlier tokens only.
     inner
@@ -160,67 +168,30 @@ class ReplayedAttention(TokenMap):
 
     def __init__(
         self,
-        layer: CopiedModule,
+        part: CopiedModule,
         *,
-        d: int,
         d_out: int,
         heads: int,
-        n: int,
         causal: bool,
         inner: ReplayedAttention | None = None,
     ) -> None:
-        self.layer = layer
+        super().__init__(part)
+        self.d_out = d_out
         self.heads = heads
-        self.n = n
         self.causal = causal
         self.inner = inner
-        self._sizes = (d, d_out)
-
-    @property
-    def d(self) -> int:
-        """Dimension of the map's input tokens."""
-        return self._sizes[0]
-
-    @property
-    def d_out(self) -> int:
-        """Dimension of the map's output tokens."""
-        return self._sizes[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the map's tokens."""
-        return self.layer.call.x.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the map's tokens."""
-        return self.layer.call.x.device
 
     def describe(self) -> str:
         """Return a phrase that describes the map by the class of the module and whether attention
         is causal.
         """
-        kind = type(self.layer.call.module).__name__
-        return f"the model's own {kind}, {'causal' if self.causal else 'not causal'}"
+        return f"{super().describe()}, {'causal' if self.causal else 'not causal'}"
 
-    def check_length(self, n: int) -> None:
-        """Raise ArgumentError unless ``n`` is the number of tokens in the captured call."""
-        if n != self.n:
-            raise ArgumentError("X", expected=f"n = {self.n} tokens, the length of the layer", got=f"n = {n}")
-
-    def to(
-        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> ReplayedAttention:
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Self:
         """Return the same map with the module in another dtype or on another device."""
-        return type(self)(
-            self.layer.to(dtype=dtype, device=device),
-            d=self.d,
-            d_out=self.d_out,
-            heads=self.heads,
-            n=self.n,
-            causal=self.causal,
-            inner=None if self.inner is None else self.inner.to(dtype=dtype, device=device),
-        )
+        other = super().to(dtype=dtype, device=device)
+        other.inner = None if self.inner is None else self.inner.to(dtype=dtype, device=device)
+        return other
 
     def without_output(self) -> ReplayedAttention:
         """Return the map from the tokens to the concatenated heads, before the output projection.
@@ -238,14 +209,3 @@ class ReplayedAttention(TokenMap):
     def head(self, h: int) -> TokenMap:
         """Raise CaptureError, because the single heads of the copied module are not known."""
         raise CaptureError("Its single heads are unknown; choose the scope 'heads' or a wider one.")
-
-    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
-        if weighting is not None:
-            raise ArgumentError(
-                "measure",
-                expected="a map that is known to act on measures",
-                got="a model's own attention module",
-                remedy="Call the map on tokens.",
-            )
-        members = [self.layer.run(member, None) for member in x.reshape(-1, *x.shape[-2:])]
-        return torch.stack(members).reshape(*x.shape[:-2], *members[0].shape)

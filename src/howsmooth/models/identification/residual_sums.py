@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Compose, LayerScale, Residual, TokenMap
+from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tolerance import one_operation, precision
-from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tracing.recorder import is_linear, is_norm
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "find_sums",
     "is_sum",
     "like",
+    "plain_sums",
     "same",
     "scaled_sum",
 ]
@@ -115,12 +116,9 @@ def find_sums(
         The tensor that is the sum, the residual, the branch and the factors.
 
     """
+    yield from plain_sums(trace, later, bases, branches)
     targets = list(_targets(trace, later, branches[0][0]))
     pairs = [(base, branch) for branch in branches for base in bases]
-    for target in targets:
-        for base, branch in pairs:
-            if is_sum(target, base, branch[0], Factors()):
-                yield target, base, branch, Factors()
     # Factors are fitted only to inputs of norms and to the layer's output, where a sum is expected.
     targets = [t for t in targets if t.less is None and (t.call is None or is_norm(t.call.module))]
     for target in targets:
@@ -128,6 +126,20 @@ def find_sums(
             total = scaled_sum(trace, target, base, branch[0])
             if total is not None:
                 yield target, base, branch, total
+
+
+def plain_sums(
+    trace: LayerTrace,
+    later: list[ModuleCall],
+    bases: list[Tensor],
+    branches: list[tuple[Tensor, ModuleCall | None]],
+) -> Iterator[tuple[Target, Tensor, tuple[Tensor, ModuleCall | None], Factors]]:
+    """Yield the tensors of a layer that equal residual + branch up to rounding, as :func:`find_sums`."""
+    for target in _targets(trace, later, branches[0][0]):
+        for branch in branches:
+            for base in bases:
+                if is_sum(target, base, branch[0], Factors()):
+                    yield target, base, branch, Factors()
 
 
 def _targets(trace: LayerTrace, later: list[ModuleCall], branch: Tensor) -> Iterator[Target]:

@@ -25,24 +25,25 @@ from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 from howsmooth.watching import Call, notice_downcasts
 
 __all__ = [
+    "MEMORY",
+    "QUERIES",
     "AttentionRun",
     "CrossAttention",
-    "RandomAttention",
     "SelfAttentionModule",
+    "TriedArgument",
     "attention_run",
     "check_finite",
     "find_self_attention",
     "first_line",
-    "has_weights_for",
-    "moved_operands",
+    "kept_tensors",
     "moved_tokens",
     "obstacle_of",
-    "refuse_randomness",
-    "repeated",
+    "tried_arguments",
 ]
 
 
-_ALL = {"queries", "keys", "values"}
+#: The operands of a softmax that come from the tokens of the queries, and from the memory.
+QUERIES, MEMORY = {"queries"}, {"keys", "values"}
 # Largest norm of a moved token, relative to the largest norm of a token; below one, to allow for rounding.
 _WITHIN = 0.9
 
@@ -84,10 +85,6 @@ class SelfAttentionModule:
         """The softmax attentions of the module for the first sequence."""
         return self.before.softmaxes
 
-    def run(self, x: Tensor) -> AttentionRun:
-        """Repeat the call for all sequences with tokens ``x`` of its shape."""
-        return attention_run(self.replay, x, self.implementation)
-
 
 def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: str) -> SelfAttentionModule:
     """Find the module of a traced layer whose queries, keys and values come from the same tokens.
@@ -113,34 +110,15 @@ def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: s
     """
     layer, reasons = traced_layer.layer, list[str]()
     partly = mixed = False
-    for call, x in _candidates(traced_layer, reasons):
-        try:
-            replay = ModuleReplay(call, x, batch)
-            alone = replay.of_first_sequence()
-            owned = _tensors_of(call.module)
-            way, before = repeated(alone, implementation)
-            if len(before.softmaxes) != traced_layer.softmaxes:
-                continue  # this module contains several layers
-            _refuse_cache(layer, owned, before.softmaxes)
-            refuse_randomness(layer, alone, before, way)
-            after = attention_run(alone, moved_tokens(alone.x), way)
-        except (RandomAttention, _Cached):
-            raise
-        except Exception as error:  # a module may raise any error when it runs by itself
-            reasons.append(first_line(error))
-            continue
-        if len(after.softmaxes) != len(before.softmaxes):
-            reasons.append("it computes another number of softmaxes for other tokens")
-            continue
-        check_finite(layer, alone.x, before.softmaxes)
-        moved = [moved_operands(a, b) for a, b in zip(before.softmaxes, after.softmaxes, strict=True)]
-        if all(m == _ALL for m in moved):
+    for tried in tried_arguments(traced_layer, batch, implementation, reasons):
+        call, before, after = tried.call, tried.before.softmaxes, tried.after.softmaxes
+        check_finite(layer, tried.alone.x, before)
+        if all(m == {*QUERIES, *MEMORY} for m in tried.moved):
             layer = replace(layer, name=call.name, module=call.module)
-            _refuse_chosen_masks(layer, traced_layer, call, x, batch, way)
-            obstacle = obstacle_of(layer, before.softmaxes, after.softmaxes)
-            return SelfAttentionModule(layer, replay, alone, before, after, way, obstacle)
-        partly = partly or any(moved)
-        mixed = mixed or _ALL in moved
+            _refuse_chosen_masks(layer, traced_layer, tried, batch)
+            return tried.module(layer, obstacle_of(layer, before, after))
+        partly = partly or any(tried.moved)
+        mixed = mixed or {*QUERIES, *MEMORY} in tried.moved
     if mixed:
         raise CrossAttention(
             f"{layer} mixes two streams of tokens (cross-attention between them): one of its softmaxes takes "
@@ -155,15 +133,57 @@ def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: s
     raise CaptureError(f"{layer} cannot be run by itself: {'; '.join(dict.fromkeys(reasons))[:300]}.")
 
 
-def _candidates(traced_layer: TracedLayer, reasons: list[str]) -> Iterator[tuple[Call, Tensor]]:
-    """Yield the module calls around the softmaxes, from the innermost, each with an argument that may be its
-    tokens. Why a call has none is added to ``reasons``.
+@dataclass(frozen=True, eq=False)
+class TriedArgument:
+    """An argument of a module around the softmaxes, with runs of the module on it as it was and moved."""
+
+    call: Call
+    replay: ModuleReplay
+    alone: ModuleReplay
+    before: AttentionRun
+    after: AttentionRun
+    implementation: str | None
+    moved: list[set[str]]  # for each softmax, which of its operands the argument moves
+
+    def module(self, layer: AttentionLayer, obstacle: str) -> SelfAttentionModule:
+        """Return the module as an attention module whose tokens are this argument."""
+        runs = self.before, self.after
+        return SelfAttentionModule(layer, self.replay, self.alone, *runs, self.implementation, obstacle)
+
+
+def tried_arguments(
+    traced_layer: TracedLayer, batch: int, implementation: str, reasons: list[str]
+) -> Iterator[TriedArgument]:
+    """Run the modules around the softmaxes of a layer, from the innermost, on each argument that may be their
+    tokens, and yield what the argument moves. Why others cannot be tried is added to ``reasons``.
     """
     for call in reversed(traced_layer.calls):
         if not call.unchanged():
             reasons.append(f"{call.name} ({type(call.module).__name__}) changes its arguments in place")
             continue
-        yield from ((call, x) for x in token_arguments(call) if has_weights_for(call, x))
+        for x in token_arguments(call):
+            if not _has_weights_for(call, x):
+                continue
+            try:
+                replay = ModuleReplay(call, x, batch)
+                alone = replay.of_first_sequence()
+                owned = kept_tensors(call.module)
+                way, before = _repeated(alone, implementation)
+                if len(before.softmaxes) != traced_layer.softmaxes:
+                    continue  # this module contains several layers
+                _refuse_cache(traced_layer.layer, owned, before.softmaxes)
+                _refuse_randomness(traced_layer.layer, alone, before, way)
+                after = attention_run(alone, moved_tokens(alone.x), way)
+            except (RandomAttention, _Cached):
+                raise
+            except Exception as error:  # a module may raise any error when it runs by itself
+                reasons.append(first_line(error))
+                continue
+            if len(after.softmaxes) != len(before.softmaxes):
+                reasons.append("it computes another number of softmaxes for other tokens")
+                continue
+            pairs = zip(before.softmaxes, after.softmaxes, strict=True)
+            yield TriedArgument(call, replay, alone, before, after, way, [_moved(a, b) for a, b in pairs])
 
 
 def attention_run(call: ModuleReplay, x: Tensor, implementation: str | None) -> AttentionRun:
@@ -177,7 +197,7 @@ def attention_run(call: ModuleReplay, x: Tensor, implementation: str | None) -> 
     return AttentionRun(x, seen, returned, downcasts.seen)
 
 
-def repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, AttentionRun]:
+def _repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, AttentionRun]:
     """Repeat a module call with its own tokens. The first result is the attention implementation, or None if
     the module does not use the attention interface of transformers.
     """
@@ -191,34 +211,32 @@ def repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, Atten
 
 
 def _refuse_chosen_masks(
-    layer: AttentionLayer,
-    traced_layer: TracedLayer,
-    call: Call,
-    x: Tensor,
-    batch: int,
-    implementation: str | None,
+    layer: AttentionLayer, traced_layer: TracedLayer, tried: TriedArgument, batch: int
 ) -> None:
     """Raise an error if the attention mask of a layer depends on the values of its tokens."""
-    root = traced_layer.calls[0]
+    root, call = traced_layer.calls[0], tried.call
     given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
     made = [
         t
         for t in tree_leaves((call.args, call.kwargs))
-        if isinstance(t, Tensor) and t is not x and t.ndim > 1 and all(_differ(t, other) for other in given)
+        if isinstance(t, Tensor)
+        and t is not tried.replay.x
+        and t.ndim > 1
+        and all(_differ(t, other) for other in given)
     ]
     tokens = next(token_arguments(root), None)
     if call is root or not made or tokens is None:
         return
     try:
         whole = ModuleReplay(root, tokens, batch).of_first_sequence()
-        runs = [attention_run(whole, t, implementation) for t in (whole.x, moved_tokens(whole.x))]
+        runs = [attention_run(whole, t, tried.implementation) for t in (whole.x, moved_tokens(whole.x))]
     except Exception:  # the layer runs again when it is traced; the error is reported there
         return
     for a, b in zip(runs[0].softmaxes, runs[1].softmaxes, strict=False):
         _refuse_sparsity(layer, a, b)
 
 
-def has_weights_for(call: Call, x: Tensor) -> bool:
+def _has_weights_for(call: Call, x: Tensor) -> bool:
     """Return True if a module has a weight matrix for tokens of the dimension of ``x``.
 
     A module without such a matrix is given queries, keys and values, not tokens.
@@ -243,16 +261,18 @@ def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
     return moved
 
 
-def moved_operands(a: SoftmaxCall, b: SoftmaxCall) -> set[str]:
+def _moved(a: SoftmaxCall, b: SoftmaxCall) -> set[str]:
     """Return which operands ("queries", "keys" or "values") differ between two softmax calls.
 
-    If queries and keys could not be read, both count as different where the probabilities differ.
+    If queries and keys could not be read, both count as different where the probabilities differ, or the
+    outputs if the code has no probabilities.
     """
     found = {"values"} if _differ(a.value, b.value) else set()
     if a.query is not None and a.key is not None:
         found |= {"queries"} if _differ(a.query, b.query) else set()
         return found | ({"keys"} if _differ(a.key, b.key) else set())
-    return found | ({"queries", "keys"} if _differ(a.probabilities, b.probabilities) else set())
+    pairs = (a.output, b.output) if a.probabilities is None else (a.probabilities, b.probabilities)
+    return found | ({"queries", "keys"} if _differ(*pairs) else set())
 
 
 def _differ(a: Tensor | None, b: Tensor | None) -> bool:
@@ -263,7 +283,7 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape != b.shape or not torch.equal(a, b)
 
 
-def refuse_randomness(
+def _refuse_randomness(
     layer: AttentionLayer, call: ModuleReplay, run: AttentionRun, implementation: str | None
 ) -> None:
     """Raise RandomAttention if a call that is repeated with its own tokens gives something else, for example
@@ -302,7 +322,7 @@ class _Cached(CaptureError):  # noqa: N818 - says what was found
     """The exception for a layer that reads its keys or values from a tensor that it keeps."""
 
 
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that a module keeps and that are no weights of it, by their names."""
     return {
         f"{path}.{name}".strip("."): tensor

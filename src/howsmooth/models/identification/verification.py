@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,13 +20,12 @@ from howsmooth.models.identification.candidate_maps import Hypothesis
 from howsmooth.models.identification.norm_and_residual_placement import Block
 from howsmooth.models.identification.output_projection import AttentionOutput
 from howsmooth.models.identification.self_attention_module import (
-    AttentionRun,
     SelfAttentionModule,
     moved_tokens,
 )
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
-from howsmooth.models.tracing.recorder import AttentionLayer, output_of
+from howsmooth.models.tracing.recorder import AttentionLayer
 from howsmooth.watching import Call, first_tokens, notice_downcasts, watched
 
 __all__ = ["OwnValues", "compare", "own_values", "verify", "verify_block"]
@@ -46,32 +46,37 @@ class OwnValues:
         return self.attention if self.heads is None else self.heads
 
 
-def own_values(call: ModuleReplay, output: AttentionOutput, run: AttentionRun) -> OwnValues:
-    """Return the heads and the attention output of the model's own module in a run of it."""
-    heads = None
-    if output.projection is not None:
-        heads = output_of(run.softmaxes[0])
-        # Code with a common axis of sequences and heads has the sequences outermost.
-        heads = heads.reshape(call.batch, -1, *heads.shape[-2:]).transpose(1, 2).flatten(2)
+def own_values(call: ModuleReplay, output: AttentionOutput, x: Tensor) -> OwnValues:
+    """Run the model's own attention module on tokens ``x``, with the user's attention implementation, and
+    return its heads and its output.
+    """
+    part = output.projection or output.call
+    taken: list[tuple[Tensor, Tensor]] = []  # what the projection was given, and what it made of it
+
+    def tap(one: Call) -> None:
+        if not taken and one.inputs is not None:
+            taken.append((call.rows(one.inputs).clone(), call.rows(first_tensor(one.output)).clone()))
+
+    with watched({part.name: part.module}, ends=tap), notice_downcasts(x.dtype) as downcasts:
+        returned = first_tensor(call(x))
+    heads = taken[0][0] if taken else call.rows(returned)  # the module gives them to a projection outside
+    attention = _attention_of(call, output, returned)
+    if attention is None and not taken:
+        raise CaptureError(f"{call.name} did not reach its output when it ran by itself.")
+    return OwnValues(
+        call.rows(x),
+        None if output.projection is None else heads,
+        taken[0][1] if attention is None else attention,
+        downcasts.seen,
+    )
+
+
+def _attention_of(call: ModuleReplay, output: AttentionOutput, returned: Tensor) -> Tensor | None:
+    """Return the attention output for what the attention module returned, or None if that is more than it."""
     if output.outside:
         width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
-        given = call.rows(first_tensor(run.returned)).reshape(call.batch, -1, width)
-        attention = first_tensor(output.call.module(given))
-    elif output.call is output.projection:  # the module returns more than that: it is taken from inside
-        taken: list[Tensor] = []
-        part = output.call
-
-        def keep(one: Call) -> None:
-            taken.append(first_tensor(one.output).clone())
-
-        with watched({part.name: part.module}, ends=keep):
-            call(run.x)
-        if not taken:
-            raise CaptureError(f"{call.name} did not reach its output when it ran by itself.")
-        attention = call.rows(taken[0])
-    else:
-        attention = call.rows(first_tensor(run.returned))
-    return OwnValues(call.rows(run.x), heads, attention.clone(), run.downcast)
+        return first_tensor(output.call.module(call.rows(returned).reshape(call.batch, -1, width)))
+    return None if output.call is output.projection else call.rows(returned).clone()
 
 
 def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: Hypothesis) -> None:
@@ -86,34 +91,31 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
 
     """
     layer, call = self_attention.layer, self_attention.replay
-    whole = call.batch > 1  # the runs of the first sequence are runs of all, if there is no other
-    own = own_values(call, output, self_attention.run(call.x) if whole else self_attention.before)
+    x, half = call.tokens(), call.tokens().shape[1] // 2
     inner = found.map.without_output() if output.projection is not None else found.map
-    eps = precision(own.x.dtype, downcast=own.downcast)
-    tol = tolerance(eps, found.condition)
-    before = inner(own.x)
-    compare(layer, "its heads" if output.projection is not None else "its output", before, own.inner, tol)
-    if output.projection is not None:
-        _compare_attention(layer, found, own, tol)
+    moved = own_values(call, output, call.shaped(moved_tokens(x)))
+    eps = precision(x.dtype, downcast=moved.downcast)
+    # In the forward pass of the model, whose output was kept, if it is the output of the attention.
+    own = None if call.output is None else _attention_of(call, output, first_tensor(call.output))
+    own = own_values(call, output, call.x).attention if own is None else own
+    compare(layer, "its attention", found.map(x), own, tolerance(eps, found.condition))
     # On changed tokens the scores may be larger: queries and keys may each have grown by a factor of two.
     tol = tolerance(eps, 4.0 * found.condition)
-    # For a causal map also with only the second half of the tokens changed: earlier outputs must stay.
-    half = own.x.shape[1] // 2
-    for first in dict.fromkeys((0, half if found.map.causal else 0)):
-        given = call.shaped(moved_tokens(own.x, first))
-        run = self_attention.run(given) if whole or first else self_attention.after
-        moved = own_values(call, output, run)
-        after = inner(moved.x)
-        compare(layer, "its heads on other tokens", after, moved.inner, tol)
-        if first == 0 and output.projection is not None:
-            _compare_attention(layer, found, moved, tol)
-        if first == 0 or before.shape[1] != own.x.shape[1]:
-            continue
-        for what, a, b in (("model", own.inner, moved.inner), ("captured map", before, after)):
-            if relative_error(b[:, :first], a[:, :first]) > tol:
-                raise CaptureError(
-                    f"{layer} is masked causally, but later tokens move earlier outputs of the {what}."
-                )
+    after = inner(moved.x)
+    compare(layer, "its heads on other tokens", after, moved.inner, tol)
+    if output.projection is not None:
+        _compare_attention(layer, found, moved, tol)
+    if not found.map.causal or half == 0 or after.shape[1] != x.shape[1]:
+        return
+    # With the later half of the tokens as it was, the earlier outputs of a causal map must stay.
+    mixed = torch.cat((moved.x[:, :half], x[:, half:]), dim=1)
+    again, other = own_values(call, output, call.shaped(mixed)).inner, inner(mixed)
+    compare(layer, "its heads on other tokens", other, again, tol)
+    for what, a, b in (("model", moved.inner, again), ("captured map", after, other)):
+        if relative_error(b[:, :half], a[:, :half]) > tol:
+            raise CaptureError(
+                f"{layer} is masked causally, but later tokens move earlier outputs of the {what}."
+            )
 
 
 def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: OwnValues, tol: float) -> None:

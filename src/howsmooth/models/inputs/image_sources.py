@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from PIL import Image, ImageOps
 
 from howsmooth.errors import ArgumentError, reason
 from howsmooth.models.inputs.builtin_images import builtin_images
-from howsmooth.models.inputs.token_files import DataSource, shown
 
 __all__ = ["Images", "load_images"]
 
@@ -26,22 +24,18 @@ _MOST_STRETCHED = 100
 
 
 @dataclass(frozen=True, eq=False)
-class Images(DataSource):
-    """A sequence of images, in which images from files are read only when they are used."""
+class Images(Sequence[Image.Image]):
+    """A sequence of images in RGB with eight bits per channel, each read from its file when it is used."""
 
+    name: str  #: The name of the images in results.
+    source: str  #: A phrase that says where they come from.
+    digest: str  #: SHA-256 of the images.
     _held: Sequence[Image.Image | Path] = field(repr=False)
 
-    @property
-    def size(self) -> int:
-        """Number of images in the sequence."""
+    def __len__(self) -> int:
         return len(self._held)
 
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return self.size
-
-    def __getitem__(self, index: int) -> Image.Image:
-        """Return an image as a Pillow image in RGB with eight bits per channel."""
+    def __getitem__(self, index: int) -> Image.Image:  # type: ignore[override]
         held = self._held[index]
         return _read(held) if isinstance(held, Path) else held
 
@@ -65,36 +59,19 @@ def load_images(source: object = "builtin") -> Images:
     """
     if isinstance(source, Images):
         return source
-    places = [source] if isinstance(source, str | os.PathLike) else source
+    named = [source] if isinstance(source, str | os.PathLike) else source
     if not (
-        isinstance(places, Sequence) and places and all(isinstance(one, str | os.PathLike) for one in places)
+        isinstance(named, Sequence) and named and all(isinstance(one, str | os.PathLike) for one in named)
     ):
         raise ArgumentError(
             "images",
             expected="'builtin', or paths of files or folders",
-            got=repr(places)[:80],
+            got=repr(named)[:80],
             remedy="The image processor of the model makes tensors of arrays and of Pillow images.",
         )
-    if list(map(os.fspath, places)) == ["builtin"]:
+    if list(map(os.fspath, named)) == ["builtin"]:
         return _builtin()
-    return _of_files([Path(one).expanduser() for one in places])
-
-
-@cache
-def _builtin() -> Images:
-    held = [Image.fromarray(one) for one in builtin_images()]
-    made = (
-        f"{len(held)} images made by code, nothing downloaded: gratings, noise with the spectrum of natural "
-    )
-    return Images(
-        "builtin-images",
-        f"{made}images, overlapping leaves, shapes, blobs and rows of letters",
-        _digest(held),
-        held,
-    )
-
-
-def _of_files(places: list[Path]) -> Images:
+    places = [Path(one).expanduser() for one in named]
     files = list(dict.fromkeys(file.resolve() for place in places for file in _files(place)))
     for file in files:  # now, so that a damaged file is reported before anything is measured
         _read(file)
@@ -108,54 +85,60 @@ def _of_files(places: list[Path]) -> Images:
     )
 
 
-def _digest(images: Iterable[bytes | Image.Image]) -> str:
-    parts = (one if isinstance(one, bytes) else one.tobytes() for one in images)
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+@cache
+def _builtin() -> Images:
+    held = [Image.fromarray(one) for one in builtin_images()]
+    source = (
+        f"{len(held)} images made by code, nothing downloaded: gratings, noise with the spectrum of natural "
+        "images, overlapping leaves, shapes, blobs and rows of letters"
+    )
+    return Images("builtin-images", source, _digest(one.tobytes() for one in held), held)
+
+
+def _digest(images: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(hashlib.sha256(one).digest() for one in images)).hexdigest()
 
 
 def _files(place: Path) -> list[Path]:
     """Return a list with the given file, or the sorted image files of a folder and its subfolders."""
-    try:
-        is_file, is_folder = place.is_file(), place.is_dir()
-    except (OSError, ValueError):  # a name that no file can have
-        is_file = is_folder = False
-    if is_file:
+    # Unlike the methods of a path, os.path takes names that no file can have.
+    if os.path.isfile(place):  # noqa: PTH113
         return [place]
-    if not is_folder:
-        raise ArgumentError(
-            "images", expected="'builtin', a file or a folder", got=f"{shown(place)!r}, which is not there"
-        )
-    entries = list(islice(_below(place), _MOST_ENTRIES + 1))
-    if len(entries) > _MOST_ENTRIES:
-        raise ArgumentError(
-            "images",
-            expected=f"a folder with at most {_MOST_ENTRIES} files",
-            got=f"more in {place}",
-            remedy="Give the folder of the images themselves.",
-        )
+    if not os.path.isdir(place):  # noqa: PTH112
+        got = f"{str(place)[:200]!r}, which is not there"
+        raise ArgumentError("images", expected="'builtin', a file or a folder", got=got)
+    entries: list[Path] = []
+    for above, folders, names in os.walk(place):  # unlike rglob, it skips files that vanish meanwhile
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        entries += (Path(above, name) for name in names if not name.startswith("."))
+        if len(entries) > _MOST_ENTRIES:
+            raise ArgumentError(
+                "images",
+                expected=f"a folder with at most {_MOST_ENTRIES} files",
+                got=f"more in {place}",
+                remedy="Give the folder of the images themselves.",
+            )
     found = sorted(entry for entry in entries if entry.suffix.lower() in _ENDINGS)
     if not found:
-        raise ArgumentError(
-            "images", expected=f"images in the folder ({', '.join(_ENDINGS)})", got=f"none in {place}"
-        )
+        expected = f"images in the folder ({', '.join(_ENDINGS)})"
+        raise ArgumentError("images", expected=expected, got=f"none in {place}")
     return found
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders, without hidden files and folders."""
-    for above, folders, files in os.walk(folder):  # unlike rglob, it skips files that vanish meanwhile
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(above, name) for name in files if not name.startswith("."))
-
-
 def _read(file: Path) -> Image.Image:
-    picture = _opened(file)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(file) as opened:
+                picture = ImageOps.exif_transpose(opened)  # turned as its camera says
+    except Exception as error:  # Pillow raises many kinds of errors for a damaged file
+        raise ArgumentError(str(file), expected="an image that can be read", got=reason(error)) from error
     if picture.mode.startswith(("I", "F")):  # grey with more than eight bits per pixel
         values = np.asarray(picture, dtype=np.float64) / (1.0 if picture.mode == "F" else 65535.0)
         if not (np.isfinite(values).all() and 0.0 <= values.min() <= values.max() <= 1.0):
-            raise ArgumentError(
-                str(file), expected="grey values from 0 to 1, or of sixteen bits", got="others"
-            )
+            expected = "grey values from 0 to 1, or of sixteen bits"
+            raise ArgumentError(str(file), expected=expected, got="others")
         picture = Image.fromarray(np.rint(255.0 * values).astype(np.uint8))
     if max(picture.size) > _MOST_STRETCHED * min(picture.size):
         # It would fill the memory when it is resized for a model.
@@ -166,15 +149,3 @@ def _read(file: Path) -> Image.Image:
         )
     ground = Image.new("RGBA", picture.size, "white")
     return Image.alpha_composite(ground, picture.convert("RGBA")).convert("RGB")
-
-
-def _opened(file: Path) -> Image.Image:
-    """Read an image, and rotate it as its EXIF orientation says."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(file) as picture:
-                return ImageOps.exif_transpose(picture)
-    except Exception as error:  # Pillow raises many kinds of errors for a damaged file
-        raise ArgumentError(str(file), expected="an image that can be read", got=reason(error)) from error

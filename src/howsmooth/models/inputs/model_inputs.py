@@ -6,19 +6,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError
 from howsmooth.models.float32_weights import HALF, computing_dtype, device_of, has_weights, stored_dtype
+from howsmooth.models.model_call import ModelCall
 
 __all__ = [
-    "ModelInputs",
     "check_model",
-    "check_tensor",
+    "check_value",
     "embedding_of",
     "in_dtype",
     "max_length",
@@ -28,19 +28,28 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False)
-class ModelInputs:
-    """The checked inputs of a model, in a dict by the names of the model's arguments."""
-
-    named: dict[str, Tensor]  # the arguments of the model, by name
-    batch: int  # the number of sequences
+# Arguments of transformers' models that say what is returned beside the outputs, and in which form.
+_FORM = frozenset({"output_attentions", "output_hidden_states", "return_dict"})
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ArgumentError unless the model has weights, and their dtypes are supported by the library.
+    """Raise ArgumentError unless the model runs its Python code and has weights in dtypes that are supported.
 
     The weights are all float64, or a mixture of float32, bfloat16 and float16.
     """
+    for name, module in model.named_modules():
+        exported = isinstance(module, fx.GraphModule) and hasattr(module.graph._codegen, "pytree_info")
+        if exported or isinstance(module, torch.jit.ScriptModule):
+            how = "exported (torch.export)" if exported else "compiled by torch.jit"
+            remedy = "Give the model that it was made from."
+            if exported or isinstance(module, torch.jit._trace.TopLevelTracedModule):
+                remedy += " A map of tokens is also measured as it is by hs.local_lipschitz(module, x)."
+            raise ArgumentError(
+                "model",
+                expected="modules in Python, whose calls can be seen",
+                got=f"{name or 'a module'} that is {how}",
+                remedy=remedy,
+            )
     tensors = [p for p in model.parameters() if p.is_floating_point()]
     if not has_weights(model):
         raise ArgumentError("model", expected="a model with weights", got="parameters on the meta device")
@@ -55,11 +64,12 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def check_tensor(name: str, value: object) -> None:
-    """Raise ArgumentError unless the input ``name`` of a model is a tensor."""
-    if not isinstance(value, Tensor):
+def check_value(name: str, value: object) -> None:
+    """Raise ArgumentError unless the input ``name`` of a model is a tensor or a plain value, such as True."""
+    if not isinstance(value, Tensor | bool | int | float | str | None):
         remedy = 'Call the tokenizer with return_tensors="pt".' if isinstance(value, list) else ""
-        raise ArgumentError(f"inputs[{name!r}]", expected="a tensor", got=type(value).__name__, remedy=remedy)
+        expected = "a tensor, a number, a word, True, False or None"
+        raise ArgumentError(f"inputs[{name!r}]", expected=expected, got=type(value).__name__, remedy=remedy)
 
 
 def in_dtype(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -104,8 +114,10 @@ def max_length(model: nn.Module) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> ModelInputs:
+def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> ModelCall:
     """Check a model and its inputs, and return the inputs on the device of the model.
+
+    Arguments by which transformers' models only return more, or in another form, are left out.
 
     Raises
     ------
@@ -117,16 +129,21 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mod
     check_model(model)
     known = isinstance(model, PreTrainedModel)
     named = _named(model, inputs)
+    named = {name: value for name, value in named.items() if not (known and name in _FORM)}
     _check_names(model, named)
     # For a part of a larger model, ``main_input_name`` is not always right.
     usual = ("input_ids", "inputs_embeds", str(model.main_input_name)) if known else ()
-    main = next(name for name in (*usual, *named) if name in named)
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    if not tensors:
+        got = ", ".join(f"{name} of type {type(value).__name__}" for name, value in named.items())
+        raise ArgumentError("inputs", expected="at least one tensor", got=got or "none")
+    main = next(name for name in (*usual, *named) if name in tensors)
     if known and main == "input_ids":
         named[main] = _token_ids(model, named[main])
     elif known and main == "inputs_embeds":
         _check_length(model, named[main].shape[1] if named[main].ndim == 3 else 0)
     stored, dtype = stored_dtype(model), computing_dtype(model)
-    for name, value in named.items():
+    for name, value in tensors.items():
         if not value.is_floating_point() or value.dtype == dtype:
             continue
         if stored in HALF and value.dtype in HALF:
@@ -135,7 +152,10 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mod
             raise ArgumentError(f"inputs[{name!r}]", expected=f"{stored} as the model", got=str(value.dtype))
     device = device_of(model)
     moved: dict[int, Tensor] = {}  # by id: a tensor that is passed twice stays one tensor
-    named = {name: moved.setdefault(id(value), value.to(device)) for name, value in named.items()}
+    named |= {
+        name: moved.setdefault(id(one), one.to(device)) for name, one in named.items() if name in tensors
+    }
+    named = dict(sorted(named.items(), key=lambda item: item[0] not in tensors))
     decoded = {"decoder_input_ids", "decoder_inputs_embeds"} & named.keys()
     if known and takes_decoder_ids(model) and "input_ids" in named and not decoded:
         named["decoder_input_ids"] = named["input_ids"]
@@ -148,17 +168,18 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mod
     swapped = not known and any(
         isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in model.modules()
     )
-    return ModelInputs(named, first.shape[int(swapped and first.ndim > 2)] if batched else 1)
+    return ModelCall(model, named, first.shape[int(swapped and first.ndim > 2)] if batched else 1)
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
     return list(inspect.signature(model.forward).parameters.values())
 
 
-def _named(model: nn.Module, inputs: object) -> dict[str, Tensor]:
+def _named(model: nn.Module, inputs: object) -> dict[str, Any]:
     """Return the inputs of a model as a dict by the names of the model's arguments.
 
-    A tensor alone is passed as the model's main or first argument.
+    A tensor alone is passed as the model's main or first argument. None is left out where it is the default,
+    or no argument of the model.
     """
     kind = type(model).__name__
     if isinstance(inputs, Tensor):
@@ -172,7 +193,8 @@ def _named(model: nn.Module, inputs: object) -> dict[str, Tensor]:
             raise ArgumentError("inputs", expected=f"a dict of the arguments of {kind}", got="a tensor")
         return {names[0]: inputs}
     given = inputs if isinstance(inputs, Mapping) else {}
-    named = {str(name): value for name, value in given.items() if value is not None}
+    keeps = {p.name for p in _parameters(model) if p.default is not None}
+    named = {str(name): one for name, one in given.items() if one is not None or name in keeps}
     if named:
         return named
     expected, remedy = f"a tensor, the first argument of {kind}, or a dict of its arguments", ""
@@ -184,7 +206,7 @@ def _named(model: nn.Module, inputs: object) -> dict[str, Tensor]:
     raise ArgumentError("inputs", expected=expected, got=got, remedy=remedy)
 
 
-def _check_names(model: nn.Module, named: dict[str, Tensor]) -> None:
+def _check_names(model: nn.Module, named: dict[str, Any]) -> None:
     known = isinstance(model, PreTrainedModel)
     fixed = [p.name for p in _parameters(model) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_any = not known and any(p.kind == p.VAR_KEYWORD for p in _parameters(model))
@@ -201,8 +223,8 @@ def _check_names(model: nn.Module, named: dict[str, Tensor]) -> None:
                 repr(name),
             )
         else:
-            check_tensor(name, value)
-        if not expected and value.numel() == 0:
+            check_value(name, value)
+        if not expected and isinstance(value, Tensor) and value.numel() == 0:
             expected, got = "at least one sequence of at least one token", f"shape {tuple(value.shape)}"
         if expected:
             raise ArgumentError("inputs", expected=expected, got=got, remedy=remedy)

@@ -1,6 +1,4 @@
-"""Detection of the kind of input that a model takes, and of the models (text, vision, audio) that it
-contains.
-"""
+"""The kind of input that a model takes, and the models (text, vision, audio) that it contains."""
 
 from __future__ import annotations
 
@@ -12,8 +10,14 @@ from howsmooth.models.inputs.model_inputs import embedding_of, vocabulary_size
 
 __all__ = ["MODALITIES", "choose_part", "modality_of", "named_parts", "token_width"]
 
-MODALITIES = ("text", "image", "audio", "embeddings", "other")
-"""The kinds of input of a model; ``embeddings`` means that it takes only tokens that are embedded already."""
+MODALITIES = {
+    "text": "text",
+    "image": "images",
+    "audio": "audio",
+    "embeddings": "embedded tokens",
+    "other": "other inputs",
+}
+"""The kinds of input of a model, in words; ``embeddings`` means tokens that are embedded already."""
 
 _BY_INPUT = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}
 _WORDS = {"text": "text", "vision": "image", "audio": "audio"}
@@ -38,8 +42,8 @@ def token_width(model: nn.Module) -> int | None:
 
 
 def named_parts(model: nn.Module) -> dict[str, str]:
-    """Find the outermost transformers models inside a model. Return a dict from the module path of each of
-    them to its kind of input.
+    """Return the module paths of the outermost transformers models inside a model, each with its kind of
+    input.
     """
     found: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -50,18 +54,10 @@ def named_parts(model: nn.Module) -> dict[str, str]:
 
 
 def choose_part(model: nn.Module, part: str, name: str) -> tuple[str, nn.Module]:
-    """Find a part of a model by its kind, such as "text", or by its module path, and return its path and
-    module.
+    """Return the path and the module of a part of a model with the name ``name``.
 
-    Parameters
-    ----------
-    model
-        The whole model.
-    part
-        ``text``, ``vision`` or ``audio``, if the model contains exactly one such model; or the path of a
-        module in the model, such as ``encoder``.
-    name
-        The name of the model, for messages.
+    ``part`` is ``text``, ``vision`` or ``audio``, if the model contains exactly one such model; or the path
+    of a module in the model, such as ``encoder``.
 
     Raises
     ------
@@ -74,10 +70,10 @@ def choose_part(model: nn.Module, part: str, name: str) -> tuple[str, nn.Module]
     if len(fitting) == 1:
         return fitting[0], model.get_submodule(fitting[0])
     try:
-        module = model.get_submodule(part) if part.strip() else None
+        module = model.get_submodule(part)
     except AttributeError:
         module = None
-    if module is None or not any(True for _ in module.parameters()):
+    if module is None or next(module.parameters(), None) is None:
         # If there are no models inside, the message lists the child modules.
         plain = [child for child, _ in model.named_children()]
         listed = ", ".join(f"{path} ({takes})" for path, takes in inner.items()) or ", ".join(plain)

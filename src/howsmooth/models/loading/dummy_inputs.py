@@ -11,7 +11,7 @@ from howsmooth.models.float32_weights import computing_dtype
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.model_inputs import in_dtype, max_length, vocabulary_size
 from howsmooth.models.inputs.submodels_by_modality import modality_of, token_width
-from howsmooth.models.loading.processors import ImagePreparation
+from howsmooth.models.loading.processors import ImagePreparation, Preparation
 
 __all__ = ["sample_inputs"]
 
@@ -19,21 +19,12 @@ _TOKENS = 16  # the default length
 
 
 def sample_inputs(
-    model: nn.Module, preparation: ImagePreparation | dict[str, Tensor] | None, tokens: object = None
+    model: nn.Module, preparation: Preparation, tokens: object = None
 ) -> Tensor | dict[str, Tensor]:
-    """Return dummy inputs for a model: a sequence of random tokens, a built-in image or noise as
-    audio.
+    """Return dummy inputs for a model: a sequence of random tokens, a built-in image or noise as audio.
 
-    Parameters
-    ----------
-    model
-        The model.
-    preparation
-        How images become inputs of the model, or the inputs that stand for noise in an audio model; None for
-        other models.
-    tokens
-        The number of token ids or embedded tokens, at least 2; None for 16, or fewer if the model has
-        fewer positions.
+    ``preparation`` is that of a :class:`~howsmooth.models.LoadedModel`. ``tokens`` is the number of token ids
+    or embedded tokens, at least 2; None means 16, or fewer if the model has fewer positions.
 
     Raises
     ------
@@ -41,21 +32,23 @@ def sample_inputs(
         If the kind of input is not supported, or the model does not take this number of tokens.
 
     """
-    modality = modality_of(model)
+    modality, d = modality_of(model), token_width(model)
+    generator = torch.Generator("cpu").manual_seed(0)
     if modality not in ("text", "embeddings") and tokens is not None:
         expected = f"no number: the {modality} that the model takes has a fixed size"
         raise ArgumentError("tokens", expected=expected, got=repr(tokens))
-    d = token_width(model)
     if modality == "text":
-        return _ids(model, _length(model, tokens))
+        size = vocabulary_size(model) or 1
+        ids = torch.randint(size, (1, _length(model, tokens)), generator=generator, device="cpu")
+        padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+        # The padding id is replaced, because some models give padding no position.
+        return torch.where(ids == padding, (ids + 1) % size, ids) if isinstance(padding, int) else ids
     if modality == "embeddings" and d is not None:
-        generator = torch.Generator("cpu").manual_seed(0)
-        made = torch.randn(1, _length(model, tokens), d, generator=generator, device="cpu").to(
-            computing_dtype(model)
-        )
-        return {"inputs_embeds": made} if isinstance(model, PreTrainedModel) else made
+        x = torch.randn(1, _length(model, tokens), d, generator=generator, device="cpu")
+        x = x.to(computing_dtype(model))
+        return {"inputs_embeds": x} if isinstance(model, PreTrainedModel) else x
     if isinstance(preparation, ImagePreparation):
-        return in_dtype(model, preparation.prepared([load_images()[0]]))
+        preparation = preparation.prepared([load_images()[0]])
     if preparation is not None:
         return in_dtype(model, preparation)
     taken = model.main_input_name if isinstance(model, PreTrainedModel) else "its first argument"
@@ -76,12 +69,3 @@ def _length(model: nn.Module, tokens: object) -> int:
     if limit is not None and tokens > limit:
         raise ArgumentError("tokens", expected=f"at most {limit}, the model's positions", got=repr(tokens))
     return tokens
-
-
-def _ids(model: nn.Module, tokens: int) -> Tensor:
-    size = vocabulary_size(model) or 1
-    generator = torch.Generator("cpu").manual_seed(0)
-    ids = torch.randint(size, (1, tokens), generator=generator, device="cpu")
-    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-    # The padding id is replaced, because some models give padding no position.
-    return torch.where(ids == padding, (ids + 1) % size, ids) if isinstance(padding, int) else ids

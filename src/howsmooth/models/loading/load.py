@@ -1,12 +1,8 @@
-"""The function ``load_model``, which loads a model and its tokenizer from a folder, the Hugging Face Hub or
-this package.
-"""
+"""Loading of a model and its tokenizer from a folder, the Hugging Face Hub or this package."""
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -22,69 +18,62 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
 from howsmooth.models.builtin import BUILTIN_MODELS
-from howsmooth.models.float32_weights import (
-    HALF,
-    computing_dtype,
-    hash_settings,
-    hash_weights,
-    stored_dtype,
-    without_origin,
-)
+from howsmooth.models.float32_weights import HALF, computing_dtype, fingerprint, stored_dtype
+from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.model_inputs import (
     check_model,
+    in_dtype,
     max_length,
     model_inputs,
     takes_decoder_ids,
     vocabulary_size,
 )
-from howsmooth.models.inputs.submodels_by_modality import choose_part, modality_of, named_parts
+from howsmooth.models.inputs.submodels_by_modality import MODALITIES, choose_part, modality_of, named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.model_location import Place, find
-from howsmooth.models.loading.processors import ImagePreparation, audio_sample, image_preparation
-from howsmooth.models.loading.safety_checks import check_files, forget_implementations
+from howsmooth.models.loading.processors import (
+    ImagePreparation,
+    Preparation,
+    audio_sample,
+    image_preparation,
+)
+from howsmooth.models.loading.safety_checks import check_files
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
 from howsmooth.models.measurement_mode import measurement_mode, nested_configs, quiet
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tracing.recorder import AttentionLayer, attention_layers
 from howsmooth.seeds import torch_seed
 
-__all__ = ["LoadedModel", "builtin_names", "load_model"]
+__all__ = ["LoadedModel", "builtin_names", "image_inputs", "load_model", "preparation_of"]
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A loaded model whose layers can be captured, with its tokenizer and its provenance."""
 
-    #: The name by which it was loaded.
-    name: str
+    name: str  #: The name by which it was loaded.
     #: The model, or the chosen part of it, in evaluation mode and without gradients of its parameters.
     model: nn.Module
     #: The kind of its input: ``text``, ``image``, ``audio``, ``embeddings`` (embedded tokens) or ``other``.
     modality: str
     #: Turns a text into token ids without special tokens, by ``tokenizer.encode(text)``.
     tokenizer: Tokenizer
-    #: A phrase that says where the tokenizer comes from.
-    tokenizer_source: str
-    #: A phrase that says where the weights come from.
-    source: str
-    #: The dtype of the weights in their file; of random weights, the dtype of the model.
-    stored: torch.dtype
+    tokenizer_source: str  #: A phrase that says where the tokenizer comes from.
+    source: str  #: A phrase that says where the weights come from.
+    stored: torch.dtype  #: The dtype of the weights in their file; of random weights, the dtype of the model.
     #: SHA-256 over configuration, weights and tokenizer, the same in every run and for every ``dtype`` that
     #: holds the weights exactly. A head, a part or ``as_decoder`` changes it.
     fingerprint: str
-    #: Largest number of tokens in an input, None if the model states no limit.
-    max_length: int | None
-    #: Number of token ids in the vocabulary, None if the model takes no token ids.
-    vocab_size: int | None
-    #: Number of attention layers, None if it is unknown; ``obstacle`` then says why.
-    layers: int | None
-    #: Number of heads in the first attention layer, None if ``layers`` is None.
-    heads: int | None
+    max_length: int | None  #: Largest number of tokens in an input, None if the model states no limit.
+    vocab_size: int | None  #: Number of token ids in the vocabulary, None if the model takes no token ids.
+    layers: int | None  #: Number of attention layers, None if it is unknown; ``obstacle`` then says why.
+    heads: int | None  #: Number of heads in the first attention layer, None if ``layers`` is None.
     #: Why no attention was found when the model ran on a short input; empty if attention was found.
     obstacle: str = ""
     #: How images become inputs of the model; for an audio model the inputs that stand for noise, if
     #: transformers can make them; None for other models.
-    preparation: ImagePreparation | dict[str, Tensor] | None = None
+    preparation: Preparation = None
     #: In what it differs from the model of this name: its part, "random init" and "as decoder".
     variant: str = ""
 
@@ -167,6 +156,108 @@ def load_model(
         If there is no such model, or it cannot be read, run or used as requested.
 
     """
+    _check_arguments(name, dtype, seed, part)
+    target = _device(device)
+    with quiet():
+        place = find(os.fspath(name), random_init=random_init)
+        config = _config(place)
+        in_file = next((c.dtype for c in nested_configs(config) if getattr(c, "dtype", None)), None)
+        short = ""
+        if random_init and most_weights is not None:
+            with place.reading():
+                short = shorten(config, most_weights)
+        kind = _class_with_head(place, config) if head else AutoModel
+        build = partial(_built, place, config, kind, random_init, seed, dtype, part)
+        path, model, unread = build()
+        modality = modality_of(model)
+        preparation, layers, obstacle = _observed(place, config, model, modality)
+        if as_decoder:
+            which = f"{place.name!r} ({type(model).__name__})"
+            if not layers:
+                raise CaptureError(obstacle)
+            if modality != "text":
+                raise ModelError(f"{which} takes no text, so it cannot run as a decoder.")
+            if any(layer.causal for layer in layers):
+                raise ModelError(f"{which} is a decoder already: its attention is causal. Omit as_decoder.")
+            config.is_decoder = True
+            path, model, unread = build()
+            preparation, layers, obstacle = _observed(place, config, model, modality)
+            # The traced masks decide whether the model is a decoder, not its class.
+            if not layers or not all(layer.causal for layer in layers):
+                raise ModelError(f"{which} cannot run as a decoder: its attention stays unmasked.")
+        model.requires_grad_(requires_grad=False).eval().to(target)
+        text = modality == "text"
+        size = vocabulary_size(model) if text else None
+        tokenizer, tokenizer_source = _tokenizer(place, random_init, tokenizer_text, modality, size or 0)
+        settings = not isinstance(model, PreTrainedModel)  # a part has no configuration of its own
+        digest = fingerprint(model, settings=settings, without=unread, more=tokenizer.serialized)
+    role = ", run as a decoder with its causal mask" if as_decoder else ""
+    drawn = f"untrained weights (random initialisation, seed {seed}), configuration of "
+    of = f"the part {path} of " if path else ""
+    return LoadedModel(
+        name=str(name),
+        model=model,
+        modality=modality,
+        tokenizer=tokenizer,
+        tokenizer_source=tokenizer_source,
+        stored=stored_dtype(model) if random_init or in_file is None else in_file,
+        source=f"{drawn * bool(random_init)}{of}{place.sentence}{role}{short and f', {short}'}",
+        fingerprint=digest,
+        max_length=max_length(model) if text else None,
+        vocab_size=size,
+        layers=len(layers) or None,
+        heads=layers[0].heads if layers else None,
+        obstacle=obstacle,
+        preparation=preparation,
+        variant=", ".join(
+            word
+            for word, on in ((part, part), ("random init", random_init), ("as decoder", as_decoder))
+            if word and on
+        ),
+    )
+
+
+def image_inputs(
+    model: LoadedModel, images: object = "builtin", *, size: int | tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """Return the inputs of a vision model, or the vision part of one, for a sequence of images.
+
+    They are a dict with ``pixel_values`` (batch, channels, height, width) in the dtype of the model.
+
+    Parameters
+    ----------
+    model
+        The model, from :func:`load_model`.
+    images
+        As for :func:`~howsmooth.models.inputs.image_sources.load_images`; the batch has all of these images.
+    size
+        Height and width in pixels, or one number for both; by default the size of the model. Not every model
+        accepts other sizes.
+
+    Raises
+    ------
+    ModelError
+        If the model takes no images.
+    ArgumentError
+        If the images cannot be read.
+
+    """
+    preparation = preparation_of(model)
+    pair = (size, size) if isinstance(size, int) else size
+    return in_dtype(model.model, preparation.prepared(list(load_images(images)), pair))
+
+
+def preparation_of(model: LoadedModel) -> ImagePreparation:
+    """Return the image processor of a model; raise ModelError if the model takes other inputs."""
+    if not isinstance(model.preparation, ImagePreparation):
+        raise ModelError(
+            f"{model.name!r} ({type(model.model).__name__}) takes {MODALITIES[model.modality]}, not images. "
+            "If it has a part for that, choose it with part (--part vision)."
+        )
+    return model.preparation
+
+
+def _check_arguments(name: object, dtype: object, seed: object, part: object) -> None:
     if not isinstance(name, str | os.PathLike) or not os.fspath(name).strip():
         module = isinstance(name, nn.Module)
         raise ArgumentError(
@@ -182,63 +273,6 @@ def load_model(
         raise ArgumentError("seed", expected="an integer from 0 to 2**63 - 1", got=repr(seed))
     if part is not None and (not isinstance(part, str) or not part.strip()):
         raise ArgumentError("part", expected="None or the name of a part", got=repr(part))
-    target = _device(device)
-    with quiet():
-        place = find(os.fspath(name), random_init=random_init)
-        config = _config(place)
-        in_file = next((c.dtype for c in nested_configs(config) if getattr(c, "dtype", None)), None)
-        short = ""
-        if random_init and most_weights is not None:
-            with place.reading():
-                short = shorten(config, most_weights)
-        kind = _class_with_head(place, config) if head else AutoModel
-        build = partial(_built, place, config, kind, random_init, seed, dtype, part)
-        path, model, unread = build()
-        modality = modality_of(model)
-        preparation = _preparation(place, config, model, modality)
-        layers, obstacle = _layers(model, preparation)
-        if as_decoder:
-            _check_encoder(place, model, modality, layers, obstacle)
-            config.is_decoder = True
-            path, model, unread = build()
-            layers, obstacle = _layers(model, preparation)
-            # The traced masks decide whether the model is a decoder, not its class.
-            if not layers or not all(layer.causal for layer in layers):
-                raise ModelError(
-                    f"{place.name!r} ({type(model).__name__}) cannot run as a decoder: its attention stays "
-                    "unmasked."
-                )
-        model.requires_grad_(requires_grad=False).eval().to(target)
-        text = modality == "text"
-        size = vocabulary_size(model) if text else None
-        tokenizer, tokenizer_source = _tokenizer(place, random_init, tokenizer_text, modality, size or 0)
-        fingerprint = _fingerprint(model, unread, tokenizer)
-    role = ", run as a decoder with its causal mask" if as_decoder else ""
-    weights = (
-        f"untrained weights (random initialisation, seed {seed}), configuration of " if random_init else ""
-    )
-    of = f"the part {path} of " if path else ""
-    return LoadedModel(
-        name=str(name),
-        model=model,
-        modality=modality,
-        tokenizer=tokenizer,
-        tokenizer_source=tokenizer_source,
-        stored=stored_dtype(model) if random_init or in_file is None else in_file,
-        source=f"{weights}{of}{place.sentence}{role}{short and f', {short}'}",
-        fingerprint=fingerprint,
-        max_length=max_length(model) if text else None,
-        vocab_size=size,
-        layers=len(layers) or None,
-        heads=layers[0].heads if layers else None,
-        obstacle=obstacle,
-        preparation=preparation,
-        variant=", ".join(
-            word
-            for word, on in ((part, part), ("random init", random_init), ("as decoder", as_decoder))
-            if word and on
-        ),
-    )
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -246,16 +280,14 @@ def _device(device: str | torch.device) -> torch.device:
         target = torch.device(device)
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ArgumentError(
-            "device", expected="a device that PyTorch can use here, such as 'cpu'", got=str(device)
-        ) from error
+        expected = "a device that PyTorch can use here, such as 'cpu'"
+        raise ArgumentError("device", expected=expected, got=str(device)) from error
     if target.type == "meta":
         raise ArgumentError("device", expected="a device that holds numbers, such as 'cpu'", got=str(device))
     return target
 
 
 def _config(place: Place) -> Any:
-    """Return the configuration of the model; raise ModelError if the model needs code from its repository."""
     if place.location is None:
         config = CONFIG_MAPPING[place.name]()
     else:
@@ -263,7 +295,8 @@ def _config(place: Place) -> Any:
             config = AutoConfig.from_pretrained(
                 place.location, trust_remote_code=False, local_files_only=place.local_files_only
             )
-    forget_implementations(config)
+    # A name of kernels may be that of a repository with compiled code, which transformers would run.
+    config._attn_implementation = config._experts_implementation = None
     return config
 
 
@@ -295,7 +328,12 @@ def _built(
     that the file lacks. ``kind`` is the class of the model, or AutoModel.
     """
     unread: set[str] = set()
-    options = {"trust_remote_code": False, **(_without_pooler(config) if kind is AutoModel else {})}
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if kind is AutoModel:  # without its pooler, which comes after all attention
+        classes = MODEL_MAPPING.get(type(config), ())
+        first = classes[0] if isinstance(classes, tuple | list) and classes else classes
+        if isinstance(first, type) and "add_pooling_layer" in inspect.signature(first).parameters:
+            options["add_pooling_layer"] = False
     # Weights are drawn on the CPU, for every target device and default device: a seed gives the same weights
     # everywhere, and only the CPU's random state, which fork_rng restores, is used.
     with place.reading(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -304,9 +342,8 @@ def _built(
         torch.default_generator.manual_seed(torch_seed(seed))
         if random_init:
             # Weights are drawn in float32, so that both precisions have the same numbers.
-            options |= {"dtype": torch.float32}
-            built = kind.from_config if kind is AutoModel else kind._from_config
-            model = built(config, **options).to(dtype or torch.float32)
+            build = kind.from_config if kind is AutoModel else kind._from_config
+            model = build(config, dtype=torch.float32, **options).to(dtype or torch.float32)
         else:
             check_files(place, config)
             model, info = kind.from_pretrained(
@@ -329,88 +366,39 @@ def _built(
             f"{len(lost) - 1} more are missing. Choose a complete checkpoint, or random_init. "
             "A model whose layers were replaced is profiled by hs.profile(model, text, tokenizer=...)."
         )
-    if not path:
-        _refuse_several(place, model)
+    parts, asked = named_parts(model), inspect.signature(model.forward).parameters
+    together = {"text", "image"} <= set(parts.values()) and {"pixel_values", "return_loss"} <= set(asked)
+    if not path and together:
+        listed = ", ".join(f"{inner} with {_GIVEN.get(takes, takes)}" for inner, takes in parts.items())
+        raise ModelError(
+            f"{place.name!r} compares texts with images and needs both at once. Measure its parts one at a "
+            f"time, each with part (--part): {listed}."
+        )
     check_model(chosen)
     return path, chosen, unread
 
 
-def _preparation(
+def _observed(
     place: Place, config: Any, model: nn.Module, modality: str
-) -> ImagePreparation | dict[str, Tensor] | None:
-    """Return the processor that converts images to model inputs, or the inputs that stand for noise in an
-    audio model. Return None if the model takes neither images nor audio.
+) -> tuple[Preparation, list[AttentionLayer], str]:
+    """Run a model on a short input to find its attention layers.
 
-    Raises
-    ------
-    ModelError
-        If the model is an encoder-decoder whose encoder takes images or audio and whose decoder takes tokens.
-
+    Return how it gets its inputs, the layers, and a phrase that says why there are none, or "".
     """
     if takes_decoder_ids(model) and modality != "text":
         raise ModelError(
             f"{place.name!r} is an encoder-decoder model ({type(model).__name__}) whose decoder takes other "
             "inputs than its encoder. Choose its encoder, with the part encoder (--part encoder)."
         )
-    if modality == "image":
-        return image_preparation(place, config, model)
-    return audio_sample(place, config, model) if modality == "audio" else None
-
-
-def _refuse_several(place: Place, model: PreTrainedModel) -> None:
-    """Raise ModelError if a model needs both texts and images in one forward pass."""
-    parts = named_parts(model)
-    asked = inspect.signature(model.forward).parameters
-    if {"text", "image"} <= set(parts.values()) and "pixel_values" in asked and "return_loss" in asked:
-        listed = ", ".join(f"{path} with {_GIVEN.get(takes, takes)}" for path, takes in parts.items())
-        raise ModelError(
-            f"{place.name!r} compares texts with images and needs both at once. Measure its parts one at a "
-            f"time, each with part (--part): {listed}."
-        )
-
-
-def _without_pooler(config: Any) -> dict[str, Any]:
-    """Return a dict with the keyword argument that builds a model without its pooler. The dict is empty if
-    the model class has no such argument.
-
-    The pooler comes after all attention.
-    """
-    classes = MODEL_MAPPING.get(type(config), ())
-    first = classes[0] if isinstance(classes, tuple | list) and classes else classes
-    takes = isinstance(first, type) and "add_pooling_layer" in inspect.signature(first).parameters
-    return {"add_pooling_layer": False} if takes else {}
-
-
-def _layers(
-    model: nn.Module, preparation: ImagePreparation | dict[str, Tensor] | None
-) -> tuple[list[AttentionLayer], str]:
-    """Run a model on a short input to find its attention layers. The first result is the list of the layers,
-    the second is a phrase that says why the list is empty.
-
-    The phrase is empty if there are attention layers.
-    """
+    makers = {"image": image_preparation, "audio": audio_sample}
+    preparation = makers[modality](place, config, model) if modality in makers else None
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
         with measurement_mode(model):
-            found = attention_layers(model, named)
-        return found, "" if found else f"no softmax attention of {type(model).__name__} was seen"
+            layers = attention_layers(ModelCall(model, dict(named), 1))
     except (ArgumentError, CaptureError) as error:
-        return [], str(error)
-
-
-def _check_encoder(
-    place: Place, model: nn.Module, modality: str, layers: list[AttentionLayer], obstacle: str
-) -> None:
-    """Raise an error unless the model takes text, has attention layers, and has no causal attention layer."""
-    kind = type(model).__name__
-    if not layers:
-        raise CaptureError(obstacle)
-    if modality != "text":
-        raise ModelError(f"{place.name!r} ({kind}) takes no text, so it cannot run as a decoder.")
-    if any(layer.causal for layer in layers):
-        raise ModelError(
-            f"{place.name!r} ({kind}) is a decoder already: its attention is causal. Leave out as_decoder."
-        )
+        return preparation, [], str(error)
+    return preparation, layers, "" if layers else f"no softmax attention of {type(model).__name__} was seen"
 
 
 def _check_memory(place: Place, config: Any, dtype: torch.dtype | None) -> None:
@@ -434,15 +422,12 @@ _GIVEN = {
     "audio": "audio (as tensors, in Python)",
     "embeddings": "embedded tokens (--embeddings)",
 }
-_TOKEN_IDS = (
-    "Give token ids instead of text: --tokens FILE, or the key tokens of a plan file; or embedded tokens, to "
-    "the commands that take --embeddings FILE."
-)
 
 
 def _tokenizer(
-    place: Place, random_init: bool, text: str | None, modality: str, vocabulary: int | None
+    place: Place, random_init: bool, text: str | None, modality: str, vocabulary: int
 ) -> tuple[Tokenizer, str]:
+    """Return the tokenizer, and a phrase that says where it comes from."""
     if modality != "text":
         obstacle = f"{place.name!r} takes no text ({modality})."
         if modality == "audio":
@@ -456,20 +441,13 @@ def _tokenizer(
             return own, "the model's own tokenizer"
     if random_init and text is not None:
         return (
-            trained_tokenizer(text, vocabulary or 0),
+            trained_tokenizer(text, vocabulary),
             "a byte-level BPE trained on the text, because the model has no usable tokenizer of its own",
         )
-    remedy = "Give tokenizer_text to train one." if random_init else _TOKEN_IDS
+    remedy = (
+        "Give token ids instead of text: --tokens FILE, or the key tokens of a plan file; or embedded "
+        "tokens, to the commands that take --embeddings FILE."
+    )
+    if random_init:
+        remedy = "Give tokenizer_text to train one."
     return Tokenizer(None, f"{place.name!r} has no usable tokenizer. {remedy}"), "none"
-
-
-def _fingerprint(model: nn.Module, unread: set[str], tokenizer: Tokenizer) -> str:
-    digest = hashlib.sha256()
-    if isinstance(model, PreTrainedModel):
-        config = without_origin(model.config.to_diff_dict())
-        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    else:  # a part
-        hash_settings(digest, model)
-    hash_weights(digest, model, unread)
-    digest.update(tokenizer.serialized.encode())
-    return digest.hexdigest()

@@ -26,29 +26,16 @@ _OF_PYTHON = re.compile(r":|\.py$|^[a-z_][\w.]*\.[A-Z]\w*$")
 
 @dataclass(frozen=True)
 class Place:
-    """The location of the files of a model: a folder, the Hugging Face Hub, or none.
+    """The location of the files of a model: a folder, the Hugging Face Hub, or none."""
 
-    A model without files is built from the default configuration of its type.
-    """
-
-    #: The name that the user gave.
-    name: str
+    name: str  #: The name that the user gave.
     #: A folder or a Hub id; None for the default configuration of the model type ``name``.
     location: str | None
-    #: A phrase for reports that says where the model is.
-    sentence: str
-    #: Whether only files on this machine may be used.
-    local_files_only: bool
+    sentence: str  #: A phrase for reports that says where the model is.
+    local_files_only: bool  #: Whether only files on this machine may be used.
 
     def file(self, name: str) -> Path | None:
-        """Return the path of a file of the model, downloaded if necessary, or None if there is no such file.
-
-        Raises
-        ------
-        ModelError
-            If the Hub cannot be asked.
-
-        """
+        """Return the path of a file of the model, downloaded if necessary, or None if it has no such file."""
         if self.location is None:
             return None
         with self.reading():
@@ -64,42 +51,39 @@ class Place:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context manager that converts every error of transformers to a ModelError about this
-        model.
-        """
+        """Convert every error of transformers to a ModelError about this model."""
         try:
             yield
         except HowsmoothError:
             raise
         except Exception as error:
-            raise self._failure(error) from error
+            raise ModelError(self._failure(error)) from error
 
-    def _failure(self, error: Exception) -> ModelError:
-        """Return a ModelError that says why transformers cannot read the model."""
+    def _failure(self, error: Exception) -> str:
+        """Return a sentence that says why transformers cannot read the model."""
+
+        def caused_by(kind: type[Exception]) -> bool:
+            return any(isinstance(one, kind) for one in (error, error.__cause__, error.__context__))
+
+        why = f"cannot be read: {type(error).__name__}: {reason(error)}"
         if "trust_remote_code" in str(error):
-            return ModelError(
+            return (
                 f"{self.name!r} needs code that comes with the model, which howsmooth never runs. "
                 "Choose a model whose architecture is part of transformers."
             )
-        first = f"{type(error).__name__}: {reason(error)}"
-        causes = [error, error.__cause__, error.__context__]
         if self.location is None or Path(self.location).is_dir():
-            return ModelError(f"The model {self.name!r} cannot be read: {first}")
-        if any(isinstance(cause, GatedRepoError) for cause in causes):
-            return ModelError(
-                f"The Hub model {self.name!r} is gated: log in with `hf auth login` and accept its terms."
-            )
-        if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-            return ModelError(
-                f"The Hugging Face Hub has no model {self.name!r} (or it is private). {_remedy(self.name)}"
-            )
-        if self.local_files_only or any(isinstance(cause, LocalEntryNotFoundError) for cause in causes):
-            return ModelError(
+            return f"The model {self.name!r} {why}"
+        if caused_by(GatedRepoError):
+            return f"The Hub model {self.name!r} is gated: log in with `hf auth login` and accept its terms."
+        if caused_by(RepositoryNotFoundError):
+            return f"The Hugging Face Hub has no model {self.name!r} (or it is private). {_remedy(self.name)}"
+        if self.local_files_only or caused_by(LocalEntryNotFoundError):
+            return (
                 f"The model {self.name!r} is neither built in nor a local folder, and the Hugging Face Hub "
                 "cannot be reached (no network), nor does its cache here hold the model. "
                 f"{_remedy(self.name)}"
             )
-        return ModelError(f"The Hub model {self.name!r} cannot be read: {first}")
+        return f"The Hub model {self.name!r} {why}"
 
 
 def _remedy(name: str) -> str:
@@ -117,9 +101,8 @@ def _remedy(name: str) -> str:
 
 
 def find(name: str, *, random_init: bool) -> Place:
-    """Find the location of the files of a model by the name of the model.
-
-    It is not checked whether the Hub has them.
+    """Find the location of the files of a model by the name of the model. Whether the Hub has them is not
+    checked.
 
     Raises
     ------
@@ -137,9 +120,7 @@ def find(name: str, *, random_init: bool) -> Place:
     except (OSError, ValueError) as error:  # the name is too long or has a null character, say
         shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
         raise ModelError(f"There is no model {shown}: {reason(error)}. {_remedy(name)}") from None
-    looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name
     if path.is_dir() and (folder := _model_folder(path)) is not None:
-        _check_weights(name, folder, random_init)
         return Place(name, str(folder), f"the local folder {path}", local_files_only=True)
     is_type = random_init and name in CONFIG_MAPPING
     if path.exists() and not is_type:
@@ -153,65 +134,39 @@ def find(name: str, *, random_init: bool) -> Place:
         elif path.suffix == ".toml":
             hint = " A plan file is given as howsmooth measure --plan FILE."
         raise ModelError(f"{name!r} {what}.{hint} {_remedy(name)}")
-    if looks_like_path or ":" in name:
+    # What no name of the Hub looks like.
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or re.search(r"[\\:]", name):
         raise ModelError(f"There is no folder {name!r}. {_remedy(name)}")
     offline = not hub_reachable()
-    if is_type and not _hub_has_config(name, offline):
-        return Place(name, None, f"the default {name} of transformers", local_files_only=True)
-    return Place(name, name, f"the Hugging Face Hub model {name}", local_files_only=offline)
+    place = Place(name, name, f"the Hugging Face Hub model {name}", local_files_only=offline)
+    if is_type:
+        try:
+            AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
+        except Exception:  # the Hub has no such model, or offline the cache has not
+            return Place(name, None, f"the default {name} of transformers", local_files_only=True)
+    return place
 
 
 def _model_folder(folder: Path) -> Path | None:
-    """Return the folder that contains the config.json of the model, or None.
-
-    It is the given folder or, for sentence-transformers, one inside it.
+    """Return the folder with the config.json of the model: the given one or, for sentence-transformers, one
+    inside it; None if there is none.
     """
-    if (folder / "config.json").is_file():
-        return folder
-    parts = folder / "modules.json"
-    if parts.is_file():
+    inside = []
+    if not (folder / "config.json").is_file() and (folder / "modules.json").is_file():
         try:
-            modules = json.loads(parts.read_text(encoding="utf-8"))
-            paths = [str(m["path"]) for m in modules if str(m["type"]).endswith("Transformer")]
+            modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+            inside = [folder / str(m["path"]) for m in modules if str(m["type"]).endswith("Transformer")]
         except (ValueError, KeyError, TypeError):
             return None
-        for part in paths:
-            if (folder / part / "config.json").is_file():
-                return folder / part
-    return None
-
-
-def _check_weights(name: str, folder: Path, random_init: bool) -> None:
-    if random_init or any(folder.glob("*.safetensors")):
-        return
-    pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-    reason = (
-        "its weights are pickled, which howsmooth never reads; convert them to safetensors"
-        if pickled
-        else ("it has a configuration but no model.safetensors")
-    )
-    raise ModelError(
-        f"The folder {name!r} cannot be loaded: {reason}. With random_init only its configuration is used."
-    )
+    return next((one for one in (folder, *inside) if (one / "config.json").is_file()), None)
 
 
 def hub_reachable() -> bool:
-    """Return True if the Hugging Face Hub answers within five seconds.
-
-    The Hub's client would retry for much longer.
-    """
+    """Return True if the Hugging Face Hub answers within five seconds; its client would retry for longer."""
     if constants.HF_HUB_OFFLINE:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=5.0)
     except Exception:  # no network, no name service, or a proxy that refuses
-        return False
-    return True
-
-
-def _hub_has_config(name: str, offline: bool) -> bool:
-    try:
-        AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
-    except Exception:  # the Hub has no such model, or offline the cache has not
         return False
     return True

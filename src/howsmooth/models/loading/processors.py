@@ -5,7 +5,7 @@ feature extractor of an audio model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import (
 from howsmooth.errors import ArgumentError, ModelError, reason
 from howsmooth.models.loading.model_location import Place
 
-__all__ = ["ImagePreparation", "audio_sample", "image_preparation"]
+__all__ = ["ImagePreparation", "Preparation", "audio_sample", "image_preparation"]
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _LARGEST_SIDE = 4096
@@ -36,51 +36,28 @@ _MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class ImagePreparation:
-    """The image processor of a model, with the settings that convert images to ``pixel_values``.
+    """The image processor of a model, with the settings that convert images to ``pixel_values``."""
 
-    Attributes
-    ----------
-    size
-        Height and width of the processor's output.
-    channels
-        Number of colour channels, 1 or 3.
-    patch
-        Height and width of a patch, None if the model's configuration does not state it.
-    sentence
-        A phrase for reports that names the processor and its normalisation.
-
-    """
-
-    size: tuple[int, int]
-    channels: int
+    size: tuple[int, int]  #: Height and width of the processor's output.
+    channels: int  #: Number of colour channels, 1 or 3.
+    #: Height and width of a patch, None if the model's configuration does not state it.
     patch: tuple[int, int] | None
-    sentence: str
+    sentence: str  #: A phrase for reports that names the processor and its normalisation.
+    # Height and width for which the model has positions: other sizes need interpolated positions. None if the
+    # model does not interpolate.
     _positions: tuple[int, int] | None
-    """Height and width for which the model has positions; other sizes need interpolated positions.
-
-    None if the model does not interpolate positions.
-    """
     _processor: Any = field(repr=False)
+    # The options of the processor with which its images have the size ``size``.
     _options: dict[str, Any] = field(repr=False)
-    """Options of the processor with which its images have the size ``size``."""
 
     def prepared(
         self, images: Sequence[Image.Image], size: tuple[int, int] | None = None
     ) -> dict[str, Tensor]:
-        """Return the ``pixel_values`` that the processor computes for some images, as model inputs.
+        """Return what the processor makes of some Pillow images in RGB, as model inputs.
 
-        Parameters
-        ----------
-        images
-            Pillow images in RGB.
-        size
-            Height and width of the model's input; by default ``self.size``.
-
-        Returns
-        -------
-        dict
-            ``pixel_values`` (batch, channels, height, width) in float32, and ``interpolate_pos_encoding`` if
-            the model must interpolate its positions.
+        They are ``pixel_values`` (batch, channels, height, width) in float32, and
+        ``interpolate_pos_encoding`` if the model must interpolate its positions. ``size`` is the height and
+        width of the model's input; by default ``self.size``.
 
         Raises
         ------
@@ -94,11 +71,14 @@ class ImagePreparation:
                 "size", expected=f"height and width from 1 to {_LARGEST_SIDE}", got=f"{size[0]} x {size[1]}"
             )
         options = self._options if size == self.size else _sized(self._processor, *size)
-        pixels = _pixels(self._processor, images, (self.channels, *size), options)
-        named = {"pixel_values": pixels}
+        named = {"pixel_values": _pixels(self._processor, images, (self.channels, *size), options)}
         if self._positions is not None and size != self._positions:
             named["interpolate_pos_encoding"] = torch.tensor(True)
         return named
+
+
+Preparation = ImagePreparation | dict[str, Tensor] | None
+"""How a model gets its inputs: for an audio model they stand for noise, and a model of tokens needs none."""
 
 
 def _pixels(
@@ -117,10 +97,7 @@ def _pixels(
 
 
 def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
-    """Return the options with which the processor resizes images to a given size.
-
-    If it crops images, the same share of the image is cut off as before.
-    """
+    """Return the options with which the processor resizes images to a given size."""
     size = {"height": height, "width": width}
     if not processor.do_center_crop:
         return {"do_resize": True, "size": size}
@@ -137,15 +114,7 @@ def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePrepa
     The processor is the one in the model's files. Without such files it is the default processor of the
     model's type, at the image size of the model's configuration. If that processor cannot be used (because it
     needs torchvision, say), the processor of ViT takes its place, which resizes, crops and normalises.
-
-    Parameters
-    ----------
-    place
-        Where the model's files are.
-    config
-        The configuration of the whole model.
-    model
-        The model, or the part of it that takes images.
+    ``config`` is the configuration of the whole model, and ``model`` may be a part of it.
 
     Raises
     ------
@@ -154,10 +123,13 @@ def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePrepa
 
     """
     own = getattr(model, "config", config)
-    channels = _channels(place, own)
+    stated = (getattr(own, key, None) for key in ("num_channels", "in_channels", "in_chans"))
+    channels = next((value for value in stated if value), 3)
+    if channels not in _MODES:
+        raise ModelError(f"{place.name!r} takes images of {channels} channels, and those here have 1 or 3.")
     positions = _pair(getattr(own, "image_size", None))
     has_files = _has_files(place)
-    failure: Exception | None = None
+    why = ""
     for origin, build in _processors(place, (config, own), channels, has_files=has_files):
         try:
             processor = build()
@@ -165,7 +137,7 @@ def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePrepa
             by_files = has_files and processor.do_resize
             size, options = _tried(processor, channels, None if by_files else positions)
         except Exception as error:  # each processor raises errors of its own
-            failure = error
+            why = f"{type(error).__name__}: {reason(error)}"
             continue
         spread = f", mean {processor.image_mean}, standard deviation {processor.image_std}"
         interpolates = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
@@ -178,45 +150,34 @@ def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePrepa
             _processor=processor,
             _options=options,
         )
-    why = "" if failure is None else f"{type(failure).__name__}: {reason(failure)}"
     raise ModelError(f"transformers has no usable way from images to the inputs of {place.name!r}: {why}.")
-
-
-def _channels(place: Place, config: Any) -> int:
-    stated = (getattr(config, key, None) for key in ("num_channels", "in_channels", "in_chans"))
-    channels = next((value for value in stated if value), 3)
-    if channels not in _MODES:
-        raise ModelError(f"{place.name!r} takes images of {channels} channels, and those here have 1 or 3.")
-    return int(channels)
 
 
 def _processors(
     place: Place, configs: tuple[Any, Any], channels: int, *, has_files: bool
-) -> list[tuple[str, Callable[[], Any]]]:
-    """Return the image processors to try, each with a description and a function that builds it."""
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the image processors to try, each with a description and a function that builds it."""
     if has_files:
         options = {"local_files_only": place.local_files_only, "trust_remote_code": False}
         named = partial(AutoImageProcessor.from_pretrained, config=configs[0], backend="pil", **options)
         general = partial(ViTImageProcessorPil.from_pretrained, **options)
         origin = "settings of the model's files"
-        return [
-            (origin, partial(named, place.location)),
-            (f"{origin}; the processor that they name cannot be used", partial(general, place.location)),
-        ]
+        yield origin, partial(named, place.location)
+        yield f"{origin}; the processor that they name cannot be used", partial(general, place.location)
+        return
     grey = {"image_mean": [0.5], "image_std": [0.5]} if channels == 1 else {}
     kinds = [IMAGE_PROCESSOR_MAPPING[type(one)] for one in configs if type(one) in IMAGE_PROCESSOR_MAPPING]
-    known = [kind["pil"] for kind in kinds if "pil" in kind]
-    return [
-        *(("the defaults of the model's type", partial(kind, **grey)) for kind in known),
-        ("the model's type has no processor that can be used", partial(ViTImageProcessorPil, **grey)),
-    ]
+    for kind in kinds:
+        if "pil" in kind:
+            yield "the defaults of the model's type", partial(kind["pil"], **grey)
+    yield "the model's type has no processor that can be used", partial(ViTImageProcessorPil, **grey)
 
 
 def _tried(
     processor: Any, channels: int, wanted: tuple[int, int] | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Try an image processor on two images. The first result is the height and width of the images that it
-    produces, the second are the options with which it produces them.
+    """Try an image processor on two images. Return the height and width of the images that it produces, and
+    the options with which it does.
 
     The size is ``wanted`` or, if that is None, the size that the processor gives to a square image.
     """
@@ -253,14 +214,11 @@ def audio_sample(place: Place, config: Any, model: nn.Module) -> dict[str, Tenso
         seconds = float(getattr(extractor, "chunk_length", None) or _USUAL_SECONDS)
         if not (1000 <= rate <= 192_000 and 0 < seconds <= _MOST_SECONDS):
             return None
-
-        def made_of(length: float) -> Any:
+        for length in (1.0, seconds):
             wave = 0.1 * np.random.RandomState(0).standard_normal(int(length * rate))
-            return extractor([wave.astype(np.float32)], sampling_rate=rate, return_tensors="pt")
-
-        made = made_of(1.0)
-        if "input_values" not in made or made["input_values"].ndim != 2:  # features such as a spectrogram
-            made = made_of(seconds)
+            made = extractor([wave.astype(np.float32)], sampling_rate=rate, return_tensors="pt")
+            if "input_values" in made and made["input_values"].ndim == 2:
+                break  # raw samples, and no features such as a spectrogram
     except Exception:  # each feature extractor raises errors of its own
         return None
     taken = inspect.signature(model.forward).parameters

@@ -1,10 +1,7 @@
-"""Checks that refuse unsafe files and ignore unsafe settings of a model before transformers reads its
-weights.
+"""Checks that refuse unsafe files of a model before transformers reads its weights.
 
-``trust_remote_code=False`` and ``use_safetensors=True`` are not enough. A configuration can name a pickle as
-the file of its weights, an index of weights can list pickles, and the attention implementation can be the
-name of a repository with compiled code, which transformers downloads and runs if the package kernels is
-installed.
+``trust_remote_code=False`` and ``use_safetensors=True`` are not enough: a configuration can name a pickle as
+the file of its weights, and an index of weights can list pickles.
 """
 
 from __future__ import annotations
@@ -16,49 +13,42 @@ from typing import Any
 from howsmooth.errors import ModelError
 from howsmooth.models.loading.model_location import Place
 
-__all__ = ["check_files", "forget_implementations"]
+__all__ = ["check_files"]
 
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 
 
-def forget_implementations(config: Any) -> None:
-    """Remove the settings of a configuration that select kernels for attention and mixture-of-experts layers.
-
-    Transformers then chooses the kernels.
-    """
-    config._attn_implementation = None
-    config._experts_implementation = None
-
-
 def check_files(place: Place, config: Any) -> None:
-    """Raise ModelError if weights are not in safetensors format, are quantised, or belong to an adapter.
+    """Raise ModelError unless the weights are files in safetensors format inside the model's folder.
 
-    Raises
-    ------
-    ModelError
-        If the configuration or the index of the weights names a file that is no safetensors file, or a file
-        outside the model's folder; if the weights are quantised, for which transformers may download kernels;
-        or if there is an adapter, which transformers uses or ignores depending on the installed packages.
-
+    Quantised weights are refused, since transformers may download kernels for them, and so are adapters,
+    which transformers uses or ignores depending on the installed packages.
     """
-    if place.location is None:
-        return
-    index: object = _INDEX
+    cannot = f"{place.name!r} cannot be loaded:"
+    folder = Path(place.location or "")
+    if place.location is not None and folder.is_dir() and not any(folder.glob("*.safetensors")):
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        why = "it has a configuration but no model.safetensors"
+        if pickled:
+            why = "its weights are pickled, which howsmooth never reads; convert them to safetensors"
+        raise ModelError(f"{cannot} {why}. With random_init only its configuration is used.")
     named = getattr(config, "transformers_weights", None)
     if named is not None:
-        _check_name(place, named, "its configuration", (".safetensors", ".safetensors.index.json"))
-        index = named if str(named).endswith(".json") else None
-    if index is not None:
-        for part in _parts(place, str(index)):
-            _check_name(place, part, "the index of its weights", (".safetensors",))
-    if any(
-        getattr(one, "quantization_config", None) is not None
-        for one in (config, config.get_text_config(decoder=True))
-    ):
-        raise ModelError(
-            f"{place.name!r} cannot be loaded: its weights are quantised. Give the model in full precision."
-        )
+        _check_name(cannot, named, "its configuration", (".safetensors", ".safetensors.index.json"))
+    index = _INDEX if named is None else named
+    found = place.file(index) if index.endswith(".json") else None
+    if found is not None:
+        try:
+            parts = set(json.loads(found.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            why = f"its {index[:100]} is not an index of weights ({type(error).__name__})"
+            raise ModelError(f"{cannot} {why}.") from error
+        for part in parts:
+            _check_name(cannot, part, "the index of its weights", (".safetensors",))
+    configs = (config, config.get_text_config(decoder=True))
+    if any(getattr(one, "quantization_config", None) is not None for one in configs):
+        raise ModelError(f"{cannot} its weights are quantised. Give the model in full precision.")
     if place.file(_ADAPTER) is not None:
         raise ModelError(
             f"{place.name!r} holds an adapter ({_ADAPTER}), which is not read. Merge it into the model, and "
@@ -66,31 +56,11 @@ def check_files(place: Place, config: Any) -> None:
         )
 
 
-def _check_name(place: Place, name: object, where: str, endings: tuple[str, ...]) -> None:
+def _check_name(cannot: str, name: object, where: str, endings: tuple[str, ...]) -> None:
+    names = f"{cannot} {where} names the weights {str(name)[:100]!r}"
     if not isinstance(name, str) or not name.endswith(endings):
         raise ModelError(
-            f"{place.name!r} cannot be loaded: {where} names the weights {str(name)[:100]!r}, and howsmooth "
-            "reads safetensors only, never a pickle. Convert them to safetensors."
+            f"{names}, and howsmooth reads safetensors only, never a pickle. Convert them to safetensors."
         )
     if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name:
-        raise ModelError(
-            f"{place.name!r} cannot be loaded: {where} names the weights {name[:100]!r}, outside the model's "
-            "folder."
-        )
-
-
-def _parts(place: Place, index: str) -> set[object]:
-    """Return the set of names of the weight files that an index file lists. The set is empty if the model has
-    no index file.
-    """
-    found = place.file(index)
-    if found is None:
-        return set()
-    try:
-        listed = json.loads(found.read_text(encoding="utf-8"))["weight_map"]
-        return set(listed.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(
-            f"{place.name!r} cannot be loaded: its {index[:100]} is not an index of weights "
-            f"({type(error).__name__})."
-        ) from error
+        raise ModelError(f"{names}, outside the model's folder.")

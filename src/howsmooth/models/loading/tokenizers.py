@@ -28,13 +28,7 @@ _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 class Tokenizer:
     """A tokenizer of transformers that adds special tokens only on request.
 
-    Parameters
-    ----------
-    backend
-        A tokenizer of transformers; with None, :meth:`encode` raises a ModelError.
-    obstacle
-        The message of this ModelError, which says why there is no tokenizer.
-
+    Without one (None), :meth:`encode` raises a ModelError with the message ``obstacle``.
     """
 
     def __init__(self, backend: PreTrainedTokenizerBase | None, obstacle: str = "") -> None:
@@ -45,8 +39,7 @@ class Tokenizer:
         """Return the token ids of a text, by default without special tokens."""
         if self._backend is None:
             raise ModelError(self._obstacle)
-        # verbose=False: no warning about texts longer than the model, since they are cut into sequences
-        # later.
+        # verbose=False: no warning about texts longer than the model, which are cut into sequences later.
         ids = self._backend(text, add_special_tokens=special, verbose=False)["input_ids"]
         return [int(i) for i in ids]
 
@@ -62,15 +55,11 @@ class Tokenizer:
 
     def decoded(self, ids: list[int]) -> list[str]:
         """Return the text of each token id, or texts such as "id 17" if there is no tokenizer."""
-        if self._backend is None:
-            return [f"id {i}" for i in ids]
-        return [token_text(self._backend, i) for i in ids]
+        return [f"id {i}" if self._backend is None else token_text(self._backend, i) for i in ids]
 
     @property
     def serialized(self) -> str:
-        """Return a text that identifies the tokenizer in fingerprints. The text is empty if there is no
-        tokenizer.
-        """
+        """A text that identifies the tokenizer in fingerprints; empty if there is none."""
         if self._backend is None:
             return ""
         if isinstance(self._backend, PreTrainedTokenizerFast):
@@ -81,9 +70,8 @@ class Tokenizer:
 def token_text(backend: Any, i: int) -> str:
     """Return the text of one token id, with the leading space that SentencePiece removes when it decodes.
 
-    Bytes that are only a part of a character are written as in ``<0xE2>``.
-
-    ``backend`` is a tokenizer of transformers, or any object with ``decode(ids)``.
+    Bytes that are only a part of a character are written as in ``<0xE2>``. ``backend`` is a tokenizer of
+    transformers, or any object with ``decode(ids)``.
     """
     decoded = str(backend.decode([i]))
     if not hasattr(backend, "convert_ids_to_tokens"):
@@ -111,19 +99,13 @@ def own_tokenizer(name: str | os.PathLike[str], *, local_files_only: bool) -> To
     except Exception:  # after any error there is no usable tokenizer, which the caller reports
         return None
     unknown = getattr(backend, "unk_token_id", None)
-    known = [i for i in ids if i != unknown]
-    return tokenizer if len(known) > len(ids) // 2 else None
+    return tokenizer if sum(i != unknown for i in ids) > len(ids) // 2 else None
 
 
 def trained_tokenizer(text: str, vocabulary: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer on a text, with the same result for the same text.
 
-    Parameters
-    ----------
-    text
-        The text.
-    vocabulary
-        The number of token ids of the model. The tokenizer has at most so many, and at most 8000.
+    It has at most ``vocabulary`` token ids, the number that the model knows, and at most 8000.
 
     Raises
     ------

@@ -28,16 +28,11 @@ def count_weights(config: Any) -> int:
 
 
 def shorten(config: Any, most: int) -> str:
-    """Remove layers from a configuration in place if its model has more weights than ``most``.
+    """Remove layers from a configuration in place if its model has more weights than ``most``. Return a
+    phrase that says what was changed; it is empty if nothing was.
 
     The first layers of each stack are kept: at least two, and enough for every kind of layer that the
     configuration names. Whether the other layers are like them is not checked.
-
-    Returns
-    -------
-    str
-        A phrase that says what was changed; empty if nothing was changed.
-
     """
     weights = count_weights(config)
     if weights <= most:
@@ -58,8 +53,5 @@ def shorten(config: Any, most: int) -> str:
                 if isinstance(value, list) and len(value) == depth:
                     setattr(part, key, value[:kept])
             done.append(f"{kept} of {depth}")
-    if not done:
-        return ""
-    return (
-        f"built with {', '.join(dict.fromkeys(done))} layers, as all have {weights / 1e9:.1f} billion weights"
-    )
+    layers = ", ".join(dict.fromkeys(done))
+    return f"built with {layers} layers, as all have {weights / 1e9:.1f} billion weights" if done else ""

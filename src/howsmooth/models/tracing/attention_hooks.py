@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from howsmooth.errors import CaptureError
@@ -69,7 +69,7 @@ def intercept_softmaxes(
     """
     tracer = SoftmaxTracer(on_softmax, ahead=not compute)
     if implementation is None:
-        with tracer:
+        with tracer, _flex_is_replaced() if not compute else contextlib.nullcontext():
             yield
         return
 
@@ -91,6 +91,19 @@ def intercept_softmaxes(
 
     with own_attention(module, attend), tracer:
         yield
+
+
+@contextlib.contextmanager
+def _flex_is_replaced() -> Iterator[None]:
+    """Return a context manager in which ``flex_attention``, whose output is replaced before it is computed,
+    takes tensors that need gradients also on a processor, where it has none.
+    """
+    own = flex_attention._validate_device
+    flex_attention._validate_device = lambda query, key, value: None
+    try:
+        yield
+    finally:
+        flex_attention._validate_device = own
 
 
 def _interface_call(

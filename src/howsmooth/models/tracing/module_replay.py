@@ -53,7 +53,7 @@ class ModuleReplay:
         self.memory = memory
         self.batch = batch
         self.batch_axis = _batch_axis(x, batch)
-        self.output = call.output
+        self.output = call.result
         leaves, self._tree = tree_flatten((call.args, call.kwargs))
         self._leaves: list[Any] = [
             _X

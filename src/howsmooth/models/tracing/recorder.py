@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
-from howsmooth.models.float32_weights import float32_layers, stored_dtype
+from howsmooth.models.float32_weights import float32_layers
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.mask_and_bias import hides_later_keys
+from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
 from howsmooth.watching import Call, StopForward, watched
 
@@ -84,8 +87,13 @@ class TracedLayer:
 
     layer: AttentionLayer
     calls: list[Call]
-    stored: torch.dtype  # the dtype of the model's weights
+    model: ModelCall  # in which it ran
     softmaxes: int = 1  # how many of them ran in the innermost call
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype in which the weights of the model are stored."""
+        return self.model.stored
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -94,7 +102,7 @@ class TracedLayer:
         return [self.layer.root, *(call.module for call in self.calls), *norms]
 
 
-def run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+def run(call: ModelCall) -> Any:
     """Run the model once and return its output, or None if a watcher ended the run early.
 
     A model with weights in half precision runs in float32.
@@ -106,6 +114,7 @@ def run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
     """
     # If hidden states are asked for, transformers adds hooks to the modules and never removes them.
+    model, inputs = call.model, call.named
     config = getattr(model, "config", None)
     asked = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
     try:
@@ -136,14 +145,13 @@ def own_copies(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copies.get(id(value), value) for name, value in inputs.items()}
 
 
-def attention_layers(model: nn.Module, inputs: Mapping[str, Any]) -> list[AttentionLayer]:
+def attention_layers(call: ModelCall) -> list[AttentionLayer]:
     """Run the model once and list its attention layers in order, including cross-attention."""
-    return trace_forward_pass(model, inputs, ())[0]
+    return trace_forward_pass(call, ())[0]
 
 
 def trace_forward_pass(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
+    call: ModelCall,
     wanted: Sequence[int] | None,
     on_layer: Callable[[AttentionLayer], None] = lambda layer: None,
 ) -> tuple[list[AttentionLayer], dict[int, TracedLayer]]:
@@ -153,8 +161,8 @@ def trace_forward_pass(
 
     Parameters
     ----------
-    model, inputs
-        The model and its arguments by name.
+    call
+        The model and its arguments.
     wanted
         Indices of the layers whose calls are kept, in the order of the forward pass, negative from the end;
         None keeps all. The pass stops after the last wanted layer unless an index is negative.
@@ -167,16 +175,14 @@ def trace_forward_pass(
         All layers that ran, in order, and the wanted ones with their calls, by index.
 
     """
-    recorder = _Recorder(model, wanted, on_layer)
+    recorder = _Recorder(call, wanted, on_layer)
     with recorder.watching(), SoftmaxTracer(recorder.on_softmax):
-        run(model, inputs)
+        run(call)
     return recorder.layers, recorder.kept
 
 
 def run_with_attention(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    attend: Callable[[AttentionLayer, SoftmaxCall], Tensor | None],
+    call: ModelCall, attend: Callable[[AttentionLayer, SoftmaxCall], Tensor | None]
 ) -> Any:
     """Run the model once, and let the callback ``attend`` replace the outputs of softmax attentions. Return
     the output of the model.
@@ -184,26 +190,25 @@ def run_with_attention(
     ``attend`` is called with each layer, counted as by :func:`trace_forward_pass`, and with each softmax
     attention of the layer. A tensor that ``attend`` returns replaces the output of this attention.
     """
-    recorder = _Recorder(model, (), lambda layer: None)
+    recorder = _Recorder(call, (), lambda layer: None)
 
     def on_softmax(softmax: SoftmaxCall) -> Tensor | None:
         recorder.on_softmax(softmax)
         return attend(recorder.layers[-1], softmax)
 
     # The masks are those of the eager implementation: it has a mask wherever keys are hidden.
-    interface = "eager" if isinstance(model, PreTrainedModel) else None
-    with recorder.watching(), intercept_softmaxes(model, on_softmax, implementation=interface):
-        return run(model, inputs)
+    interface = "eager" if isinstance(call.model, PreTrainedModel) else None
+    with recorder.watching(), intercept_softmaxes(call.model, on_softmax, implementation=interface):
+        return run(call)
 
 
 class _Recorder:
     """The attention layers that a run has reached so far, and the module calls that have not ended yet."""
 
     def __init__(
-        self, model: nn.Module, wanted: Sequence[int] | None, on_layer: Callable[[AttentionLayer], None]
+        self, call: ModelCall, wanted: Sequence[int] | None, on_layer: Callable[[AttentionLayer], None]
     ) -> None:
-        self.model = model
-        self.stored = stored_dtype(model)
+        self.call = call
         self.wanted = wanted
         self.on_layer = on_layer
         self.from_end = max((-i for i in wanted or () if i < 0), default=0)
@@ -218,7 +223,7 @@ class _Recorder:
 
     def watching(self) -> Any:
         """Return a context manager in which the calls of all modules of the model are seen."""
-        return watched(dict(self.model.named_modules()), self._starts, self._ends)
+        return watched(dict(self.call.model.named_modules()), self._starts, self._ends)
 
     def _starts(self, call: Call) -> None:
         call.last_norm = self.last_norm
@@ -231,6 +236,9 @@ class _Recorder:
         if is_norm(call.module) and isinstance(call.output, Tensor) and call.inputs is not None:
             # Without the norm before it: the record would hold the outputs of all norms of the model.
             self.last_norm = replace(call, last_norm=None)
+        if call.kept:
+            with suppress(CaptureError):  # it returns no tensor
+                call.result = first_tensor(call.output).clone()  # the model may change it later
         ended = None if self.last is None else self.kept.get(self.last)
         if ended is not None and ended.calls[0] is call:
             raise StopForward
@@ -265,7 +273,7 @@ class _Recorder:
         )
         self.layers.append(layer)
         self.on_layer(layer)
-        traced_layer = TracedLayer(layer, calls, self.stored)
+        traced_layer = TracedLayer(layer, calls, self.call)
         self.newest = (innermost, traced_layer)
         if self._is_wanted(layer.index):
             for call in calls:

@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -70,6 +71,10 @@ class ScoreTracer(TorchFunctionMode):
 
         ``run`` computes it with the model's code.
         """
+        raise NotImplementedError
+
+    def flex(self, given: Any, run: Callable[[], Any]) -> Any:
+        """Call the operator behind ``flex_attention``; subclasses record its result as :meth:`fused` does."""
         raise NotImplementedError
 
     def __enter__(self) -> ScoreTracer:
@@ -485,14 +490,23 @@ def _over_keys(contraction: Contraction, p: Tensor, known: Probabilities | Opaqu
         return not isinstance(factor, nn.Parameter)  # values are computed from tokens
     axes = dict(zip(labels, known.scores.axes, strict=True))
     lost = [label for label in labels if label in other and label not in contraction.labels]
-    summed = [one for label in lost for one in leaves(axes[label])]
-    return not summed or any(one in leaves(known.keys) for one in summed)
+    summed = {one for label in lost for one in leaves(axes[label])}
+    # Queries and keys each have an axis of their own; what both have counts sequences, windows and heads.
+    left, right = (
+        {one for axis in operand.axes for one in leaves(axis)}
+        for operand in (known.scores.left, known.scores.right)
+    )
+    return not summed or not summed <= (left & right)
 
 
 def _fused(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return tracer.fused(given, lambda: func(*args, **kwargs))
+
+
+def _flex(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
+    return tracer.flex(args, lambda: func(*args, **kwargs))
 
 
 def _inside(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
@@ -551,4 +565,5 @@ _NAMES: dict[Rule, str] = {
 }
 _RULES = {function: rule for rule, names in _NAMES.items() for function in _functions(names)}
 _RULES |= dict.fromkeys(PRODUCTS, _product)
-_STARTS = frozenset({_product, _fused, _inside})  # rules that apply while no tensor has a description
+_RULES[flex_attention] = _flex
+_STARTS = frozenset({_product, _fused, _flex, _inside})  # rules that apply while no tensor has a description

@@ -133,6 +133,40 @@ class SoftmaxTracer(ScoreTracer):
             return run() if result is None else result
         return replacement if query.ndim > 2 else replacement[0]
 
+    def flex(self, given: Any, run: Callable[[], Any]) -> Any:
+        """Return the results of the operator behind ``flex_attention``; its output may be replaced."""
+        query, key, value, score_mod, blocks, scale = given[:6]
+        mask, obstacle = _flex_mask(query, key, score_mod, blocks[-1])
+        results = None if self._ahead else run()
+        output = None if results is None else results[0]
+        call = SoftmaxCall(query, key, value, float(scale), mask, None, None, output, None, "sdpa", "")
+        replacement = self._report(_unreadable(value, output, None, obstacle) if obstacle else call)
+        if replacement is None:
+            return run() if results is None else results
+        row = query.new_zeros(query.shape[:-1])  # sums and maxima, which attention modules do not use
+        return (replacement, row, row) if results is None else (replacement, *results[1:])
+
+
+def _flex_mask(query: Tensor, key: Tensor, score_mod: Any, mask_mod: Any) -> tuple[Tensor | None, str]:
+    """Return the mask of a ``flex_attention``, boolean or with the numbers that it adds to the scores; and
+    why it is no mask, or "".
+    """
+    sizes = (*query.shape[:-1], key.shape[-2])
+    places = [
+        torch.arange(size, device=query.device).view([-1 if i == axis else 1 for i in range(4)])
+        for axis, size in enumerate(sizes)
+    ]
+    visible = mask_mod(*places)
+    zero = query.new_zeros(1, 1, 1, 1)
+    bias, moved = (score_mod(score, *places) for score in (zero, zero + 1.5))
+    hidden = bias.isneginf()
+    if not torch.allclose((moved - 1.5).masked_fill(hidden, 0.0), bias.masked_fill(hidden, 0.0), atol=1e-5):
+        return None, "its score_mod is no number that is added to the scores"
+    visible = visible & ~hidden
+    if bool((bias.masked_fill(hidden, 0.0) != 0).any()):
+        return torch.where(visible, bias, -math.inf).expand(*[-1] * 2, *sizes[2:]), ""
+    return None if all_true(visible) else visible.expand(*visible.shape[: visible.ndim - 2], *sizes[2:]), ""
+
 
 class _Layout:
     """A product of attention weights and values, with its axes ordered as in a SoftmaxCall.

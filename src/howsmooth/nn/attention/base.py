@@ -1,11 +1,8 @@
-"""Base class of attention layers that have a proved Lipschitz constant.
+"""The base class of attention layers with a proved constant and the calls of torch.nn.MultiheadAttention.
 
-The layers are called in the same way as torch.nn.MultiheadAttention.
-
-A subclass defines its attention weights (``_probabilities``) and its bound (``_bound``), one differentiable
-function of the weights. It may define its weights (``_weights``), its queries, keys and values
-(``_queries_keys_values``), and its form as a map of this library (``_map``). All of these functions take the
-weights as a dictionary, except ``_weights``, which returns it.
+A subclass defines its bound (``_bound``), a differentiable function of the weights, and may define its own
+weights, its queries, keys and values, its scores or attention weights (``_scores``, ``_probabilities``), and
+its form as a map of this library (``_map``). These functions take the weights as a dictionary.
 """
 
 from __future__ import annotations
@@ -13,25 +10,33 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from contextlib import suppress
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.accepted_masks import Masking
-from howsmooth.nn.attention.head_weights import Weights, hull_radius, in_double, rows_of, scaled_weights
-from howsmooth.nn.attention.map_from_function import LayerMap
+from howsmooth.nn.attention.head_weights import Parts, Weights, hull_radius, in_double, scaled_weights
 from howsmooth.nn.attention.output_divisor import CachedNumber, divided, is_far_from_zero, log_value
-from howsmooth.nn.checks import check_placement, check_size, require
+from howsmooth.nn.checks import (
+    Placement,
+    check,
+    check_number,
+    check_placement,
+    check_size,
+    check_tokens,
+    require,
+)
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.upward_rounding import rounded_up
 
-__all__ = ["LipschitzAttention", "positive"]
+__all__ = ["LipschitzAttention"]
 
 # The norm of a token may exceed the radius by this many units of rounding in its dtype.
 _ULPS = 4.0
@@ -47,7 +52,7 @@ class LipschitzAttention(LipschitzModule):
     The bound holds for sequences of ``length`` tokens and, with a ``radius``, for tokens of at most this
     norm. Inputs and outputs are as for :class:`torch.nn.MultiheadAttention` with ``batch_first=True``. The
     weights have the same names, shapes and initial values. There is no dropout, so the layer is the same
-    function in training and in evaluation.
+    function in training and in evaluation. ArgumentError names an argument of a wrong type or value.
 
     Parameters
     ----------
@@ -76,35 +81,26 @@ class LipschitzAttention(LipschitzModule):
     device, dtype
         Device and dtype of the weights.
 
-    Raises
-    ------
-    ArgumentError
-        If an argument has a wrong type or value; the message names the argument.
-
     Notes
     -----
     With half precision (float16 or bfloat16 weights or inputs) and under autocast, the layer computes in
     float32 with autocast disabled, from the stored weights, and casts the result to the dtype of the input.
     If the divisor is above e^25 or below e^−25, the layer computes in float64, since products of such weights
-    may leave the range of float32. The constant holds in exact arithmetic. Bounds are computed in float64 on
-    the CPU.
+    may leave the range of float32. The constant holds in exact arithmetic.
 
     In evaluation mode torch.compile and torch.export can record the layer. The graph asserts what a call
     checks, with RuntimeError, and that the weights are those of its divisor. It gives the weights of a layer
     with ``constant`` no gradient. torch.onnx.export leaves assertions out, so call ``model.eval()`` after the
-    last change of a weight. torch.jit.trace keeps the divisor, and no check.
-
-    ``torch.func.vmap`` may map over inputs and masks. With ``constant``, it cannot map over weights, because
-    the divisor belongs to one set of weights.
-
+    last change of a weight. torch.jit.trace keeps the divisor, and no check. ``torch.func.vmap`` may map over
+    inputs and masks, and without ``constant`` over weights: a divisor belongs to one set of weights.
     """
 
     #: Kinds of masks for which the layer has a bound.
     masks: ClassVar[tuple[str, ...]] = ("none", "causal", "fixed", "any", "additive")
+    _mask_remedy: ClassVar[str] = "No theorem covers this kind of mask."
     #: The attribute of torch.nn.MultiheadAttention with this name.
     batch_first: ClassVar[bool] = True
-    # torch.nn.TransformerEncoderLayer reads this attribute of torch.nn.MultiheadAttention. With this value it
-    # calls the layer in eval mode too, instead of a fused kernel for softmax attention.
+    # torch.nn.TransformerEncoderLayer would otherwise call a fused kernel for softmax attention instead.
     _qkv_same_embed_dim: ClassVar[bool] = False
 
     def __init__(
@@ -119,41 +115,35 @@ class LipschitzAttention(LipschitzModule):
         beyond: object = "refuse",
         shorter: bool = False,
         mask: object = "none",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
         self.embed_dim = check_size("embed_dim", embed_dim)
         self.num_heads = check_size("num_heads", num_heads)
-        if self.embed_dim % self.num_heads:
-            raise ArgumentError(
-                "num_heads", expected=f"a divisor of embed_dim = {embed_dim}", got=str(num_heads)
-            )
+        divides = self.embed_dim % self.num_heads == 0
+        check(divides, "num_heads", f"a divisor of embed_dim = {embed_dim}", num_heads)
         self.head_dim = self.embed_dim // self.num_heads
         self.length = check_length(length)
         self.radius = None if radius is None else check_radius(radius)
-        self.constant = None if constant is None else positive("constant", constant)
-        if self.constant is not None and self.radius is None and self._needs_radius:
-            raise ArgumentError(
-                "radius",
-                expected="a number, because the layer is divided by its bound on a ball",
-                got="None",
-                remedy="hs.bounds.norm_radius gives it after a norm layer; beyond='clip' enforces it.",
-            )
-        if beyond not in ("refuse", "clip"):
-            raise ArgumentError("beyond", expected="'refuse' or 'clip'", got=repr(beyond))
+        self.constant = None if constant is None else check_number("constant", constant)
+        check(
+            self.constant is None or self.radius is not None or not self._needs_radius,
+            "radius",
+            "a number, because the layer is divided by its bound on a ball",
+            "None",
+            "hs.bounds.norm_radius gives it after a norm layer; beyond='clip' enforces it.",
+        )
+        check(beyond in ("refuse", "clip"), "beyond", "'refuse' or 'clip'", repr(beyond))
         self.beyond = str(beyond)
         self.shorter = bool(shorter)
         self.masking = Masking.read(mask, self.length)
-        if self.masking.kind not in self.masks:
-            raise ArgumentError(
-                "mask", expected=f"one of {self.masks}", got=repr(self.masking.kind), remedy=self._mask_remedy
-            )
-        if self.shorter and self.masking.kind == "fixed":
-            raise ArgumentError("shorter", expected="False for a mask of fixed length", got="True")
+        kind = self.masking.kind
+        check(kind in self.masks, "mask", f"one of {self.masks}", repr(kind), self._mask_remedy)
+        fits = not self.shorter or kind != "fixed"
+        check(fits, "shorter", "False for a mask of fixed length", "True")
         self.bias = bool(bias)
-        check_placement(device, dtype)
-        self._make_weights({"device": device, "dtype": dtype})
+        check_placement(**placed)
+        self._make_weights(placed)
         self._log_divisor_of = CachedNumber()
         self.register_load_state_dict_post_hook(_remember_divisor)  # type: ignore[no-untyped-call]
 
@@ -167,30 +157,34 @@ class LipschitzAttention(LipschitzModule):
     _needs_radius: ClassVar[bool] = True
     #: Attributes beside those of every layer on which the bound depends.
     _of_bound: ClassVar[tuple[str, ...]] = ()
-    _mask_remedy: ClassVar[str] = "No theorem covers this kind of mask."
+    #: Number of matrices (d, d) in ``in_proj_weight``; name of the bias, and number of its vectors.
+    _matrices: ClassVar[int] = 3
+    _bias: ClassVar[tuple[str, int]] = ("in_proj_bias", 3)
+    in_proj_bias: nn.Parameter | None
 
-    def _make_weights(self, factory: dict[str, Any]) -> None:
+    def _make_weights(self, placed: Placement) -> None:
         """Create weights with the names, shapes and initial values of torch.nn.MultiheadAttention."""
-        d = self.embed_dim
-        self.in_proj_weight = nn.Parameter(torch.empty((3 * d, d), **factory))
-        if self.bias:
-            self.in_proj_bias = nn.Parameter(torch.zeros(3 * d, **factory))
-        else:
-            self.register_parameter("in_proj_bias", None)
-        self.out_proj = nn.Linear(d, d, bias=self.bias, **factory)
+        d, (name, count) = self.embed_dim, self._bias
+        self.in_proj_weight = nn.Parameter(torch.empty((self._matrices * d, d), **placed))
+        self.register_parameter("in_proj_bias", None)  # torch.nn.TransformerEncoderLayer reads it
+        self.register_parameter(name, nn.Parameter(torch.zeros(count * d, **placed)) if self.bias else None)
+        self.out_proj = nn.Linear(d, d, bias=self.bias, **placed)
         nn.init.xavier_uniform_(self.in_proj_weight)
         if self.bias:
             nn.init.zeros_(self.out_proj.bias)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return a dict of the weights of the layer, evaluated if they are parametrized."""
+        """Return the weights of the layer by name, evaluated if they are parametrized."""
         found = {
             "in_proj_weight": self.in_proj_weight,
-            "in_proj_bias": self.in_proj_bias,
+            self._bias[0]: getattr(self, self._bias[0]),
             "out_proj.weight": self.out_proj.weight,
             "out_proj.bias": self.out_proj.bias,
         }
         return {name: weight for name, weight in found.items() if weight is not None}
+
+    def _parts(self, weights: Weights) -> Parts:
+        return Parts.of(weights, self.num_heads)
 
     def _queries_keys_values(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values (batch, heads, n, head_dim) of tokens x (batch, n, d)."""
@@ -198,23 +192,24 @@ class LipschitzAttention(LipschitzModule):
         q, k, v = (self._by_head(part) for part in projected.chunk(3, dim=-1))
         return q, k, v
 
-    @abstractmethod
+    def _scores(self, q: Tensor, k: Tensor, weights: Weights) -> Tensor:
+        """Return the attention scores (batch, heads, n, n)."""
+        return (q / math.sqrt(self.head_dim)) @ k.mT
+
     def _probabilities(
         self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
     ) -> Tensor:
-        """Return the attention weights (batch, heads, n, n).
-
-        ``added`` is a mask of numbers to add to the scores, or None.
-        """
+        """Return the attention weights (batch, heads, n, n). The mask ``added`` is added to the scores."""
+        scores = self._scores(q, k, weights)
+        return torch.softmax(scores if added is None else scores + added, dim=-1)
 
     @abstractmethod
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        """Return the Lipschitz bound that the layer has before its output is rescaled.
+        """Return the bound before the output is divided, a float64 scalar, differentiable in the weights.
 
-        The result is a float64 scalar that is differentiable in the weights. It may be too small by the
-        rounding errors of its computation. ``rows`` says how many keys each query sees under the layer's
-        masks, ``radius`` is the largest norm of a token, possibly infinite, and ``weights`` are in float64 on
-        the CPU.
+        It may be too small by the rounding errors of its computation. ``rows`` says how many keys each query
+        sees under the layer's masks, ``radius`` is the largest norm of a token, possibly infinite, and
+        ``weights`` are in float64 on the CPU.
         """
 
     def _quantity(self, radius: float) -> Quantity:
@@ -224,124 +219,64 @@ class LipschitzAttention(LipschitzModule):
         return Bound.upper(self._bound_name, self._quantity(radius), self._source, log_formula=log_formula)
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        """Return the Lipschitz bound that the layer has before its output is rescaled."""
         log = log_value(lambda given: self._log_bound(length, radius, given), weights)
         return self._named_bound(log, radius)
 
-    @torch.no_grad()
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        """Return an upper bound on the norms of the output tokens before the output is rescaled.
+        """Return an upper bound on the norms of the output tokens before the output is divided.
 
-        Here the output of a head is a mean of its values.
+        ``weights`` are in float64 on the CPU. Here the output of a head is a mean of its values.
         """
-        w = in_double(weights)
-        b_v = w["in_proj_bias"].chunk(3)[2] if self.bias else None
-        value = self._cut(w["in_proj_weight"].chunk(3)[2])
-        return hull_radius(w["out_proj.weight"], value, (b_v, w.get("out_proj.bias")), radius)
+        return hull_radius(self._parts(weights), radius)
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
-        """Return the layer as a function of tokens that :func:`~howsmooth.local_lipschitz` can measure.
-
-        Its output is multiplied by ``scale``.
-        """
-        masked = "" if self.masking.kind in ("none", "any", "additive") else f", {self.masking.kind} mask"
-        heads = f"{self.num_heads} head{'s' if self.num_heads > 1 else ''}"
-        return LayerMap(
-            self._attended,
-            scaled_weights(weights, scale),
-            d=self.embed_dim,
-            d_out=self.embed_dim,
-            length=None if self.masking.hidden is None else self.length,
-            description=f"{self._phrase}, {heads}{masked}, with output projection",
-        )
-
-    def _attended(self, x: Tensor, weights: Weights) -> Tensor:
-        """Return the output of the layer without its rescaling to the target constant.
-
-        ``x`` are tokens (batch, n, d). The mask that every call applies is taken into account.
-        """
-        # The map has the mask that every call applies; masks of single calls are not part of it.
-        hidden = self.masking.always(x.shape[-2])
-        added = None
-        if hidden is not None:
-            zeros = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device)
-            added = zeros.masked_fill(hidden.to(x.device), -math.inf)[None, None]
-        return self._undivided(x, added, weights)[0]
-
-    def _cut(self, weight: Tensor) -> Tensor:
-        """Split a weight (heads · k, d) or a bias (heads · k,) into heads, along a new first axis."""
-        heads: Tensor = weight.unflatten(0, (self.num_heads, -1))
-        return heads
+        """Return :attr:`map` for these weights, with its output multiplied by ``scale``."""
+        return _LayerMap(self, scaled_weights(weights, scale))
 
     # ---- the constant
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return an upper bound on the Lipschitz constant of the layer for tokens of norm at most ``radius``.
 
-        Parameters
-        ----------
-        length
-            Number of tokens: the length of the layer, or a smaller one if ``shorter=True``.
-        radius
-            Largest norm of a token. It may exceed the radius of the layer only with ``beyond="clip"``; then
-            the result is the bound at the radius of the layer.
-
-        Raises
-        ------
-        ArgumentError
-            If the layer does not accept inputs of this length and radius.
-        NonFiniteError
-            If a weight is NaN or infinite.
-
+        ``length`` is that of the layer, or a smaller one if ``shorter=True``. ``radius`` may exceed that of
+        the layer only with ``beyond="clip"``; then the result is the bound at the radius of the layer.
+        Others raise ArgumentError, and a weight that is NaN or infinite NonFiniteError.
         """
         n, R = self._claimed(length, radius)
         weights = self._finite_weights()
         bound = self._undivided_bound(n, R, weights)
         if self.constant is None:
             return bound
-        log_divisor = self._log_divisor(weights)
-        return Bound.upper(
-            bound.name,
-            bound.quantity,
-            f"{bound.source}, divided by its value at length {self.length}, over {self.constant:g}",
-            log_formula=bound.log_formula - log_divisor,
-            hypotheses=bound.hypotheses,
-        )
+        source = f"{bound.source}, divided by its value at length {self.length}, over {self.constant:g}"
+        log = bound.log_formula - self._log_divisor(weights)
+        return Bound.upper(bound.name, bound.quantity, source, log_formula=log, hypotheses=bound.hypotheses)
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of the output tokens for input tokens of norm at most
-        ``radius``.
-
-        Arguments and errors are as for :meth:`lipschitz_bound`.
+        """Return an upper bound on the norms of the output tokens, with the arguments and errors of
+        :meth:`lipschitz_bound`.
         """
         n, R = self._claimed(length, radius)
         weights = self._finite_weights()
-        largest = self._undivided_output_radius(n, R, weights)
+        with torch.no_grad():
+            largest = self._undivided_output_radius(n, R, in_double(weights))
         if self.constant is not None:
             largest *= math.exp(-self._log_divisor(weights))
         return rounded_up(largest)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Return the number of tokens and the radius for which a bound is requested, after checking them.
-
-        For a layer that clips its input tokens, the returned radius is at most the radius of the layer.
-        """
+        """Check a number of tokens and a radius; the radius is at most that of a layer that clips."""
         n = check_length(length)
-        # An infinite radius stands for all tokens. It is allowed if the layer clips, or if its bound needs no
-        # radius.
+        # An infinite radius stands for all tokens, for a layer that clips or whose bound needs no radius.
         everywhere = radius == math.inf and (self.radius is not None or not self._needs_radius)
         R = math.inf if everywhere else check_radius(radius)
         self._check_count(n, "length")
         if self.radius is not None and rounded_up(self.radius) < R:
             if self.beyond == "refuse":
                 # Rounding in the layers before may lengthen tokens by less than six digits show.
-                same = f"{R:g}" == f"{self.radius:g}"
-                raise ArgumentError(
-                    "radius",
-                    expected=f"at most {self.radius:g}, the radius of the layer",
-                    got=repr(R) if same else f"{R:g}",
-                    remedy="Build the layer with a larger radius, or with beyond='clip'.",
-                )
+                got = repr(R) if f"{R:g}" == f"{self.radius:g}" else f"{R:g}"
+                expected = f"at most {self.radius:g}, the radius of the layer"
+                remedy = "Build the layer with a larger radius, or with beyond='clip'."
+                raise ArgumentError("radius", expected=expected, got=got, remedy=remedy)
             R = self.radius
         return n, R
 
@@ -353,28 +288,20 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return log(bound / constant), the logarithm of the number by which the layer divides its output.
-
-        This logarithm is computed again only if a weight or a setting of the layer has changed.
-        """
+        """Return log(bound / constant), computed again only if a weight or a setting has changed."""
         return self._log_divisor_of(
             weights, self._divisor_key, lambda: self._log_quotient(log_value(self._log, weights))
         )
 
     @property
     def _divisor_key(self) -> tuple[object, ...]:
-        """The settings of the layer that determine the rescaling of its output, beside the weights."""
         return self.masking, *(getattr(self, name) for name in (*_OF_EACH_BOUND, *self._of_bound))
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the logarithm of the Lipschitz bound that the layer has before its output is rescaled.
-
-        The bound is taken at the layer's length and radius. The result is differentiable in the weights.
-        """
         return self._log_bound(self.length, self._bound_radius, weights)
 
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return the logarithm of :meth:`_bound` under the layer's masks at a length.
+        """Return the logarithm of :meth:`_bound` under the layer's masks, differentiable in the weights.
 
         The output projection is divided by its largest entry meanwhile: the bound is proportional to it, and
         products of small weights would underflow.
@@ -383,37 +310,29 @@ class LipschitzAttention(LipschitzModule):
         size = output.detach().abs().amax()
         size = torch.where(size > 0, size, 1.0)
         scaled = in_double({**weights, "out_proj.weight": output / size})
-        return self._bound(rows_of(self.masking, length), radius, scaled).log() + size.log()
+        return self._bound(self.masking.rows_at(length), radius, scaled).log() + size.log()
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return log(bound / constant) for the Lipschitz bound and the target constant of the layer.
-
-        The bound is rounded up. ``log_formula`` is its logarithm before the rounding.
-        """
+        """Return log(bound / constant), rounded up, from the computed logarithm of the bound."""
         assert self.constant is not None
         log = self._named_bound(log_formula, self._bound_radius).log_value
         if not abs(log) < _LARGEST_LOG:
             self._finite_weights()
-            raise ArgumentError(
-                "constant",
-                expected="a layer whose bound is a positive number",
-                got="zero" if log == -math.inf else f"exp({log:.4g})",
-                remedy="A layer with bound zero cannot be scaled to another constant; a huge bound comes "
-                "from huge weights or a huge radius, a tiny one from tiny weights.",
+            got = "zero" if log == -math.inf else f"exp({log:.4g})"
+            remedy = (
+                "A layer with bound zero cannot be scaled to another constant; a huge bound comes from huge "
+                "weights or a huge radius, a tiny one from tiny weights."
             )
+            expected = "a layer whose bound is a positive number"
+            raise ArgumentError("constant", expected=expected, got=got, remedy=remedy)
         return log - math.log(self.constant)
 
     @property
     def _bound_radius(self) -> float:
-        """The largest token norm for which the Lipschitz bound of the layer is computed."""
         return math.inf if self.radius is None else self.radius
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode, as in :class:`torch.nn.Module`.
-
-        In evaluation mode the divisor is computed and kept, because a graph that torch.compile or
-        torch.export records later cannot compute it.
-        """
+        """Set training or evaluation mode, in which the divisor is kept for graphs that are recorded."""
         super().train(mode)
         _remember_divisor(self)
         return self
@@ -431,32 +350,13 @@ class LipschitzAttention(LipschitzModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute self-attention, with the arguments of :meth:`torch.nn.MultiheadAttention.forward`.
+        """Compute self-attention, with arguments and results as in :class:`torch.nn.MultiheadAttention`.
 
-        Parameters
-        ----------
-        query
-            Tokens (batch, n, d), or (n, d).
-        key, value
-            None, or the same tensor as ``query``, because the constants are for self-attention.
-        key_padding_mask
-            Mask (batch, n), True (or −inf) for tokens that no query sees.
-        need_weights
-            Whether to return the attention weights.
-        attn_mask
-            Mask (n, n) or (batch · heads, n, n), True (or −inf) where a query (row) does not see a key
-            (column).
-        average_attn_weights
-            Whether the returned weights are averaged over the heads.
-        is_causal
-            Whether to apply a causal mask, if ``attn_mask`` is None.
-
-        Returns
-        -------
-        output, weights
-            The output has the shape of the query. The attention weights are (batch, n, n), or (batch, heads,
-            n, n) if they are not averaged (without batch axis if the query has none), or None. The weights
-            are not divided, so their rows sum to 1.
+        ``query`` are tokens (batch, n, d) or (n, d), ``key`` and ``value`` are None or the same tensor,
+        because the constants are for self-attention. ``key_padding_mask`` is (batch, n), ``attn_mask`` (n, n)
+        or (batch · heads, n, n), True or −inf where a key is not seen; ``is_causal`` applies the causal mask
+        if there is no ``attn_mask``. The attention weights that are returned, (batch, n, n) or for each head
+        (batch, heads, n, n), are not divided, so their rows sum to 1.
 
         Raises
         ------
@@ -465,7 +365,6 @@ class LipschitzAttention(LipschitzModule):
             another tensor, or the constant does not cover the mask.
         NonFiniteError
             If a token or a weight is NaN or infinite, for layers with a radius or a constant.
-
         """
         x, weights = self._checked(query, key, value)
         if torch.compiler.is_compiling() and self.constant is not None:
@@ -495,43 +394,17 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _undivided(self, x: Tensor, added: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Return the layer's output without its rescaling, and the attention weights.
-
-        ``x`` are tokens (batch, n, d). ``added`` is a mask of numbers to add to the scores, or None.
-        """
+        """Return the output before its division, and the attention weights, for tokens x (batch, n, d)."""
         q, k, v = self._queries_keys_values(x, weights)
         probabilities = self._probabilities(q, k, v, added, weights)
         attended = (probabilities @ v).transpose(1, 2).flatten(2)
         output = nn.functional.linear(attended, weights["out_proj.weight"], weights.get("out_proj.bias"))
         return output, probabilities
 
-    def _fold_divisor(self) -> None:
-        """Multiply the output projection by constant / bound, and set ``constant`` to None.
-
-        The layer then computes the same function until its weights change. It does nothing without
-        ``constant``. The layer must have no parametrizations. HowsmoothError is raised if the factor is too
-        far from one for weights in float32.
-        """
-        if self.constant is None:
-            return
-        weights = self._weights()
-        inverse = math.exp(-self._log_divisor(weights))
-        if self._log_divisor_of.far and next(iter(weights.values())).dtype != torch.float64:
-            raise HowsmoothError(
-                f"the output of the layer is multiplied by {inverse:.3g}, for which float32 is too narrow: "
-                "convert the model with .double() first"
-            )
-        with torch.no_grad():
-            for weight in self.out_proj.parameters():
-                weight.mul_(inverse)
-        self.constant = None
-
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Return the factor by which the output is multiplied so that the layer has its target Lipschitz
-        constant.
+        """Return constant / bound, differentiable in the weights, on the device of ``like``.
 
-        This number is constant / bound, differentiable in the weights, with the device of ``like``. Its dtype
-        is that in which the layer computes: of ``like``, or float64 if the number is far from one.
+        It is in the dtype in which the layer computes: that of ``like``, or float64 if it is far from one.
         """
         if torch.compiler.is_compiling():
             if self.training:
@@ -559,84 +432,53 @@ class LipschitzAttention(LipschitzModule):
         return factor.to(self._working(like, is_far_from_zero(quotient)))
 
     def _working(self, like: Tensor, far: bool | None = None) -> Tensor:
-        """Return an empty tensor on the device of ``like``, with the dtype in which the layer computes.
-
-        ``far`` says whether the divisor is far from one. Default: that of the cached divisor.
-        """
+        """Return a tensor like what ``_inverse`` returns; ``far`` defaults to that of the cached divisor."""
         far = self._log_divisor_of.far if far is None else far
         return like.new_empty((), dtype=torch.float64 if far else like.dtype)
 
     def _by_head(self, t: Tensor) -> Tensor:
-        """Split a tensor (batch, n, heads · k) into heads, with the result (batch, heads, n, k)."""
+        """Split a tensor (batch, n, heads · k) into (batch, heads, n, k)."""
         heads: Tensor = t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         return heads
 
     def _checked(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Check the arguments of a forward call, and return the tokens and the weights of the layer.
-
-        The tokens are (batch, n, d), in the dtype in which the layer computes.
-        """
-        if not isinstance(query, Tensor) or query.layout is not torch.strided:
-            got = str(query.layout) if isinstance(query, Tensor) else type(query).__name__
-            raise ArgumentError("query", expected="a dense tensor of tokens (batch, n, d)", got=got)
-        for name, other in (("key", key), ("value", value)):
-            if other is not None and other is not query:
-                raise ArgumentError(
-                    name,
-                    expected="None, or the tensor given as query",
-                    got="another tensor",
-                    remedy="The constant is for self-attention; there is none for cross-attention.",
-                )
-        if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim or 0 in query.shape[:-1]:
-            raise ArgumentError(
-                "query",
-                expected=f"tokens (batch, n, {self.embed_dim}) or (n, {self.embed_dim})",
-                got=f"shape {tuple(query.shape)}",
-            )
-        self._check_count(query.shape[-2], "query")
+        """Return the tokens (batch, n, d), in the dtype in which the layer computes, and the weights."""
         weights = self._weights()
         weight = next(iter(weights.values()))
-        if query.device != weight.device:
-            raise ArgumentError(
-                "query", expected=f"a tensor on {weight.device}, like the weights", got=str(query.device)
-            )
+        check_tokens("query", query, like=weight)
+        for name, other in (("key", key), ("value", value)):
+            if other is not None and other is not query:
+                expected = "None, or the tensor given as query"
+                remedy = "The constant is for self-attention; there is none for cross-attention."
+                raise ArgumentError(name, expected=expected, got="another tensor", remedy=remedy)
+        d = self.embed_dim
+        if query.ndim not in (2, 3) or query.shape[-1] != d or 0 in query.shape[:-1]:
+            got = f"shape {tuple(query.shape)}"
+            raise ArgumentError("query", expected=f"tokens (batch, n, {d}) or (n, {d})", got=got)
+        self._check_count(query.shape[-2], "query")
         # Mixing float32 and float64 is an error; half precision on either side is converted.
-        full = (torch.float32, torch.float64)
-        if not query.is_floating_point() or (
-            query.dtype in full and weight.dtype in full and query.dtype != weight.dtype
-        ):
-            raise ArgumentError(
-                "query",
-                expected=f"{weight.dtype} like the weights, or half precision",
-                got=str(query.dtype),
-                remedy="Convert one of the two, with .to(dtype).",
-            )
-        double = torch.float64 in (query.dtype, weight.dtype)
-        x = query.to(torch.float64 if double else torch.float32)
+        dtypes = {query.dtype, weight.dtype}
+        if dtypes == {torch.float32, torch.float64}:
+            expected = f"{weight.dtype} like the weights, or half precision"
+            remedy = "Convert one of the two, with .to(dtype)."
+            raise ArgumentError("query", expected=expected, got=str(query.dtype), remedy=remedy)
+        x = query.to(torch.float64 if torch.float64 in dtypes else torch.float32)
         return (x if x.ndim == 3 else x[None]), weights
 
     def _check_count(self, n: int, name: str) -> None:
         # One comparison: an equality first would keep the full length out of a graph for all shorter ones.
         if n <= self.length if self.shorter else n == self.length:
             return
-        fewer = "at most " if self.shorter else ""
-        raise ArgumentError(
-            name,
-            expected=f"{fewer}{self.length} tokens, the length of the layer",
-            got=f"{n} tokens",
-            remedy="" if self.shorter else "With shorter=True a layer also accepts shorter sequences.",
-        )
+        expected = f"{'at most ' if self.shorter else ''}{self.length} tokens, the length of the layer"
+        remedy = "" if self.shorter else "With shorter=True a layer also accepts shorter sequences."
+        raise ArgumentError(name, expected=expected, got=f"{n} tokens", remedy=remedy)
 
     def inside_ball(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
-        """Return the tokens after checking that none has a norm above ``radius``.
-
-        Longer tokens are projected onto the ball if ``beyond`` is "clip"; otherwise they raise an error.
-        """
+        """Return the tokens, projected onto the ball if ``beyond`` is "clip"; else they must lie in it."""
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         clip = self.beyond == "clip"
-
         longest = math.inf if clip else radius * (1 + _ULPS * torch.finfo(dtype).eps)
         require(
             norms,
@@ -670,36 +512,72 @@ class LipschitzAttention(LipschitzModule):
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
+class _LayerMap(TokenMap):
+    """A layer with given weights as a map of tokens, for variants without a class in howsmooth.attention."""
+
+    def __init__(self, layer: LipschitzAttention, weights: Weights) -> None:
+        self._layer = layer
+        self._weights = {name: weight.detach().clone() for name, weight in weights.items()}
+
+    @property
+    def d(self) -> int:
+        return self._layer.embed_dim
+
+    @property
+    def d_out(self) -> int:
+        return self._layer.embed_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights["out_proj.weight"].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weights["out_proj.weight"].device
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> _LayerMap:
+        moved = {name: weight.to(dtype=dtype, device=device) for name, weight in self._weights.items()}
+        return _LayerMap(self._layer, moved)
+
+    def describe(self) -> str:
+        kind, heads = self._layer.masking.kind, self._layer.num_heads
+        masked = "" if kind in ("none", "any", "additive") else f", {kind} mask"
+        many = "s" if heads > 1 else ""
+        return f"{self._layer._phrase}, {heads} head{many}{masked}, with output projection"
+
+    def check_length(self, n: int) -> None:
+        length = self._layer.length
+        if self._layer.masking.hidden is not None and n != length:
+            raise ArgumentError("X", expected=f"{length} tokens, as in the mask", got=f"{n} tokens")
+
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        if weighting is not None:
+            remedy = "This map acts on tokens only."
+            raise ArgumentError("X", expected="tokens", got="a measure", remedy=remedy)
+        # The map has the mask that every call applies; masks of single calls are not part of it.
+        added = self._layer.masking.always_added(x)
+        out, _ = self._layer._undivided(x.reshape(-1, *x.shape[-2:]), added, self._weights)
+        return out.reshape(x.shape)
+
+
 def _beyond(largest: float, radius: float) -> HowsmoothError:
-    """Return the exception for input tokens that are not finite or have a norm above the radius of
-    the layer.
-    """
     if not math.isfinite(largest):
         return NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
-    return ArgumentError(
-        "query",
-        expected=f"tokens of norm at most {radius:g}, the radius of the layer",
-        got=f"a token of norm {largest:g}",
-        remedy="Build the layer with a larger radius, or with beyond='clip', which projects them.",
-    )
+    expected = f"tokens of norm at most {radius:g}, the radius of the layer"
+    remedy = "Build the layer with a larger radius, or with beyond='clip', which projects them."
+    return ArgumentError("query", expected=expected, got=f"a token of norm {largest:g}", remedy=remedy)
 
 
 def _out_of_range(dtype: torch.dtype) -> HowsmoothError:
-    return NonFiniteError(
-        "query",
-        expected=f"tokens whose output has entries within the range of {dtype}",
-        got="larger ones",
-        remedy="Weights so large overflow inside the layer: divide them by a constant."
-        if dtype == torch.float64
-        else "Small weights have a small bound, by which biases are divided, too: convert with .double().",
-    )
+    expected = f"tokens whose output has entries within the range of {dtype}"
+    remedy = "Weights so large overflow inside the layer: divide them by a constant."
+    if dtype != torch.float64:
+        remedy = "Small weights have a small bound, by which biases are divided, too: convert with .double()."
+    return NonFiniteError("query", expected=expected, got="larger ones", remedy=remedy)
 
 
 def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:
-    """Compute and store the number by which a layer in evaluation mode divides its output.
-
-    Graphs that torch.export records later cannot compute this number.
-    """
+    """Keep the divisor of a layer in evaluation mode, which graphs that are recorded later cannot compute."""
     weights = layer._weights()
     if layer.training or layer.constant is None or any(weight.is_meta for weight in weights.values()):
         return
@@ -710,24 +588,8 @@ def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:
 
 def _refuse_batched(name: str, weight: Tensor) -> None:
     """Raise ArgumentError if torch.func.vmap maps over a weight."""
-    error = ArgumentError(
-        name,
-        expected="one weight for all members of torch.func.vmap, because the layer is divided by its bound",
-        got="a weight for each member",
-        remedy="Call such layers one after the other, or build them without constant.",
-    )
+    expected = "one weight for all members of torch.func.vmap, because the layer is divided by its bound"
+    remedy = "Call such layers one after the other, or build them without constant."
+    error = ArgumentError(name, expected=expected, got="a weight for each member", remedy=remedy)
     # Within vmap the values that are looked at have the axis of the members, too.
-    require(
-        weight, lambda seen: torch.tensor(seen.ndim == weight.ndim), lambda _: error, f"{name}: one weight"
-    )
-
-
-def positive(name: str, value: object) -> float:
-    """Return ``value`` as a float after checking that it is a finite number > 0."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, bool) or not (math.isfinite(number) and number > 0):
-        raise ArgumentError(name, expected="a finite number > 0", got=repr(value))
-    return number
+    require(weight, lambda seen: torch.tensor(seen.ndim == weight.ndim), lambda _: error, expected)

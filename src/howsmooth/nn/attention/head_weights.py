@@ -1,45 +1,28 @@
-"""The weights of torch.nn.MultiheadAttention, split into heads.
-
-Further functions convert the weights, bound means of values, and count the keys that each query may see.
-"""
+"""The weights of torch.nn.MultiheadAttention, split into heads, and bounds on what all heads return."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from howsmooth.attention import SelfAttention
-from howsmooth.bounds.differentiable_upper_bounds import any_boolean_mask
-from howsmooth.bounds.visible_key_counts import VisibleRows, visible_rows
-from howsmooth.nn.attention.accepted_masks import Masking
 from howsmooth.nn.upward_rounding import rounded_up
 
-__all__ = ["Parts", "Weights", "hull_radius", "in_double", "rows_of", "scaled_weights"]
+__all__ = ["Parts", "Weights", "hull_radius", "in_double", "joined_radius", "scaled_weights"]
 
 Weights = Mapping[str, Tensor]
+Map = TypeVar("Map")
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The query, key, value and output matrices and biases of a layer, split into heads.
+    """The matrices and biases of a layer with H heads of dimension k, for tokens of dimension d = H k.
 
-    The layer has H heads of dimension k = d/H, where d is the dimension of a token.
-
-    Attributes
-    ----------
-    query, key, value
-        Weights (H, k, d).
-    output
-        Weight (d, H k).
-    query_bias, key_bias, value_bias
-        Biases (H, k), or None.
-    output_bias
-        Bias (d,), or None.
-
+    ``query``, ``key`` and ``value`` are (H, k, d), ``output`` is (d, H k), the biases are (H, k), that of the
+    output is (d,), and each may be None.
     """
 
     query: Tensor
@@ -62,51 +45,26 @@ class Parts:
         return cls(query, key, value, output, b_q, b_k, b_v, weights.get("out_proj.bias"))
 
     @property
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The matrices of queries, keys, values and output."""
+        return self.query, self.key, self.value, self.output
+
+    @property
     def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The biases of queries, keys and values."""
         return self.query_bias, self.key_bias, self.value_bias
 
-    def attention(self, masking: Masking, **keywords: Any) -> SelfAttention:
-        """Return the attention of all heads as a function of tokens.
-
-        Keywords are passed on to SelfAttention.
-        """
-        hidden = masking.hidden
-        return SelfAttention(
-            self.query,
-            self.key,
-            self.value,
-            self.output,
-            query_bias=self.query_bias,
-            key_bias=self.key_bias,
-            value_bias=self.value_bias,
-            output_bias=self.output_bias,
-            causal=masking.kind == "causal",
-            mask=None if hidden is None else ~hidden.to(self.query.device),
-            **keywords,
-        )
-
-
-def rows_of(masking: Masking, length: int) -> VisibleRows:
-    """Return how many keys each query may see under the attention masks of a layer.
-
-    The layer's Lipschitz bound depends on these numbers.
-    """
-    if masking.rows is not None:
-        return masking.rows
-    if masking.kind == "any":
-        return any_boolean_mask(length)
-    return visible_rows(length, "any" if masking.kind == "additive" else masking.kind)  # type: ignore[arg-type]
+    def as_map(self, kind: Callable[..., Map], **keywords: Any) -> Map:
+        """Return an attention of ``howsmooth.attention`` with these matrices and biases."""
+        names = ("query_bias", "key_bias", "value_bias", "output_bias")
+        return kind(*self.matrices, **{name: getattr(self, name) for name in names}, **keywords)
 
 
 def scaled_weights(weights: Weights, scale: float) -> dict[str, Tensor]:
     """Return detached weights in float32 or float64, with the output projection multiplied by ``scale``."""
     dtype = torch.float64 if weights["out_proj.weight"].dtype == torch.float64 else torch.float32
     scaled = {name: weight.detach().to(dtype) for name, weight in weights.items()}
-    for name in ("out_proj.weight", "out_proj.bias"):
-        if name in scaled:
-            scaled[name] = scaled[name] * scale
-    return scaled
+    return {name: w * scale if name.startswith("out_proj.") else w for name, w in scaled.items()}
 
 
 def in_double(weights: Weights) -> dict[str, Tensor]:
@@ -114,21 +72,29 @@ def in_double(weights: Weights) -> dict[str, Tensor]:
     return {name: weight.to("cpu", torch.float64) for name, weight in weights.items()}
 
 
-def hull_radius(
-    output: Tensor, values: Tensor, biases: tuple[Tensor | None, Tensor | None], radius: float
-) -> float:
-    """Return an upper bound on the norms of all output tokens of an attention layer.
+def joined_radius(parts: Parts, sizes: Tensor, factor: float = 1.0) -> float:
+    """Return an upper bound on the norms of all outputs W_O c + b_O, where c joins one vector of each head.
 
-    An output token is W_O (c + b_v) + b_O, where c joins the outputs c_h of all heads. The output c_h of head
-    h is a mean of vectors V_h x with |x| <= ``radius``. ``output`` is W_O (d_out, heads · k), ``values`` are
-    the V_h (heads, k, d), and ``biases`` are b_v and b_O.
+    ``factor`` times ``sizes`` (H,) bounds the norms of these vectors.
     """
+    blocks = parts.output.unflatten(1, (len(sizes), -1)).transpose(0, 1)
+    # Two bounds hold: the sum over heads, and the norm of W_O times that of all heads.
+    summed = (torch.linalg.matrix_norm(blocks, 2) * sizes).sum()
+    apart = torch.linalg.matrix_norm(parts.output, 2) * sizes.square().sum().sqrt()
+    total = factor * float(torch.minimum(summed, apart))
+    shift = 0.0 if parts.output_bias is None else float(torch.linalg.vector_norm(parts.output_bias))
+    return rounded_up(total + shift)
+
+
+def hull_radius(parts: Parts, radius: float) -> float:
+    """Return an upper bound on the norms of all outputs W_O (c + b_V) + b_O, where c joins for each head a
+    mean of vectors V_h x with |x| <= ``radius``.
+    """
+    output, values, shift = parts.output, parts.value, parts.output_bias
     blocks = output.unflatten(1, (len(values), -1)).transpose(0, 1)
     summed = torch.linalg.matrix_norm(blocks @ values, 2).sum()
     apart = torch.linalg.matrix_norm(output, 2) * torch.linalg.matrix_norm(values, 2).square().sum().sqrt()
-    # Two bounds on the norm of the linear part hold: the sum over heads, and the norms of both factors.
-    by_value, own = biases
-    shift = torch.zeros(len(output), dtype=output.dtype) if own is None else own
-    if by_value is not None:
-        shift = shift + output @ by_value
+    shift = torch.zeros(len(output), dtype=output.dtype) if shift is None else shift
+    if parts.value_bias is not None:
+        shift = shift + output @ parts.value_bias.flatten()
     return rounded_up(float(radius * torch.minimum(summed, apart) + torch.linalg.vector_norm(shift)))

@@ -1,9 +1,8 @@
 """Division of the output of an attention layer by its Lipschitz bound, differentiable in the weights.
 
-This divisor is the layer's Lipschitz bound divided by the constant that the layer shall have. The value comes
-from ``howsmooth.bounds`` and is rounded outwards. The gradient comes from an expression of the weights, which
-is evaluated in the backward pass only. Derivation: documentation page "Enforce: layers with a constant that
-is proved", section "Division by the bound".
+This divisor is the layer's Lipschitz bound over the constant that it shall have, rounded outwards. The
+gradient comes from an expression of the weights, which is evaluated in the backward pass only. Derivation:
+documentation page "Enforce: layers with a constant that is proved", section "Division by the bound".
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ __all__ = ["CachedNumber", "divided", "is_far_from_zero", "log_value"]
 # Float32 ends near e^88, and its accuracy near e^-87; weights have about the square root of their products.
 _FAR = 25.0
 
+LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
+"""A function from weights to the logarithm of a bound, a scalar with a graph."""
+
 
 class CachedNumber:
-    """A number that is computed from weights and cached until a weight changes.
+    """A number that is computed from weights and cached until a weight changes; ``far`` if far from zero.
 
-    ``far`` says whether it is far from zero, as :func:`is_far_from_zero` decides.
-    Weights are compared with a copy, entry by entry, because PyTorch's version counters miss changes through
-    ``.data``.
+    Weights are compared with a copy, because PyTorch's version counters miss changes through ``.data``.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,9 @@ class CachedNumber:
         self._number = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the number that ``compute`` returns, from the cache if neither the weights nor ``key`` have
-        changed since the last call.
-
-        ``key`` holds everything besides the weights on which the number depends.
-        """
-        tensors = tuple(weight.detach() for weight in weights.values())
-        same = key == self._key and len(tensors) == len(self._weights)
-        if not same or not all(map(_same, tensors, self._weights)):
+        """Return the number, computed again if a weight or ``key``, all else that matters, has changed."""
+        tensors = [weight.detach() for weight in weights.values()]
+        if not self._fits(tensors, key) or not all(map(torch.equal, tensors, self._weights)):
             self._value = compute()
             self.far = is_far_from_zero(self._value)
             self._key, self._weights = key, ()
@@ -57,24 +52,21 @@ class CachedNumber:
         return self._value
 
     def _keep(self, weight: Tensor) -> None:
-        """Store a copy of one weight, and store the computed number as a tensor, which ``recorded`` needs."""
         self._weights += (weight.clone(),)
         self._number = torch.tensor(self._value, dtype=torch.float64)
 
+    def _fits(self, tensors: Sequence[Tensor], key: object) -> bool:
+        kinds, kept = ([(t.dtype, t.device) for t in each] for each in (tensors, self._weights))
+        return key == self._key and kinds == kept
+
     def recorded(self, weights: Mapping[str, Tensor], key: object) -> Tensor:
-        """Return the number that the last call computed. It is a tensor, so that torch.export and
-        torch.compile can record it in a graph.
+        """Return the number of the last call as a tensor, which torch.export and torch.compile can record.
 
-        The graph asserts at each run that no weight has changed since the number was computed.
-
-        Raises
-        ------
-        HowsmoothError
-            If no number was computed for this key and for weights of this dtype and device.
+        The graph asserts at each run that no weight has changed since then. HowsmoothError is raised if no
+        number was computed for this key and for weights of this dtype and device.
         """
-        tensors = tuple(weight.detach() for weight in weights.values())
-        same = key == self._key and len(tensors) == len(self._weights)
-        if not same or not all(map(_alike, tensors, self._weights)):
+        tensors = [weight.detach() for weight in weights.values()]
+        if not self._fits(tensors, key):
             raise HowsmoothError("a graph needs the divisor first: call model.eval() after moving the model")
         for now, before in zip(tensors, self._weights, strict=True):
             words = "a weight has changed since the divisor of the layer was computed; call model.eval()"
@@ -85,18 +77,6 @@ class CachedNumber:
 def is_far_from_zero(log: float) -> bool:
     """Return whether e^log is so large or small that products of such numbers may leave float32."""
     return abs(log) > _FAR
-
-
-def _alike(now: Tensor, before: Tensor) -> bool:
-    return now.dtype == before.dtype and now.device == before.device
-
-
-def _same(now: Tensor, before: Tensor) -> bool:
-    return _alike(now, before) and torch.equal(now, before)
-
-
-LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
-"""A function from weights to the logarithm of a bound, a scalar with a graph."""
 
 
 def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float:
@@ -112,22 +92,10 @@ def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float
 def divided(
     log_divisor: float, weights: Mapping[str, Tensor], expression: LogExpression, like: Tensor
 ) -> Tensor:
-    """Return the factor by which a layer multiplies its output to get its target Lipschitz constant.
+    """Return e^(−log_divisor), differentiable in the weights, with the dtype and device of ``like``.
 
-    The factor is 1/divisor, differentiable in the weights.
-
-    Parameters
-    ----------
-    log_divisor
-        The logarithm of the divisor.
-    weights
-        The weights on which the divisor depends.
-    expression
-        Function from weights to the logarithm of the divisor, up to rounding and an additive constant. Only
-        the backward pass calls it.
-    like
-        A tensor with the dtype and device of the result.
-
+    ``expression`` is the logarithm of the divisor, up to rounding and an additive constant. Only the backward
+    pass calls it.
     """
     value = torch.tensor(-log_divisor, dtype=torch.float64).exp().to(like)
     names = [name for name, weight in weights.items() if weight.requires_grad]
@@ -140,10 +108,7 @@ def divided(
 
 
 class _Inverse(torch.autograd.Function):
-    """The autograd function that computes 1/divisor, the factor by which a layer multiplies its output.
-
-    Its gradient is computed from log divisor: it is −1/divisor times the gradient of log divisor.
-    """
+    """1/divisor, whose gradient is −1/divisor times the gradient of log divisor."""
 
     @staticmethod
     def forward(
@@ -175,19 +140,12 @@ class _Inverse(torch.autograd.Function):
             at, pull, *_ = torch.func.vjp(log, *tensors)
             found = pull(torch.ones_like(at))
         factor = -(gradient * output).double()
-        return (
-            None,
-            None,
-            None,
-            None,
-            *((factor.to(g.device) * g.double()).to(g.dtype) for g in found),
-        )
+        slopes = [(factor.to(g.device) * g.double()).to(g.dtype) for g in found]
+        return None, None, None, None, *slopes
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, None]:
-        """Compute the output factor once for a whole torch.func.vmap batch, whose members share the
-        weights.
-        """
+        # All members share the weights.
         if any(dim is not None for dim in in_dims):
             raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
         result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]

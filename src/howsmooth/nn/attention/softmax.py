@@ -1,68 +1,58 @@
-"""Softmax attention whose output is divided by its proved Lipschitz bound."""
+"""Softmax attention, also with normalised queries and keys, whose output is divided by its proved bound."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import TokenMap
+from howsmooth.attention import RMSNorm, SelfAttention, TokenMap
 from howsmooth.bounds import Quantity
-from howsmooth.bounds.differentiable_upper_bounds import softmax_layer, softmax_output_radius
+from howsmooth.bounds.differentiable_upper_bounds import (
+    query_key_norm_layer,
+    softmax_layer,
+    softmax_output_radius,
+)
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.attention.head_weights import Parts, Weights, in_double, scaled_weights
+from howsmooth.nn.attention.head_weights import Weights, scaled_weights
+from howsmooth.nn.checks import check, check_number
 
-__all__ = ["DotProductAttention", "SoftmaxAttention"]
+__all__ = ["QueryKeyNormAttention", "SoftmaxAttention"]
 
 
-class DotProductAttention(LipschitzAttention):
-    """Base class of the layers with the bounds of softmax attention."""
+class _DotProductAttention(LipschitzAttention):
+    """The base class of the layers with the bounds of softmax attention."""
 
     def _quantity(self, radius: float) -> Quantity:
         return Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL
 
-    @torch.no_grad()
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        parts = Parts.of(in_double(weights), self.num_heads)
+        parts = self._parts(weights)
         return softmax_output_radius(parts.value, parts.output, parts.value_bias, parts.output_bias, radius)
 
+    def _self_attention(self, scaled: Weights, **keywords: Any) -> SelfAttention:
+        parts, hidden = self._parts(scaled), self.masking.hidden
+        mask = None if hidden is None else ~hidden.to(parts.query.device)
+        return parts.as_map(SelfAttention, causal=self.masking.kind == "causal", mask=mask, **keywords)
 
-class SoftmaxAttention(DotProductAttention):
+
+class SoftmaxAttention(_DotProductAttention):
     """Softmax self-attention whose Lipschitz constant on a ball of tokens is at most a given number.
 
-    The layer is torch.nn.MultiheadAttention, divided by its Lipschitz bound / ``constant``. With
-    ``constant=1`` it is the 1-Lipschitz attention that Castin, Ablin and Peyré suggest for Vision
-    Transformers, whose length is fixed and whose radius is set by a norm layer. The bound is Theorem A for
-    several heads, for the masks that the layer accepts. It is never above the bounds of
-    :func:`~howsmooth.bounds.best`. Without ``constant`` the layer computes the same function as
-    torch.nn.MultiheadAttention, and ``lipschitz_bound`` returns the bound of this function.
+    The layer is torch.nn.MultiheadAttention, divided by its Lipschitz bound / ``constant``; without
+    ``constant`` it is the same function. With ``constant=1`` it is the 1-Lipschitz attention that Castin,
+    Ablin and Peyré suggest for Vision Transformers, whose length is fixed and whose radius is set by a norm
+    layer. The bound is Theorem A for several heads, for the masks that the layer accepts. It is never above
+    the bounds of :func:`~howsmooth.bounds.best`. Parameters and errors are those of
+    :class:`LipschitzAttention`.
 
-    Parameters
-    ----------
-    embed_dim, num_heads, length, radius, constant, bias, beyond, shorter, mask, device, dtype
-        As for :class:`~howsmooth.nn.attention.base.LipschitzAttention`.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument has a wrong type or value; the message names the argument.
-
-    Notes
-    -----
-    The bound was divided by the largest local constant found by gradient ascent (4 tokens of radius 2, one
-    and two heads). The ratio was 1 for scores that are all zero, at most 2.6 for scores −γ⟨x_i, x_j⟩ with γ
-    from 0.5 to 2, and at most 7.2 for random weights.
-
-    References
-    ----------
-    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Section 6. Documentation page "Enforce:
-    layers with a constant that is proved", sections "Several heads: Theorem A for the whole layer" and
-    "Masks".
-
+    See Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Section 6, and the documentation page
+    "Enforce: layers with a constant that is proved", sections "Several heads: Theorem A for the whole layer"
+    and "Masks".
     """
 
     _bound_name = "softmax_layer"
@@ -73,69 +63,119 @@ class SoftmaxAttention(DotProductAttention):
     def from_torch(cls, attention: object, **settings: Any) -> SoftmaxAttention:
         """Return a layer with the weights of a torch.nn.MultiheadAttention, but without its dropout.
 
-        Parameters
-        ----------
-        attention
-            A layer with ``batch_first=True`` whose keys and values have the dimension of the queries, without
-            ``add_bias_kv`` and ``add_zero_attn``.
-        settings
-            Further arguments of the constructor, such as ``length`` and ``radius``.
-
-        Raises
-        ------
-        ArgumentError
-            If ``attention`` is of another kind, or a setting has a wrong type or value.
-
+        It must have ``batch_first=True``, keys and values of the dimension of the queries, no ``add_bias_kv``
+        and no ``add_zero_attn``; else ArgumentError is raised. ``settings`` are further arguments of the
+        constructor, such as ``length`` and ``radius``.
         """
         if not isinstance(attention, nn.MultiheadAttention):
-            raise ArgumentError(
-                "attention", expected="a torch.nn.MultiheadAttention", got=type(attention).__name__
-            )
-        if not attention._qkv_same_embed_dim or attention.bias_k is not None or attention.add_zero_attn:
-            raise ArgumentError(
-                "attention",
-                expected="kdim and vdim equal to embed_dim, no add_bias_kv, no add_zero_attn",
-                got="other settings",
-                remedy="Such an attention has keys that are not tokens, or keys of another dimension.",
-            )
-        if not attention.batch_first:
-            raise ArgumentError(
-                "attention",
-                expected="batch_first=True, because the new layer takes tokens (batch, n, d)",
-                got="batch_first=False, which takes (n, batch, d)",
-                remedy="Set attention.batch_first = True, which keeps the weights, and transpose the tokens.",
-            )
-        weight = attention.out_proj.weight
-        layer = cls(
-            attention.embed_dim,
-            attention.num_heads,
-            bias=attention.in_proj_bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
-            **settings,
+            got = type(attention).__name__
+            raise ArgumentError("attention", expected="a torch.nn.MultiheadAttention", got=got)
+        same = attention._qkv_same_embed_dim and attention.bias_k is None and not attention.add_zero_attn
+        check(
+            same,
+            "attention",
+            "kdim and vdim equal to embed_dim, no add_bias_kv, no add_zero_attn",
+            "other settings",
+            "Such an attention has keys that are not tokens, or keys of another dimension.",
         )
+        check(
+            attention.batch_first,
+            "attention",
+            "batch_first=True, because the new layer takes tokens (batch, n, d)",
+            "batch_first=False, which takes (n, batch, d)",
+            "Set attention.batch_first = True, which keeps the weights, and transpose the tokens.",
+        )
+        weight = attention.out_proj.weight
+        placed = {"device": weight.device, "dtype": weight.dtype, **settings}
+        bias = attention.in_proj_bias is not None
+        layer = cls(attention.embed_dim, attention.num_heads, bias=bias, **placed)
         layer.load_state_dict(attention.state_dict())
         layer.train(attention.training)
         return layer
 
-    def _probabilities(
-        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
-    ) -> Tensor:
-        scores = (q / math.sqrt(self.head_dim)) @ k.mT
-        return torch.softmax(scores if added is None else scores + added, dim=-1)
-
     def _map(self, weights: Weights, scale: float) -> TokenMap:
-        return Parts.of(scaled_weights(weights, scale), self.num_heads).attention(self.masking)
+        return self._self_attention(scaled_weights(weights, scale))
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts = Parts.of(weights, self.num_heads)
-        return softmax_layer(
-            parts.query,
-            parts.key,
-            parts.value,
-            parts.output,
+        parts, scale = self._parts(weights), 1 / math.sqrt(self.head_dim)
+        return softmax_layer(*parts.matrices, rows, radius, query_bias=parts.query_bias, scale=scale)
+
+
+class QueryKeyNormAttention(_DotProductAttention):
+    """Softmax self-attention with normalised queries and keys, whose scores do not grow with the norms of the
+    tokens.
+
+    The scores are τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε) and a temperature τ, so they are at most τ. This is the
+    attention of models with QK-norm, with one temperature for all heads. Its constant grows linearly with the
+    radius, while the constant of softmax attention grows with the square of the radius. It stays bounded for
+    query and key biases of any size. Values are not normalised, so the layer has a constant on a ball only.
+
+    ``temperature`` is the initial value of τ > 0; with the default √head_dim, queries and keys of independent
+    entries have scores of variance one. With ``learn_temperature`` log τ is a trainable weight, else fixed.
+    Queries and keys much longer than √ε, with ε = ``eps`` > 0, are normalised; shorter ones hardly change. A
+    part of the constant grows like 1/√ε, so the tiny ε of usual norm layers gives a large constant. Other
+    parameters are those of :class:`LipschitzAttention`.
+
+    See Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for Transformers*, EMNLP Findings 2020, and
+    for the constant the documentation page "Enforce: layers with a constant that is proved", section
+    "Normalised queries and keys".
+    """
+
+    _bound_name = "query_key_norm_layer"
+    _source = 'howsmooth documentation, "Enforce", Normalised queries and keys'
+    _phrase = "softmax attention with normalised queries and keys"
+    _of_bound: ClassVar[tuple[str, ...]] = ("eps",)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        temperature: object = None,
+        learn_temperature: bool = True,
+        eps: object = 1.0,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, **keywords)
+        self.eps = check_number("eps", eps)
+        given = math.sqrt(self.head_dim) if temperature is None else temperature
+        start = self.in_proj_weight.new_tensor(math.log(check_number("temperature", given)))
+        if learn_temperature:
+            self.log_temperature = nn.Parameter(start)
+        else:
+            self.register_buffer("log_temperature", start)
+
+    @property
+    def temperature(self) -> float:
+        """The current temperature τ, by which the cosines in the scores are multiplied."""
+        return float(self.log_temperature.detach().double().exp())
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {**super()._weights(), "log_temperature": self.log_temperature}
+
+    def _scores(self, q: Tensor, k: Tensor, weights: Weights) -> Tensor:
+        cosines = self._normalised(q) @ self._normalised(k).mT
+        return weights["log_temperature"].exp() * cosines
+
+    def _normalised(self, u: Tensor) -> Tensor:
+        unit: Tensor = u / torch.sqrt(u.square().sum(dim=-1, keepdim=True) + self.eps)
+        return unit
+
+    def _map(self, weights: Weights, scale: float) -> TokenMap:
+        scaled, k = scaled_weights(weights, scale), self.head_dim
+        # RMSNorm divides by √(|u|²/k + eps), so that eps = ε/k and the gain 1/√k give û.
+        norm = RMSNorm(scaled["out_proj.weight"].new_full((k,), k**-0.5), eps=self.eps / k)
+        temperature = float(scaled["log_temperature"].exp())
+        return self._self_attention(scaled, scale=temperature, query_norm=norm, key_norm=norm)
+
+    def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
+        parts = self._parts(weights)
+        return query_key_norm_layer(
+            *parts.matrices,
             rows,
             radius,
             query_bias=parts.query_bias,
-            scale=1 / math.sqrt(self.head_dim),
+            key_bias=parts.key_bias,
+            temperature=weights["log_temperature"].exp(),
+            eps=self.eps,
         )

@@ -1,3 +1,1 @@
-"""Certificates for whole models: an upper bound on the Lipschitz constant, and the robustness of single
-inputs.
-"""
+"""Certificates: an upper bound on the constant of a whole model, and the robustness of single inputs."""

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificates.certificate import ModelCertificate
+from howsmooth.errors import ArgumentError, NonFiniteError, reason
 from howsmooth.nn.certificates.graph_propagation import first_module
-from howsmooth.nn.certificates.model_bound import certify
+from howsmooth.nn.certificates.model_bound import ModelCertificate, certify
 from howsmooth.nn.certificates.module_propagation import has_rules
-from howsmooth.nn.checks import check_size
+from howsmooth.nn.checks import check, check_number, check_size
 from howsmooth.nn.parts.embedding_and_pooling import Patches
 from howsmooth.roundoff import limit_in_digits
 
@@ -32,15 +31,10 @@ _SLACK = 1e-12
 class Evaluation:
     """The certified radii and predictions of a classifier at some inputs.
 
-    Attributes
-    ----------
-    certificate
-        Certificate of the model in float64.
-    table
-        Table with one row for each input, and columns ``index``; ``label``, if there are labels;
-        ``predicted``; ``margin``, the logit of the label (or of the predicted class, without labels) minus
-        the largest other logit; ``certified_radius``; and ``longest``, the norm of the input's longest token.
-
+    ``certificate`` is that of the model in float64. ``table`` has one row for each input, and columns
+    ``index``; ``label``, if there are labels; ``predicted``; ``margin``, the logit of the label (or of the
+    predicted class, without labels) minus the largest other logit; ``certified_radius``; and ``longest``, the
+    norm of the input's longest token.
     """
 
     certificate: ModelCertificate
@@ -64,10 +58,8 @@ class Evaluation:
 
     def __repr__(self) -> str:
         radius, radii = self.certificate.radius, self.table["certified_radius"]
-        where = "of any norm" if math.isinf(radius) else f"of norm at most {radius:.6g}"
         lines = [
-            f"Lipschitz constant at most {limit_in_digits(self.certificate.constant, 6, upper=True)} on "
-            f"{self.certificate.length} tokens {where}",
+            self.certificate.headline,
             f"{len(radii)} inputs, the longest token of norm {self.table['longest'].max():.4g}"
             + ("" if self.correct is None else f"; {self.correct} of the class of their label"),
             f"{self.certified(0.0)} with a certified radius: median of all "
@@ -83,19 +75,10 @@ class Evaluation:
         return "\n".join(lines)
 
     def certified(self, radius: float) -> int:
-        """Return the number of inputs whose certified radius is larger than ``radius``.
-
-        These inputs are classified correctly, if labels were given, and provably keep their class within this
-        distance.
-
-        Raises
-        ------
-        ArgumentError
-            If the radius is not a finite number >= 0.
-
+        """Return the number of inputs that provably keep the class of their label, or the predicted class
+        without labels, within a distance of ``radius``, a finite number >= 0.
         """
-        if isinstance(radius, bool) or not (math.isfinite(radius) and radius >= 0):
-            raise ArgumentError("radius", expected="a finite number >= 0", got=repr(radius))
+        check_number("radius", radius, "a finite number >= 0", lambda number: 0 <= number < math.inf)
         return int((self.table["certified_radius"] > radius).sum())
 
 
@@ -126,8 +109,8 @@ def evaluate(
     labels
         Classes (batch,). Without labels, radii refer to the predicted classes.
     length, radius
-        Number of tokens, and their largest norm, for the certificate. An input with a longer token raises an
-        error. The radii hold for perturbed inputs that meet these conditions, too. A model that begins with
+        Number of tokens, and their largest norm, for the certificate. Inputs with longer tokens are refused.
+        The radii hold for perturbed inputs that meet these conditions, too. A model that begins with
         :class:`~howsmooth.nn.ClipTokens` (behind ``Patches``) is certified for all inputs, with
         ``radius=math.inf``.
     batch
@@ -137,27 +120,24 @@ def evaluate(
     ------
     ArgumentError
         If inputs or labels have a wrong type, shape or length, if tokens lie beyond the radius (the message
-        counts these inputs), or if the outputs are not logits, or are others for an input alone than in a
-        batch.
+        counts these inputs), or if the outputs are not logits, or others for an input alone than in a batch.
     NonFiniteError
         If an input, a weight or a logit is NaN or infinite.
     CertificateError
         If the model cannot be certified.
-
     """
     import pandas as pd
 
     check_size("batch", batch)
     for name, given in (("inputs", inputs), ("labels", inputs if labels is None else labels)):
-        if not isinstance(given, Tensor):
-            remedy = "torch.from_numpy(x) makes one of an array."
-            raise ArgumentError(name, expected="a tensor", got=type(given).__name__, remedy=remedy)
-    if not inputs.is_floating_point() or inputs.ndim < 2 or 0 in inputs.shape:
-        raise ArgumentError(
-            "inputs",
-            expected="floating-point numbers of at least one input, scaled as in training",
-            got=f"{inputs.dtype} of shape {tuple(inputs.shape)}",
-        )
+        remedy = "torch.from_numpy(x) makes one of an array."
+        check(isinstance(given, Tensor), name, "a tensor", type(given).__name__, remedy)
+    check(
+        inputs.is_floating_point() and inputs.ndim >= 2 and 0 not in inputs.shape,
+        "inputs",
+        "floating-point numbers of at least one input, scaled as in training",
+        f"{inputs.dtype} of shape {tuple(inputs.shape)}",
+    )
     finite = torch.isfinite(inputs).flatten(1).all(dim=1)
     if not bool(finite.all()):
         got = f"NaN or infinity in {int((~finite).sum())} of {len(inputs)} inputs"
@@ -166,33 +146,30 @@ def evaluate(
     # The first input is the example for a model with a forward of its own.
     certificate = certify(exact, length, radius, inputs=None if has_rules(exact) else x[:1])
     tokens = _tokens_of(exact, x)
-    if tokens.shape[1] != length:
-        raise ArgumentError(
-            "inputs",
-            expected=f"inputs of {length} tokens, the length of the certificate",
-            got=f"{len(x)} inputs of {tokens.shape[1]} tokens",
-        )
+    got = f"{len(x)} inputs of {tokens.shape[1]} tokens"
+    expected = f"inputs of {length} tokens, the length of the certificate"
+    check(tokens.shape[1] == length, "inputs", expected, got)
     norms = torch.linalg.vector_norm(tokens, dim=-1).amax(dim=1)
     count = int((norms > radius * (1 + _SLACK)).sum())
-    if count:
-        raise ArgumentError(
-            "inputs",
-            expected=f"tokens of norm at most {radius:g}, the radius of the certificate",
-            got=f"{count} of {len(x)} inputs with a longer one, the longest of norm {norms.max():g}",
-            remedy="Certify for a larger radius, or put hs.nn.ClipTokens in front of the model, which then "
-            "has a certificate for radius=math.inf.",
-        )
+    check(
+        count == 0,
+        "inputs",
+        f"tokens of norm at most {radius:g}, the radius of the certificate",
+        f"{count} of {len(x)} inputs with a longer one, the longest of norm {norms.max():g}",
+        "Certify for a larger radius, or put hs.nn.ClipTokens in front of the model, which then has a "
+        "certificate for radius=math.inf.",
+    )
     logits = torch.cat([_logits(exact, part) for part in x.split(batch)])
     radii = certificate.certified_radius(logits, labels)
     last = min(batch, len(x)) - 1
     alone = _logits(exact, x[last : last + 1])
-    if not torch.allclose(logits[last], alone[0], rtol=0.0, atol=1e-6 * float(logits[last].abs().amax())):
-        raise ArgumentError(
-            "model",
-            expected="a forward that treats the inputs of a batch one by one",
-            got=f"other logits for input {last} alone than in a batch",
-            remedy="Let the forward depend on neither the size of the batch nor the other inputs in it.",
-        )
+    check(
+        torch.allclose(logits[last], alone[0], rtol=0.0, atol=1e-6 * float(logits[last].abs().amax())),
+        "model",
+        "a forward that treats the inputs of a batch one by one",
+        f"other logits for input {last} alone than in a batch",
+        "Let the forward depend on neither the size of the batch nor the other inputs in it.",
+    )
     predicted = logits.argmax(dim=1)
     own = predicted if labels is None else labels.detach().to("cpu", torch.int64)
     # The largest logit of another class.
@@ -209,7 +186,7 @@ def evaluate(
 
 
 def _tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Convert the inputs of a model to the tokens (batch, n, d) to which its certificate refers."""
+    """Return the tokens (batch, n, d) to which the certificate of a model refers."""
     if inputs.ndim == 3:
         return inputs
     if inputs.ndim == 2:
@@ -234,17 +211,12 @@ def _tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
 def _logits(model: nn.Module, x: Tensor) -> Tensor:
     try:
         with torch.no_grad():
-            logits = model(x)
+            logits: Tensor = model(x)
     except (RuntimeError, IndexError, TypeError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ArgumentError(
-            "inputs", expected="inputs that the model takes", got=f"shape {tuple(x.shape)} ({reason})"
-        ) from error
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(x):
-        raise ArgumentError(
-            "model",
-            expected="a model whose output is logits (batch, classes)",
-            got=f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__,
-            remedy="End the model with hs.nn.MeanPool or TakeToken and a linear map.",
-        )
+        got = f"shape {tuple(x.shape)} ({reason(error)})"
+        raise ArgumentError("inputs", expected="inputs that the model takes", got=got) from error
+    got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+    fits = isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(x)
+    remedy = "End the model with hs.nn.MeanPool or TakeToken and a linear map."
+    check(fits, "model", "a model whose output is logits (batch, classes)", got, remedy)
     return logits

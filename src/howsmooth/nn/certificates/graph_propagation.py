@@ -18,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from howsmooth.errors import ArgumentError, CertificateError, HowsmoothError
+from howsmooth.errors import ArgumentError, CertificateError, HowsmoothError, reason
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.attention.softmax import SoftmaxAttention
-from howsmooth.nn.certificates.module_propagation import Row, Walk, kind_of, refusal, walk
-from howsmooth.nn.certificates.torch_module_constants import rule_of
-from howsmooth.nn.checks import check_ball
+from howsmooth.nn.certificates.module_propagation import Row, Walk, attention_block, kind_of, refusal, walk
+from howsmooth.nn.certificates.torch_module_constants import Reach, linear_reach, rule_of
+from howsmooth.nn.checks import check, check_ball
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.embedding_and_pooling import Patches
-from howsmooth.nn.parts.self_attention_layer import SelfAttentionBlock
 from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
 
 __all__ = ["first_module", "walk_graph"]
@@ -36,23 +34,12 @@ _SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce
 
 @dataclass(frozen=True)
 class _State:
-    """The shape of one tensor of the forward pass, with bounds on its token norms and Lipschitz constant.
+    """One tensor of the forward pass, of a ``shape`` at the example.
 
-    The Lipschitz constant is that of the map from the model's input to this tensor.
-
-    Attributes
-    ----------
-    constant
-        Upper bound on the Lipschitz constant of the map from the model's input to this tensor.
-    radius
-        Upper bound on the norms of the tensor's tokens.
-    shape
-        The tensor's shape at the example.
-    tokens
-        The axes that number the tokens. Axis 0 is the batch, and all other axes number the entries of a
-        token. None for images, whose tokens are patches.
-    pair
-        Whether this is the output of an attention layer, a tuple of tokens and attention weights.
+    ``constant`` bounds the Lipschitz constant of the map from the model's input to this tensor, and
+    ``radius`` the norms of its tokens. ``tokens`` are the axes that number the tokens; axis 0 is the batch,
+    and all other axes number the entries of a token. It is None for images, whose tokens are patches. A
+    ``pair`` is the output of an attention layer, tokens and attention weights.
     """
 
     constant: float
@@ -63,15 +50,11 @@ class _State:
 
     @property
     def length(self) -> int:
-        """The number of tokens in the tensor."""
         return math.prod(self.shape[axis] for axis in self.tokens or ())
 
 
 class _Recorder(fx.Tracer):
-    """A torch.fx tracer that does not look inside PyTorch modules and modules of known Lipschitz constant.
-
-    It records each of these modules as a single node, apart from Sequential, whose children it records.
-    """
+    """A tracer for which PyTorch's modules (but Sequential) and those of known constant are single nodes."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         torchs = kind_of(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.Sequential)
@@ -79,24 +62,17 @@ class _Recorder(fx.Tracer):
 
 
 def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> Walk:
-    """Propagate Lipschitz constants through the operations of a model's ``forward``, which is run once on
-    ``inputs``.
+    """Propagate Lipschitz constants through the operations of a model's ``forward``, run once on ``inputs``.
 
-    Raises
-    ------
-    CertificateError
-        If the operations depend on values of the input, or one of them has no rule. The message names it.
-    ArgumentError
-        If the model does not take ``inputs``.
-
+    CertificateError names an operation that has no rule or depends on values of the input, and ArgumentError
+    says that the model does not take ``inputs``.
     """
     random = _random_states(inputs.device)
     graph, again = _recorded(model), _recorded(model)
     # Tensors that the forward creates get new names whenever it is recorded.
     if len({re.sub(r"_tensor_constant\d+", "", str(one)) for one in (graph, again)}) > 1:
-        raise refusal(
-            model, "", "computes something else whenever it is called, so it is not a fixed function"
-        )
+        why = "computes something else whenever it is called, so it is not a fixed function"
+        raise refusal(model, "", why)
     follower = _Follower(fx.GraphModule(model, graph), inputs, length, radius)
     last = follower.follow()
     if not all(map(torch.equal, random, _random_states(inputs.device))):
@@ -105,23 +81,14 @@ def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> 
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """Return the states of PyTorch's random number generators of the CPU and of the device, if that is a CUDA
-    device.
-    """
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def first_module(model: nn.Module) -> nn.Module | None:
-    """Return the first module, apart from identities, that receives the input of the model, or None if there
-    is none.
+    """Return the first module, apart from identities, that receives the input of the model, or None.
 
-    This module is the model itself if the tracer keeps the model whole.
-
-    Raises
-    ------
-    CertificateError
-        If the ``forward`` of the model cannot be recorded.
-
+    This is the model itself if the tracer keeps the model whole. CertificateError is raised if the
+    ``forward`` of the model cannot be recorded.
     """
     nodes = iter(_recorded(nn.Sequential(model)).nodes)
     source = next(nodes)
@@ -141,22 +108,17 @@ def _recorded(model: nn.Module) -> fx.Graph:
         raise
     except Exception as error:  # what a forward does may raise any error with tensors that have no values
         why = f"has a forward that torch.fx cannot record: {str(error).partition('. ')[0]}"
-        if hasattr(model, "config"):
-            why += (
-                ". For one input of a classifier of transformers, howsmooth.bounds.robust_radius(model, "
-                "inputs) proves a radius"
-            )
-        raise refusal(model, "", why) from error
+        radius = "howsmooth.bounds.robust_radius(model, inputs) proves a radius"
+        hint = f"For one input of a classifier of transformers, {radius}." if hasattr(model, "config") else ""
+        raise refusal(model, "", why, hint) from error
 
 
 class _Follower(fx.Interpreter):
-    """An interpreter of the recorded graph that computes the value of each node at an example input.
+    """An interpreter of the recorded graph at an example input, with a _State of each node for all inputs.
 
-    It also computes bounds for all inputs, as a _State of each node. A node that depends on the input through
-    shapes alone has no bounds.
-
-    The gate of a node is the last node before it that every path from the input goes through. What lies
-    between, such as the branch of a residual, has rows one level deeper.
+    A node that depends on the input through shapes alone has none. The gate of a node is the last node before
+    it that every path from the input goes through. What lies between, such as the branch of a residual, has
+    rows one level deeper.
     """
 
     def __init__(self, module: fx.GraphModule, inputs: Tensor, length: int, radius: float) -> None:
@@ -169,7 +131,7 @@ class _Follower(fx.Interpreter):
         self._gates: dict[fx.Node, fx.Node] = {}
 
     def rows(self) -> tuple[Row, ...]:
-        """Return the rows of the certificate, without those of operations whose results are not used."""
+        # Without those of operations whose results are not used.
         used = self._between(self._nodes[0], self._nodes[-1])
         return tuple(row for node, rows in self._rows.items() if node in used for row in rows)
 
@@ -181,10 +143,8 @@ class _Follower(fx.Interpreter):
         except (HowsmoothError, NotImplementedError):
             raise
         except (RuntimeError, IndexError, TypeError, ValueError, AssertionError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise ArgumentError(
-                "inputs", expected="an input that the model takes", got=f"{self._inputs.shape} ({reason})"
-            ) from error
+            got = f"{self._inputs.shape} ({reason(error)})"
+            raise ArgumentError("inputs", expected="an input that the model takes", got=got) from error
         last = self._nodes[-1].args[0]  # the last node is the output
         state = self._states.get(last) if isinstance(last, fx.Node) else None
         if state is None or state.pair or state.tokens is None:
@@ -194,12 +154,11 @@ class _Follower(fx.Interpreter):
         return state
 
     def run_node(self, n: fx.Node) -> Any:
-        """Compute the value of one graph node at the example input, and its bounds for all inputs."""
         value = super().run_node(n)
         if n.op == "placeholder":
             if n is not self._nodes[0]:
                 return value  # an optional argument, with its default value
-            self._states[n] = self._first(n, value)
+            self._states[n] = self._first(value)
         elif n.op != "output" and any(one in self._states for one in n.all_input_nodes) and not _is_shape(n):
             # Shapes are the same for all inputs, so values computed from them alone need no bounds.
             self._states[n] = self._state(n, value)
@@ -212,7 +171,6 @@ class _Follower(fx.Interpreter):
         return value
 
     def _gate(self, node: fx.Node) -> fx.Node:
-        """Return the last node before a node that every path from the input of the model goes through."""
         found = {one for one in node.all_input_nodes if one in self._states}
         while len(found) > 1:
             last = max(found, key=self._nodes.index)
@@ -229,9 +187,7 @@ class _Follower(fx.Interpreter):
         return found
 
     def _row(self, node: fx.Node, gate: fx.Node) -> tuple[Row, ...]:
-        """Return the row of an operation, as a map from its gate; none if it leaves constant and norms as
-        they are.
-        """
+        """Return the row of an operation as a map from its gate, if it changes constant or norms."""
         first, last = self._states[gate], self._states[node]
         if (first.constant, first.radius) == (last.constant, last.radius):
             return ()
@@ -242,24 +198,15 @@ class _Follower(fx.Interpreter):
         radii, lengths = (first.radius, last.radius), (first.length, last.length)
         return (Row(node.name, name, 0, constant, *radii, *lengths, _SOURCE),)
 
-    def _first(self, node: fx.Node, value: Tensor) -> _State:
-        shape = tuple(value.shape)
-        if value.ndim == 4:
-            return _State(1.0, self._radius, shape, None)
-        tokens = (1,) if value.ndim == 3 else ()
-        state = _State(1.0, self._radius, shape, tokens)
-        if value.ndim not in (2, 3) or state.length != self._length:
-            raise ArgumentError(
-                "inputs",
-                expected=f"tokens (batch, {self._length}, d), or images (batch, channels, height, width)",
-                got=f"shape {shape}",
-            )
+    def _first(self, value: Tensor) -> _State:
+        tokens = {2: (), 3: (1,)}.get(value.ndim)
+        state = _State(1.0, self._radius, tuple(value.shape), tokens)
+        images, fits = value.ndim == 4, tokens is not None and state.length == self._length
+        expected = f"tokens (batch, {self._length}, d), or images (batch, channels, height, width)"
+        check(images or fits, "inputs", expected, f"shape {state.shape}")
         return state
 
     def _state(self, node: fx.Node, value: Any) -> _State:
-        """Return the bounds on the value of a graph node; raise CertificateError if there is no rule for the
-        node.
-        """
         found: _State | str
         if node.op == "call_module":
             found = self._of_module(node, value)
@@ -285,16 +232,11 @@ class _Follower(fx.Interpreter):
         def given(one: fx.Node) -> Any:
             return self._states.get(one, self.env.get(one))
 
-        arguments: Any = fx.node.map_arg(node.args, given)
-        keywords: Any = fx.node.map_arg(node.kwargs, given)
+        arguments, keywords = fx.node.map_arg((node.args, node.kwargs), given)
         try:
             return rule(value, *arguments, **keywords)
         except TypeError:
             return "is called with arguments for which there is no rule"
-
-    def _given(self, argument: Any) -> Any:
-        """Return the value of ``argument``, which is a constant or a node of the recorded graph."""
-        return self.env.get(argument, argument) if isinstance(argument, fx.Node) else argument
 
     def _of_module(self, node: fx.Node, value: Any) -> _State | str:
         path = str(node.target)
@@ -304,7 +246,8 @@ class _Follower(fx.Interpreter):
         if state is None or any(one is not node.args[0] for one in node.args):
             return "is called with something else than the same tokens"
         attends = isinstance(module, LipschitzAttention | nn.MultiheadAttention)
-        given = {name for name, one in node.kwargs.items() if self._given(one) is not None}
+        values = fx.node.map_arg(node.kwargs, self.env.get)
+        given = {name for name, one in values.items() if one is not None}
         unknown = given - ({"need_weights", "average_attn_weights"} if attends else set())
         if unknown or (attends and isinstance(module, nn.MultiheadAttention) and len(node.args) != 3):
             return f"is called with {', '.join(sorted(unknown)) or 'arguments'} for which there is no rule"
@@ -315,22 +258,11 @@ class _Follower(fx.Interpreter):
         tokens = len(state.shape) == 3 and state.tokens == (1,)
         if state.pair or not (tokens or (len(state.shape) == 2 and not attends)):
             return "is called with something else than tokens (batch, n, d) or vectors (batch, d)"
-        certified: nn.Module = module
-        if isinstance(module, nn.MultiheadAttention):
-            if not module.batch_first:
-                return "expects the batch on the second axis: build it with batch_first=True"
-            if module.training and module.dropout > 0:
-                return "drops attention weights at random in training mode: call model.eval() first"
-            if kind_of(module).forward is not nn.MultiheadAttention.forward:
-                return "has a forward of its own"
-            with torch.random.fork_rng(devices=[]):
-                certified = SoftmaxAttention.from_torch(module, length=state.length)
-        if attends:
-            certified = SelfAttentionBlock(certified)  # type: ignore[arg-type]
-        length = state.length
-        step = walk(certified, length, state.radius, path)
-        kind = kind_of(module).__name__
-        self._rows[node] = (replace(step.rows[0], kind=kind),) if attends else step.rows
+        certified = attention_block(module, state.length) if attends else module
+        if isinstance(certified, str):
+            return certified
+        step = walk(certified, state.length, state.radius, path)
+        self._rows[node] = (replace(step.rows[0], kind=kind_of(module).__name__),) if attends else step.rows
         first = value[0] if attends else value
         if not isinstance(first, Tensor) or first.ndim not in (2, 3):
             return "returns something else than tokens (batch, n, d) or vectors (batch, d)"
@@ -342,38 +274,29 @@ class _Follower(fx.Interpreter):
         return found
 
     def _of_images(self, module: nn.Module, node: fx.Node, state: _State, value: Any) -> _State | str:
-        """Return the bounds on the tokens that a module computes from disjoint patches of images.
-
-        The module is a convolution or :class:`Patches`. The result is a text with the reason if the module
-        has no rule.
-        """
+        """Return the bounds on tokens that a convolution or Patches makes of disjoint patches of images."""
         if self._rows:
             return "cuts the images a second time, perhaps into other patches than those of the radius"
         if isinstance(module, Patches):
-            constant, radius, kind = 1.0, state.radius, "Patches"
+            reach = Reach(1.0, state.radius, self._length)
         elif kind_of(module).forward is nn.Conv2d.forward:
             assert isinstance(module, nn.Conv2d)
             if module.kernel_size != module.stride or module.dilation != (1, 1) or module.groups != 1:
                 return "has patches that overlap or lie apart (kernel_size and stride differ), or groups"
             if module.padding not in ((0, 0), "valid"):
                 return "pads images, whose patches then are not the tokens of the certificate"
-            # Patches are disjoint, so the constant is that of one patch: the norm of the reshaped kernel.
-            constant = norm_above("weight", module.weight.flatten(1))
-            shift = 0.0 if module.bias is None else norm_above("bias", module.bias[None])
-            radius, kind = rounded_up(times(constant, state.radius) + shift), "Conv2d"
+            reach = linear_reach(module, self._length, state.radius)
         else:
             return (
                 "has no rule for images: begin with hs.nn.Patches (ClipTokens stands behind it), or a Conv2d "
                 "whose patches do not overlap"
             )
-        axes = (1,) if kind == "Patches" else (2, 3)
-        found = _State(rounded_up(times(constant, state.constant)), radius, tuple(value.shape), axes)
-        if found.length != self._length:
-            raise ArgumentError(
-                "inputs", expected=f"images of {self._length} patches", got=f"{found.length} patches"
-            )
-        n = self._length
-        self._rows[node] = (Row(str(node.target), kind, 0, constant, state.radius, radius, n, n, _SOURCE),)
+        axes = (1,) if value.ndim == 3 else (2, 3)
+        constant = rounded_up(times(reach.constant, state.constant))
+        found, n = _State(constant, reach.radius, tuple(value.shape), axes), self._length
+        check(found.length == n, "inputs", f"images of {n} patches", f"{found.length} patches")
+        own = str(node.target), kind_of(module).__name__, 0, reach.constant
+        self._rows[node] = (Row(*own, state.radius, reach.radius, n, n, _SOURCE),)
         return found
 
 
@@ -384,14 +307,10 @@ _REMEDY = (
 
 
 def _is_shape(node: fx.Node) -> bool:
-    """Return whether a node of the recorded graph only reads the shape, dtype or device of a tensor."""
+    """Return whether a node only reads the shape, dtype or device of a tensor."""
     if node.op == "call_method":
         return node.target in ("size", "dim")
-    return (
-        node.op == "call_function"
-        and node.target is getattr
-        and node.args[1] in ("shape", "ndim", "dtype", "device")
-    )
+    return node.target is getattr and node.args[1] in ("shape", "ndim", "dtype", "device")
 
 
 # ---- rules: a function of the value at the example and the arguments, in which _State stands for tensors
@@ -405,11 +324,8 @@ def _sum(value: Tensor, one: Any, other: Any) -> _State | str:
     if isinstance(one, _State) and isinstance(other, _State):
         if one.shape != other.shape or one.tokens != other.tokens:
             return f"adds tensors of shapes {one.shape} and {other.shape}, whose tokens do not correspond"
-        return replace(
-            one,
-            constant=rounded_up(one.constant + other.constant),
-            radius=rounded_up(one.radius + other.radius),
-        )
+        constant, radius = one.constant + other.constant, one.radius + other.radius
+        return replace(one, constant=rounded_up(constant), radius=rounded_up(radius))
     state, fixed = (one, other) if isinstance(one, _State) else (other, one)
     if state.shape != tuple(value.shape):
         return "enlarges a tensor by a sum with a larger one"
@@ -425,24 +341,17 @@ def _product(value: Tensor, one: Any, other: Any) -> _State | str:
     if isinstance(one, _State) and isinstance(other, _State):
         return "multiplies two tensors that depend on the input, which is Lipschitz on no whole space"
     state, fixed = (one, other) if isinstance(one, _State) else (other, one)
-    return _scaled(value, state, torch.as_tensor(fixed))
+    if state.shape != tuple(value.shape):
+        return "enlarges a tensor by a product with a larger one"
+    largest = float(torch.as_tensor(fixed).detach().abs().amax())
+    constant, radius = times(largest, state.constant), times(largest, state.radius)
+    return replace(state, constant=rounded_up(constant), radius=rounded_up(radius))
 
 
 def _quotient(value: Tensor, one: Any, other: Any) -> _State | str:
     if isinstance(other, _State):
         return "divides by a tensor that depends on the input"
-    return _scaled(value, one, 1 / torch.as_tensor(other, dtype=torch.float64))
-
-
-def _scaled(value: Tensor, state: _State, factor: Tensor) -> _State | str:
-    if state.shape != tuple(value.shape):
-        return "enlarges a tensor by a product with a larger one"
-    largest = float(factor.detach().abs().amax())
-    return replace(
-        state,
-        constant=rounded_up(times(largest, state.constant)),
-        radius=rounded_up(times(largest, state.radius)),
-    )
+    return _product(value, one, 1 / torch.as_tensor(other, dtype=torch.float64))
 
 
 def _cat(value: Tensor, tensors: Any, dim: int = 0) -> _State | str:
@@ -488,9 +397,8 @@ def _flatten(value: Tensor, state: _State, start_dim: int = 0, end_dim: int = -1
     if state.tokens == (start, end) and (start, end) == (2, 3):
         return replace(state, shape=shape, tokens=(2,))
     if (start, end) == (1, len(state.shape) - 1):
-        return replace(
-            state, shape=shape, tokens=(), radius=rounded_up(math.sqrt(state.length) * state.radius)
-        )
+        radius = rounded_up(math.sqrt(state.length) * state.radius)
+        return replace(state, shape=shape, tokens=(), radius=radius)
     return (
         "joins other axes than all but the batch, or those of the patches of (batch, channels, rows, columns)"
     )
@@ -506,13 +414,8 @@ def _permute(value: Tensor, state: _State, *order: Any) -> _State | str:
     axes = [axis % len(state.shape) for axis in (order[0] if isinstance(order[0], tuple | list) else order)]
     if state.tokens is None or axes[0] != 0:
         return "moves the axis of the batch"
-    return replace(
-        state, shape=tuple(value.shape), tokens=tuple(sorted(axes.index(axis) for axis in state.tokens))
-    )
-
-
-def _same(value: Tensor, state: _State) -> _State | str:
-    return state
+    tokens = tuple(sorted(axes.index(axis) for axis in state.tokens))
+    return replace(state, shape=tuple(value.shape), tokens=tokens)
 
 
 def _as_module(make: Callable[..., nn.Module]) -> Rule:
@@ -539,7 +442,7 @@ _NAMES: dict[Rule, tuple[Any, ...]] = {
     _flatten: (torch.flatten, "flatten"),
     _transpose: (torch.transpose, "transpose"),
     _permute: (torch.permute, "permute"),
-    _same: ("contiguous",),
+    lambda value, state: state: ("contiguous",),
     _dropout: (nn.functional.dropout,),
     _as_module(nn.ReLU): (nn.functional.relu, torch.relu, "relu"),
     _as_module(nn.GELU): (nn.functional.gelu,),

@@ -1,26 +1,117 @@
-"""The function ``certify``, which bounds the Lipschitz constant of a model.
-
-It multiplies the constants of the model's modules, or raises an error that names a module without a constant.
-"""
+"""The function ``certify``, which bounds the Lipschitz constant of a model by those of its modules."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
 import torch
+from jaxtyping import Float
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from howsmooth.bounds.radius.pretrained_classifier_reader import foreign_hooks
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificates import transformer_encoder_conversion  # noqa: F401 - it adds the rewriting of encoder layers
-from howsmooth.nn.certificates.certificate import ModelCertificate
 from howsmooth.nn.certificates.graph_propagation import walk_graph
-from howsmooth.nn.certificates.module_propagation import kind_of, refusal, walk
-from howsmooth.nn.checks import check_ball, check_length, check_tokens
+from howsmooth.nn.certificates.module_propagation import Row, kind_of, refusal, walk
+from howsmooth.nn.checks import check, check_ball, check_length, check_tokens
 from howsmooth.nn.lipschitz_module import LipschitzModule
+from howsmooth.roundoff import limit_in_digits
 
-__all__ = ["certify", "foreign_code"]
+if TYPE_CHECKING:
+    import pandas as pd
 
-_EXACT = "The constant is that of the model in exact arithmetic, for its weights as they are."
+__all__ = ["ModelCertificate", "certify", "foreign_code"]
+
+
+@dataclass(frozen=True)
+class ModelCertificate:
+    """An upper bound on the Lipschitz constant of a model, with the constants of its modules.
+
+    The bound refers to Frobenius norms and to inputs of ``length`` tokens of norm at most ``radius``. It
+    holds in exact arithmetic, for the weights at the time of certification.
+
+    Attributes
+    ----------
+    constant
+        The bound: the product of the constants of all rows of level 0. It is printed rounded up, the rows are
+        printed rounded to the nearest.
+    length, radius, output_length, output_radius
+        Numbers of input and output tokens, and upper bounds on their norms.
+    rows
+        One row for each module, in the order in which tokens pass through them; in a model with a forward of
+        its own also for each operation that changes the constant or the norms.
+    notes
+        Sentences on what the bound does not cover.
+    """
+
+    constant: float
+    length: int
+    radius: float
+    output_length: int
+    output_radius: float
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """The rows as a table: path, kind, level, constant, radius_in, radius_out, length_in, length_out,
+        source.
+        """
+        import pandas as pd
+
+        return pd.DataFrame(map(asdict, self.rows), columns=list(Row.__dataclass_fields__))
+
+    def certified_radius(self, logits: Tensor, labels: Tensor | None = None) -> Float[Tensor, " inputs"]:
+        """Return for each input the distance, in the Frobenius norm, within which its class cannot change.
+
+        The distance, in float64, is the margin between the logit of the class and the largest other logit,
+        divided by √2 times the constant. It is zero if another logit is as large (Tsuzuku, Sato, Sugiyama,
+        *Lipschitz-margin training*, NeurIPS 2018). The perturbed input must be covered by the certificate, so
+        its tokens must have norm at most ``radius``. ``logits`` are outputs of the model, (batch, classes),
+        and ``labels`` the class of each input; None for the class with the largest logit. ArgumentError names
+        what has a wrong type, shape or value.
+        """
+        if not isinstance(logits, Tensor):
+            raise ArgumentError("logits", expected="a tensor (batch, classes)", got=type(logits).__name__)
+        z = logits.detach().to(torch.float64)
+        classes = z.ndim == 2 and z.shape[1] >= 2
+        check(classes, "logits", "shape (batch, classes), classes >= 2", tuple(z.shape))
+        if not bool(torch.isfinite(z).all()):
+            raise NonFiniteError("logits", expected="finite numbers", got="NaN or infinity")
+        if labels is None:
+            labels = z.argmax(dim=1)
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+            got = str(labels.dtype) if isinstance(labels, Tensor) else type(labels).__name__
+            raise ArgumentError("labels", expected="a tensor of whole numbers", got=got)
+        shape = f"shape {tuple(labels.shape)}"
+        check(labels.shape == z.shape[:1], "labels", f"one label for each of {len(z)} inputs", shape)
+        known = bool(((labels >= 0) & (labels < z.shape[1])).all())
+        got = f"{labels.min()} to {labels.max()}" if len(labels) else "none"
+        check(known, "labels", f"classes from 0 to {z.shape[1] - 1}", got)
+        labels = labels.to(z.device, torch.int64)
+        own = z.gather(1, labels[:, None])[:, 0]
+        others = z.scatter(1, labels[:, None], -math.inf).amax(dim=1)
+        margin = (own - others).clamp(min=0.0)
+        # The radii are rounded down. If the constant is zero, every positive margin gives an infinite radius.
+        radii = margin / (math.sqrt(2) * self.constant) * (1 - 1e-12) if self.constant else margin * math.inf
+        return torch.where(margin > 0, radii, 0.0)
+
+    def __str__(self) -> str:
+        shown = self.table[["path", "kind", "constant", "radius_in", "radius_out"]].copy()
+        paths = ["  " * row.level + (row.path or "the model") for row in self.rows]
+        shown["path"] = [path.ljust(max(map(len, paths))) for path in paths]
+        table = shown.to_string(index=False, justify="left", float_format=lambda v: f"{v:.6g}")
+        return "\n".join([self.headline, *([table] if self.rows else []), *self.notes])
+
+    @property
+    def headline(self) -> str:
+        """The constant, rounded up, with the inputs for which it holds, as one line of text."""
+        where = "of any norm" if math.isinf(self.radius) else f"of norm at most {self.radius:g}"
+        constant = limit_in_digits(self.constant, 6, upper=True)
+        return f"Lipschitz constant at most {constant} on {self.length} tokens {where}"
 
 
 def certify(
@@ -40,37 +131,27 @@ def certify(
     ----------
     model
         The model, with weights in float32 or float64.
-    length
-        Number of input tokens n. For a model that begins with ``Patches`` it is the number of patches; for a
-        model on vectors it is 1.
-    radius
-        Largest norm of an input token. ``math.inf`` stands for all inputs, if the model has a constant on
-        them, for instance because it begins with ``ClipTokens``.
+    length, radius
+        Number of input tokens, and their largest norm: of patches for a model that begins with ``Patches``;
+        the length is 1 for a model on vectors. ``math.inf`` stands for all inputs, if the model has a
+        constant on them, for instance because it begins with ``ClipTokens``.
     inputs
         An example input, for a model with a ``forward`` of its own: tokens (batch, n, d), vectors (batch, d),
         or images (batch, channels, height, width) for a model that begins with ``Patches`` or a ``Conv2d``
-        whose patches do not overlap; length and radius then refer to the patches. The certificate holds for
-        all inputs of this shape, and of another batch size if the operations do not depend on it. The model
-        is run once.
-
-    Returns
-    -------
-    ModelCertificate
-        The constant, and a table of the modules' constants.
+        whose patches do not overlap. The certificate holds for all inputs of this shape, and of another batch
+        size if the operations do not depend on it. The model is run once.
 
     Raises
     ------
     CertificateError
-        If a module has no constant, or is in a mode in which it is not a fixed function. The message names
-        the module.
+        If a module, which the message names, has no constant or is in a mode in which it is no fixed
+        function.
     NonFiniteError
         If a weight is NaN or infinite.
     ArgumentError
         If an argument has a wrong type or value.
-
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+    check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     length = check_length(length)
     reach = check_ball(radius)
     # Not walked are the parts of a layer whose constant is known for the layer as a whole.
@@ -87,26 +168,20 @@ def certify(
                 reason = f"has a parametrized {name} that is another one whenever it is read"
                 raise refusal(module, path, reason, "Remove the parametrization.")
     if isinstance(inputs, Tensor) and not inputs.is_floating_point():
-        raise ArgumentError(
-            "inputs",
-            expected="floating-point numbers",
-            got=f"{inputs.dtype}, shape {tuple(inputs.shape)}",
-            remedy="Certify the part of the model behind its embedding, on embedded tokens.",
-        )
+        got = f"{inputs.dtype}, shape {tuple(inputs.shape)}"
+        remedy = "Certify the part of the model behind its embedding, on embedded tokens."
+        raise ArgumentError("inputs", expected="floating-point numbers", got=got, remedy=remedy)
     if inputs is None:
         found = walk(model, length, reach)
     else:
         found = walk_graph(model, check_tokens("inputs", inputs), length, reach)
-    return ModelCertificate(
-        found.constant, length, float(radius), found.length, found.radius, found.rows, (_EXACT,)
-    )
+    exact = "The constant is that of the model in exact arithmetic, for its weights as they are."
+    output = found.length, found.radius
+    return ModelCertificate(found.constant, length, float(radius), *output, found.rows, (exact,))
 
 
 def _check(module: nn.Module, path: str) -> None:
-    """Raise an error if a module is in a state in which no Lipschitz constant can be certified.
-
-    Such states are half-precision weights, NaN, hooks, and dropout in training mode, for instance.
-    """
+    """Raise an error if a module is in a state in which no Lipschitz constant can be certified."""
     # Only the module's own tensors are checked; its children have their turn.
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for name, value in own:
@@ -119,9 +194,8 @@ def _check(module: nn.Module, path: str) -> None:
             reason = f"has {name} in {value.dtype}, a dtype in which no constant is certified"
             raise refusal(module, path, reason, "Convert the model with .float() or .double().")
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise NonFiniteError(
-                f"{path}.{name}" if path else name, expected="finite numbers", got="NaN or infinity"
-            )
+            named = f"{path}.{name}" if path else name
+            raise NonFiniteError(named, expected="finite numbers", got="NaN or infinity")
     if hasattr(module, "_orig_mod"):
         raise refusal(module, path, "is compiled", "Certify the module from which torch.compile made it.")
     if not isinstance(module, fx.GraphModule):
@@ -153,7 +227,7 @@ def foreign_code(module: nn.Module) -> str | None:
         return None
     family = kind_of(module).__mro__
     forward = next(kind for kind in family if "forward" in vars(kind))
-    bound = next(kind for kind in family if {"lipschitz_bound", "rows"} & vars(kind).keys())
+    bound = next(kind for kind in family if "lipschitz_bound" in vars(kind))
     ours = next(kind for kind in family if kind.__module__.startswith("howsmooth."))
     if not issubclass(ours, forward) and issubclass(ours, bound):
         return f"has a forward of its own and the constant of {ours.__name__}"

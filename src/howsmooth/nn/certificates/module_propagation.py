@@ -6,43 +6,46 @@ Tokens are followed from module to module, because a module's constant may depen
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.attention.softmax import SoftmaxAttention
 from howsmooth.nn.certificates.torch_module_constants import Reach, rule_of
-from howsmooth.nn.checks import check_ball, check_length
+from howsmooth.nn.checks import check_ball
 from howsmooth.nn.lipschitz_module import LipschitzModule
-from howsmooth.nn.upward_rounding import rounded_up, upper_bound
+from howsmooth.nn.parts.blocks import BranchModule, Residual, SelfAttentionBlock
+from howsmooth.nn.upward_rounding import rounded_up, times
 
-__all__ = ["REWRITINGS", "Composite", "Row", "Walk", "has_rules", "walk"]
+__all__ = [
+    "Row",
+    "Walk",
+    "attention_block",
+    "branched",
+    "encoder_layer",
+    "has_rules",
+    "kind_of",
+    "refusal",
+    "walk",
+]
 
 
 @dataclass(frozen=True)
 class Row:
     """One row of the table of a certificate: the Lipschitz constant of one module.
 
-    Attributes
-    ----------
-    path, kind
-        The module's name in ``named_modules``, and the name of its class; of an operation, its name in the
-        recorded graph and that of its function.
-    level
-        0 for the factors of the model's constant. Rows inside a branch have one level more than the row of
-        the residual or sum that the branch ends in, which follows them.
-    constant
-        Upper bound on the module's Lipschitz constant, on the tokens that can reach it.
-    radius_in, radius_out, length_in, length_out
-        Upper bounds on the norms of its input and output tokens, and the numbers of these tokens.
-    source
-        The source of the constant.
-
+    ``path`` and ``kind`` are the module's name in ``named_modules`` and that of its class; of an operation,
+    its name in the recorded graph and that of its function. ``constant`` is an upper bound on the Lipschitz
+    constant on the tokens that can reach it, from ``source``. ``radius_in`` and ``radius_out`` bound the
+    norms of input and output tokens, whose numbers are ``length_in`` and ``length_out``. Rows of ``level`` 0
+    are the factors of the model's constant. Rows inside a branch have one level more than the row of the
+    residual or sum that the branch ends in, which follows them.
     """
 
     path: str
@@ -58,16 +61,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Walk:
-    """The Lipschitz constant of a module, together with a table row for each module inside it.
-
-    Attributes
-    ----------
-    rows
-        One row for each module, in the order in which tokens pass through them.
-    constant
-        Upper bound on the Lipschitz constant: the product of the constants of all rows at the walk's level.
-    length, radius
-        Number of output tokens, and an upper bound on their norms.
+    """The rows of a module and those inside it, in the order in which tokens pass through them; the product
+    of the constants of its own level; and the number of output tokens, with a bound on their norms.
     """
 
     rows: tuple[Row, ...]
@@ -76,90 +71,54 @@ class Walk:
     radius: float
 
 
-Rewriting = Callable[[nn.Module, int], nn.Sequential | str]
-"""A function of a module and the number of its tokens: the same map as a sequence, or why there is none."""
-
-REWRITINGS: dict[type[nn.Module], Rewriting] = {}
-"""Classes of PyTorch whose modules are followed through the sequences that these functions return."""
-
-
-class Composite(LipschitzModule):
-    """Base class of modules whose Lipschitz constant is computed from the Lipschitz constants of their
-    children.
-    """
-
-    @abstractmethod
-    def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the rows of the certificate for this module: one row for each module inside it, then its own
-        row.
-        """
-
-    def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the Lipschitz bound that follows from the bounds of the children of this module."""
-        row = self._row(length, radius)
-        return upper_bound(row.kind, row.source, row.constant, row.radius_in)
-
-    def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of output tokens for input tokens of norm at most ``radius``."""
-        return self._row(length, radius).radius_out
-
-    def _row(self, length: int, radius: float) -> Row:
-        return self.rows(check_length(length), check_ball(radius), "", 0)[-1]
-
-
 def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Walk:
-    """Compute the Lipschitz constant of a module, with a table row for each module inside it.
+    """Compute the Lipschitz constant of a module that gets ``length`` tokens of norm at most ``radius``.
 
-    The module gets ``length`` tokens of norm at most ``radius``.
-
-    Raises
-    ------
-    CertificateError
-        If no constant is known for a module. The message names the module.
-    NonFiniteError
-        If a weight is NaN or infinite.
-
+    CertificateError names the module for which no constant is known, NonFiniteError a weight that is not
+    finite.
     """
+    kind = kind_of(module)
     if path and isinstance(module, LipschitzAttention):
         remedy = "Put it into hs.nn.SelfAttentionBlock, which returns the tokens alone."
         raise refusal(module, path, "returns a pair, tokens and attention weights", remedy)
     if "forward" in vars(module):
         raise refusal(module, path, "has a forward that was replaced after it was built")
-    if isinstance(module, nn.Sequential) and kind_of(module).forward is nn.Sequential.forward:
+    if isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward:
         return _through(module._modules, length, radius, path, level)
-    if kind_of(module) is nn.TransformerEncoder:
+    if kind is nn.TransformerEncoder:
         assert isinstance(module, nn.TransformerEncoder)
         layers = {f"layers.{i}": layer for i, layer in enumerate(module.layers)}
         last = {} if module.norm is None else {"norm": module.norm}
         return _through(layers | last, length, radius, path, level)
-    if (rewrite := REWRITINGS.get(kind_of(module))) is not None:
-        return _rewritten(rewrite(module, length), module, length, radius, path, level)
-    if isinstance(module, Composite):
-        rows = module.rows(length, radius, path, level)
-    elif isinstance(module, LipschitzModule):
-        rows = (_layer(module, length, radius, path, level),)
+    if kind is nn.TransformerEncoderLayer:
+        return _rewritten(module, length, radius, path, level)
+    # A subclass may have a theorem of its own.
+    if isinstance(module, BranchModule) and type(module).lipschitz_bound is BranchModule.lipschitz_bound:
+        rows = branched(module, length, radius, path, level)
+        return Walk(rows, rows[-1].constant, length, rows[-1].radius_out)
+    if isinstance(module, LipschitzModule):
+        reach = _of_layer(module, length, radius, path)
     else:
-        rows = (_of_torch(module, length, radius, path, level),)
-    return Walk(rows, rows[-1].constant, rows[-1].length_out, rows[-1].radius_out)
+        reach = _of_torch(module, length, radius, path)
+    if math.isnan(reach.constant) or math.isnan(reach.radius):
+        raise refusal(module, path, "gave a constant or a radius that is not a number")
+    row = Row(
+        path, kind.__name__, level, reach.constant, radius, reach.radius, length, reach.length, reach.source
+    )
+    return Walk((row,), row.constant, row.length_out, row.radius_out)
 
 
 def has_rules(module: nn.Module) -> bool:
-    """Return whether a module, or each module in a Sequential, has a rule for its Lipschitz constant.
-
-    There is no rule for other modules, such as models with a ``forward`` of their own.
-    """
+    """Return whether a module, or each in a Sequential, needs no recording of a ``forward`` of its own."""
     kind = kind_of(module)
     if isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward:
         return all(map(has_rules, module))
-    known = kind is nn.TransformerEncoder or kind in REWRITINGS or isinstance(module, LipschitzModule)
-    return known or rule_of(kind) is not None
+    torchs = kind in (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+    return torchs or isinstance(module, LipschitzModule) or rule_of(kind) is not None
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before parametrizations were registered.
-
-    PyTorch then replaces the class of the module by a subclass.
-    """
+    """Return the class of a module, not the subclass that PyTorch makes of it for parametrizations."""
     kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
     return kind
 
@@ -191,33 +150,25 @@ def _through(
     return Walk(rows, constant, length, radius)
 
 
-def _rewritten(
-    parts: nn.Sequential | str, module: nn.Module, length: int, radius: float, path: str, level: int
-) -> Walk:
-    if isinstance(parts, str):
-        raise refusal(module, path, parts)
-
-    def own(inside: str) -> str:
-        # Modules keep their names in the layer. The residuals exist only in the rewritten sequence, so their
-        # names are removed.
-        name = inside.removeprefix("attention").removeprefix("feed_forward").removeprefix(".inner.")
-        return f"{path}.{name}".strip(".")
-
-    try:
-        step = walk(parts, length, radius, "", level)
-    except CertificateError as error:
-        raise CertificateError(
-            own(error.path), kind=error.kind, reason=error.reason, remedy=error.remedy
-        ) from error
-    rows = tuple(replace(row, path=own(row.path)) for row in step.rows)
-    return replace(step, rows=rows)
+def branched(module: BranchModule, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
+    """Return the rows of the branch of a residual, one level deeper, and then its own row."""
+    branch = walk(module.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
+    if branch.length != length:
+        raise refusal(module, path, f"adds {length} tokens to the {branch.length} that its branch returns")
+    p, q = module._weights()
+    # The norm of p x + q y is at most p |x| + q |y|.
+    reach = rounded_up(times(p, radius) + times(q, branch.radius))
+    constant = rounded_up(p + times(q, branch.constant))
+    kind = type(module).__name__
+    own = Row(path, kind, level, constant, radius, reach, length, length, module._source)
+    return (*branch.rows, own)
 
 
-def _layer(module: LipschitzModule, length: int, radius: float, path: str, level: int) -> Row:
+def _of_layer(module: LipschitzModule, length: int, radius: float, path: str) -> Reach:
     try:
         bound = module.lipschitz_bound(length, radius)
         reach = Reach(
-            bound.value, module.output_length(length), module.output_radius(length, radius), bound.source
+            bound.value, module.output_radius(length, radius), module.output_length(length), bound.source
         )
     except NonFiniteError:
         raise
@@ -226,10 +177,9 @@ def _layer(module: LipschitzModule, length: int, radius: float, path: str, level
         raise refusal(module, path, reason, error.remedy) from error
     if bound.side != "upper" or not bound.holds:
         failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)
-        raise refusal(
-            module, path, f"has no constant here: its bound needs {failed or 'to be an upper bound'}"
-        )
-    return _row(module, reach, length, radius, path, level)
+        reason = f"has no constant here: its bound needs {failed or 'to be an upper bound'}"
+        raise refusal(module, path, reason)
+    return reach
 
 
 _HINT = (
@@ -246,7 +196,7 @@ _HINTS = {
 }
 
 
-def _of_torch(module: nn.Module, length: int, radius: float, path: str, level: int) -> Row:
+def _of_torch(module: nn.Module, length: int, radius: float, path: str) -> Reach:
     rule = rule_of(kind_of(module))
     if rule is None:
         hint = next((words for kind, words in _HINTS.items() if isinstance(module, kind)), _HINT)
@@ -254,11 +204,81 @@ def _of_torch(module: nn.Module, length: int, radius: float, path: str, level: i
     reach = rule(module, length, radius)
     if isinstance(reach, str):
         raise refusal(module, path, reach)
-    return _row(module, reach, length, radius, path, level)
+    return reach
 
 
-def _row(module: nn.Module, reach: Reach, length: int, radius: float, path: str, level: int) -> Row:
-    if math.isnan(reach.constant) or math.isnan(reach.radius):
-        raise refusal(module, path, "gave a constant or a radius that is not a number")
-    kind = kind_of(module).__name__
-    return Row(path, kind, level, reach.constant, radius, reach.radius, length, reach.length, reach.source)
+# ---- PyTorch's attention and encoder layers, rewritten as layers of hs.nn
+
+
+def attention_block(module: nn.Module, length: int) -> SelfAttentionBlock | str:
+    """Return the map of an attention of hs.nn or of a copy of PyTorch's, or why there is no constant."""
+    if isinstance(module, LipschitzAttention):
+        return SelfAttentionBlock(module)
+    assert isinstance(module, nn.MultiheadAttention)
+    if kind_of(module).forward is not nn.MultiheadAttention.forward:
+        return "has a forward of its own"
+    if not module.batch_first:
+        return "expects the batch on the second axis: build it with batch_first=True"
+    if module.training and module.dropout > 0:
+        return "drops attention weights at random in training mode: call model.eval() first"
+    weight = module.out_proj.weight
+    # The copy draws initial weights, which are then overwritten; the caller's random state stays.
+    with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
+        return SelfAttentionBlock(SoftmaxAttention.from_torch(module, length=length))
+
+
+_ACTIVATIONS = {nn.functional.relu: nn.ReLU, nn.functional.gelu: nn.GELU}
+
+
+def encoder_layer(layer: nn.TransformerEncoderLayer, length: int) -> nn.Sequential | str:
+    """Convert an encoder layer to a Sequential of modules with known Lipschitz constants, or say why not.
+
+    Masks and dropout are left out. The modules keep the names that they have in the layer.
+    """
+    own: nn.Module = layer.self_attn
+    known = isinstance(own, LipschitzAttention) or type(own) is nn.MultiheadAttention
+    if not known or "forward" in vars(own):
+        return (
+            "has an attention that is neither an unchanged torch.nn.MultiheadAttention nor a layer of hs.nn, "
+            "such as hs.nn.SoftmaxAttention.from_torch makes of one"
+        )
+    block = attention_block(own, length)
+    if isinstance(block, str):
+        return block
+    activation = layer.activation
+    if not isinstance(activation, nn.Module):
+        made = _ACTIVATIONS.get(activation)
+        if made is None:
+            return "has an activation that is neither relu, gelu nor a module"
+        activation = made()
+    attend = OrderedDict[str, nn.Module](self_attn=block)
+    feed = OrderedDict[str, nn.Module](linear1=layer.linear1, activation=activation, linear2=layer.linear2)
+    norms = ("norm1", layer.norm1), ("norm2", layer.norm2)
+    parts = OrderedDict[str, nn.Module]()
+    for name, branch, norm in zip(("attention", "feed_forward"), (attend, feed), norms, strict=True):
+        # Pre-norm: each residual branch begins with its norm layer. Post-norm: norm layers follow the sums.
+        inner = OrderedDict([norm, *branch.items()]) if layer.norm_first else branch
+        parts[name] = Residual(nn.Sequential(inner))
+        if not layer.norm_first:
+            parts[norm[0]] = norm[1]
+    return nn.Sequential(parts)
+
+
+def _rewritten(layer: nn.Module, length: int, radius: float, path: str, level: int) -> Walk:
+    assert isinstance(layer, nn.TransformerEncoderLayer)
+    parts = encoder_layer(layer, length)
+    if isinstance(parts, str):
+        raise refusal(layer, path, parts)
+
+    def own(inside: str) -> str:
+        # The residuals exist only in the rewritten sequence, so their names are removed.
+        name = inside.removeprefix("attention").removeprefix("feed_forward").removeprefix(".inner.")
+        return f"{path}.{name}".strip(".")
+
+    try:
+        step = walk(parts, length, radius, "", level)
+    except CertificateError as error:
+        raise CertificateError(
+            own(error.path), kind=error.kind, reason=error.reason, remedy=error.remedy
+        ) from error
+    return replace(step, rows=tuple(replace(row, path=own(row.path)) for row in step.rows))

@@ -8,25 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["gathered", "is_sharded", "unwrapped"]
+from howsmooth.plain_modules import unwrapped
+
+__all__ = ["gathered", "is_sharded", "without_wrappers"]
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that is wrapped by DistributedDataParallel, ``torch.compile`` or similar wrappers.
-
-    A forward pass through the wrappers would wait for other processes, or compile the model again.
-    """
-    while True:
-        if isinstance(model, DataParallel | DistributedDataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        elif _is_fsdp_wrapper(model):
-            model = model.module  # type: ignore[assignment]
-        else:
-            return model
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """Return the model inside of the wrappers of :func:`unwrapped` and FullyShardedDataParallel."""
+    while _is_fsdp_wrapper(inner := unwrapped(model)):
+        model = inner.module  # type: ignore[assignment]
+    return inner
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -92,7 +85,7 @@ def _without_wrappers(model: nn.Module) -> Iterator[None]:
     ]
     try:
         for table, name, child in wrapped:
-            table[name] = unwrapped(child)
+            table[name] = without_wrappers(child)
         yield
     finally:
         for table, name, child in wrapped:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.monitoring.gathered_model import is_sharded, unwrapped
+from howsmooth.nn.monitoring.gathered_model import is_sharded, without_wrappers
 from howsmooth.nn.monitoring.monitor import LipschitzMonitor
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.nn.penalty.spectral_penalty import SpectralPenalty
@@ -65,7 +65,7 @@ def lightning_callback(monitor: LipschitzMonitor, penalty: SpectralPenalty | Non
             """Check that the monitor belongs to the trained model, and measure the model if training starts
             at step 0.
             """
-            if all(unwrapped(module) is not monitor.model for module in pl_module.modules()):
+            if all(without_wrappers(module) is not monitor.model for module in pl_module.modules()):
                 raise ArgumentError(
                     "monitor",
                     expected="a monitor of the LightningModule that is trained, or of a module in it",

@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from howsmooth.attention import TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
+from howsmooth.models.as_called import as_called
 from howsmooth.models.capture import capture
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.inputs.model_inputs import ModelInputs
-from howsmooth.models.measurement_mode import implementation
+from howsmooth.models.inputs.model_inputs import model_inputs
+from howsmooth.models.measurement_mode import measurement_mode
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
+from howsmooth.models.preserved_state import preserved_state
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
 from howsmooth.nn.monitoring.attention_calls import OwnAttention, OwnLayers
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
-from howsmooth.nn.monitoring.preserve_training_state import preserved_state
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.watching import first_tokens
@@ -117,9 +119,11 @@ def measured(
     one = _Measurement(model, step, layers, scope, accuracy)
     try:
         with preserved_state(model):
-            for number, given in enumerate(probes.of_model(model)):
-                for index, part in one.of_probe(number, given):
-                    rows.setdefault(index, []).append(part)
+            for number, inputs in enumerate(probes.inputs):
+                # Evaluation mode is what a monitor of a training is for.
+                with as_called(model, inputs, training=False) as given:
+                    for index, part in one.of_probe(number, given):
+                        rows.setdefault(index, []).append(part)
         return [
             _record(replace(blank, layer=index, name=parts[0].name), parts, accuracy, strict)
             for index, parts in sorted(rows.items())
@@ -136,9 +140,9 @@ def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> Non
     The attention layers are counted at the first probe input. A model that cannot be run now is not checked;
     its measurement says why.
     """
-    with preserved_state(model):
+    with preserved_state(model), measurement_mode(model):
         try:
-            places = _places(model, probes.of_model(model)[0])
+            places = _places(model, model_inputs(model, probes.inputs[0]))
         except Exception:
             return
     _indices(layers, len(places))
@@ -158,12 +162,12 @@ class _Measurement:
     scope: str
     accuracy: Accuracy
 
-    def of_probe(self, number: int, given: ModelInputs) -> Iterator[tuple[int, _Part]]:
+    def of_probe(self, number: int, given: ModelCall) -> Iterator[tuple[int, _Part]]:
         """Measure all layers at one probe input.
 
         The sequences of a padded input are measured one by one, each without its padding.
         """
-        padding = padding_of(self.model, given)
+        padding = padding_of(given)
         if padding is None:
             yield from self._parts((number, 0), given, None)
             return
@@ -181,7 +185,7 @@ class _Measurement:
         self, key: tuple[int, int], padding: Padding, padded: Callable[[int], _Padded]
     ) -> list[tuple[int, _Part]]:
         moved = ""
-        for alone in without_padding(self.model, padding, key[1]):
+        for alone in without_padding(padding, key[1]):
             try:
                 return self._parts(key, alone, lambda: padded(key[1]))
             except _Moved as error:
@@ -193,7 +197,7 @@ class _Measurement:
         )
 
     def _parts(
-        self, key: tuple[int, int], given: ModelInputs, padded: Callable[[], _Padded] | None
+        self, key: tuple[int, int], given: ModelCall, padded: Callable[[], _Padded] | None
     ) -> list[tuple[int, _Part]]:
         """Measure all layers at inputs without padding, each before the next is captured."""
         layers = _captured(self.model, given, self.layers, self.scope, padded)
@@ -237,7 +241,7 @@ class _Measurement:
             part.fixed |= layer.own.bound()
 
 
-def _places(model: nn.Module, given: ModelInputs) -> list[OwnAttention | TracedLayer]:
+def _places(model: nn.Module, given: ModelCall) -> list[OwnAttention | TracedLayer]:
     """Run the model on one probe input, and return all its attention layers in the order of their calls.
 
     Layers of howsmooth.nn are among them.
@@ -257,7 +261,7 @@ def _places(model: nn.Module, given: ModelInputs) -> list[OwnAttention | TracedL
             names.append(layer.name)
 
     with own.watching(names.append):
-        _, kept = trace_forward_pass(model, given.named, None, seen)
+        _, kept = trace_forward_pass(given, None, seen)
     # Softmaxes inside layers of howsmooth.nn belong to these layers and are not captured.
     passed = [one for _, one in sorted(kept.items()) if own.outside(one.layer.name)]
     calls, others = iter(own.calls), iter(passed)
@@ -270,7 +274,7 @@ def _places(model: nn.Module, given: ModelInputs) -> list[OwnAttention | TracedL
 
 def _captured(
     model: nn.Module,
-    given: ModelInputs,
+    given: ModelCall,
     layers: Sequence[int] | None,
     scope: str,
     padded: Callable[[], _Padded] | None,
@@ -320,7 +324,7 @@ def _read(
     place: OwnAttention | TracedLayer,
     index: int,
     model: nn.Module,
-    given: ModelInputs,
+    given: ModelCall,
     scope: str,
     padded: Callable[[], _Padded] | None,
 ) -> _Layer:
@@ -338,7 +342,7 @@ def _read(
         else:
             layer = _Layer(place.layer.name)
             _check_finite(place)
-            read = read_layer(place, given.batch, implementation(model))
+            read = read_layer(place)
             if padded is not None:
                 padded().check(read, index)
             layer.name = read.self_attention.layer.name

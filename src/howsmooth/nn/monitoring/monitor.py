@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.nn.monitoring.gathered_model import gathered, unwrapped
+from howsmooth.nn.monitoring.gathered_model import gathered, without_wrappers
 from howsmooth.nn.monitoring.measurement import Accuracy, check_layers, measured
 from howsmooth.nn.monitoring.probe_inputs import ProbeInputs, Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
@@ -130,7 +130,7 @@ class LipschitzMonitor:
                 raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
         #: The model as it is trained, inside the wrappers of distributed training.
         self.trained = model
-        self.model = unwrapped(model)
+        self.model = without_wrappers(model)
         self.probes = Probes.of(self.model, probes)
         double = any(p.dtype == torch.float64 for p in self.model.parameters())
         check_accuracy(rtol, confidence, "float64" if double else "float32")

@@ -9,22 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.inputs.model_inputs import model_inputs
 from howsmooth.models.padded_sequences import padding_of
 
 __all__ = ["ProbeInputs", "Probes"]
 
 #: The types of probe inputs: token ids (batch, n), the model's inputs by name, or a list of these.
-ProbeInputs = Tensor | Mapping[str, Tensor] | list[Tensor | Mapping[str, Tensor]]
+ProbeInputs = Tensor | Mapping[str, Any] | list[Tensor | Mapping[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class Probes:
     """Copies of the fixed inputs of a monitor, so that later changes of the originals have no effect."""
 
-    inputs: tuple[Tensor | dict[str, Tensor], ...]
+    inputs: tuple[Tensor | dict[str, Any], ...]
     sequences: int
     #: Sizes of the inputs and a checksum, for records.
     words: str
@@ -49,25 +50,26 @@ class Probes:
         several: list[Any] = given if isinstance(given, list) else [given]
         if not several:
             raise ArgumentError("probes", expected="inputs of the model, at least one sequence", got="none")
-        kept: list[Tensor | dict[str, Tensor]] = []
+        kept: list[Tensor | dict[str, Any]] = []
         checksum = hashlib.sha256()
         shapes: list[str] = []
         sequences = 0
         for one in several:
             checked = model_inputs(model, one)
-            padding_of(model, checked)  # raises an error for a sequence of nothing but padding
+            padding_of(checked)  # raises an error for a sequence of nothing but padding
             sequences += checked.batch
-            for name, tensor in checked.named.items():
-                raw = tensor.detach().cpu().contiguous()
+            for name, value in checked.named.items():
+                if not isinstance(value, Tensor):
+                    checksum.update(f"{name} {value!r}".encode())
+                    shapes.append(f"{name}={value!r}")
+                    continue
+                raw = value.detach().cpu().contiguous()
                 checksum.update(f"{name} {raw.dtype} {tuple(raw.shape)}".encode())
                 checksum.update(raw.reshape(-1).view(torch.uint8).numpy().tobytes())
                 shapes.append(f"{name} {' x '.join(map(str, raw.shape))}")
-            if isinstance(one, Tensor):
-                kept.append(one.detach().clone())
-            else:
-                kept.append({str(k): v.detach().clone() for k, v in one.items() if v is not None})
+            kept.append(
+                tree_map_only(
+                    Tensor, lambda t: t.detach().clone(), one if isinstance(one, Tensor) else dict(one)
+                )
+            )
         return cls(tuple(kept), sequences, f"{', '.join(shapes)}; sha256 {checksum.hexdigest()[:12]}")
-
-    def of_model(self, model: nn.Module) -> list[ModelInputs]:
-        """Return the probe inputs as arguments of the model, on the current device of the model."""
-        return [model_inputs(model, one) for one in self.inputs]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.monitoring.gathered_model import is_sharded, unwrapped
+from howsmooth.nn.monitoring.gathered_model import is_sharded, without_wrappers
 from howsmooth.nn.monitoring.monitor import LipschitzMonitor
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.nn.penalty.spectral_penalty import SpectralPenalty
@@ -66,7 +66,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         step 0; otherwise read the state of the penalty.
         """
         model = rest.get("model")
-        if model is not None and unwrapped(model) is not self.monitor.model:
+        if model is not None and without_wrappers(model) is not self.monitor.model:
             raise ArgumentError(
                 "monitor",
                 expected="a monitor of the model that is trained",

@@ -1,66 +1,44 @@
-"""1-Lipschitz modules for the first and last steps of a model: image patches, positions, class tokens,
-pooling and clipping.
+"""1-Lipschitz modules for the first and last steps of a model: patches, positions, class tokens, pooling,
+clipping.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import check_ball, check_length, check_placement, check_size, check_tokens
-from howsmooth.nn.lipschitz_module import LipschitzModule
+from howsmooth.nn.checks import (
+    Placement,
+    check,
+    check_ball,
+    check_length,
+    check_number,
+    check_placement,
+    check_size,
+    check_tokens,
+)
+from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.nn.parts.norms import norm_with_one
-from howsmooth.nn.upward_rounding import norm_above, rounded_up, upper_bound
+from howsmooth.nn.upward_rounding import norm_above, rounded_up
 
 __all__ = ["AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"]
 
-_SOURCE = 'maps of the sequence, howsmooth documentation, "Enforce"'
+
+class _SequenceModule(TokenModule):
+    _source = 'maps of the sequence, howsmooth documentation, "Enforce"'
 
 
-class _TokenModule(LipschitzModule):
-    """Base class of 1-Lipschitz modules that map sequences of tokens to sequences of tokens."""
-
-    def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound 1 on the Lipschitz constant of this module."""
-        self._check(length)
-        return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
-
-    def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of output tokens for input tokens of norm at most ``radius``."""
-        return self._reach(self._check(length), check_ball(radius))
-
-    def output_length(self, length: int) -> int:
-        """Return the number of output tokens for ``length`` input tokens."""
-        return self._count(self._check(length))
-
-    def _check(self, length: object) -> int:
-        return check_length(length)
-
-    def _count(self, length: int) -> int:
-        return length
-
-    @abstractmethod
-    def _reach(self, length: int, radius: float) -> float: ...
-
-
-class Patches(_TokenModule):
+class Patches(_SequenceModule):
     """A module that cuts images (batch, channels, height, width) into square patches and preserves distances.
 
     The tokens are (batch, n, channels · size²). Patches are ordered row by row, and the entries of a patch
     channel by channel. The distance of two images equals the distance of their tokens. ``length`` and
     ``radius`` of a certificate refer to the patches: pixels in [0, 1] give tokens of norm at most size ·
-    √channels.
-
-    Parameters
-    ----------
-    patch_size
-        Height and width of a patch. It must divide height and width of the images.
-
+    √channels. ``patch_size`` must divide height and width of the images.
     """
 
     _shown = ("patch_size",)
@@ -82,36 +60,18 @@ class Patches(_TokenModule):
         patches: Tensor = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         return patches
 
-    def _reach(self, length: int, radius: float) -> float:
-        return radius
 
-
-class AddPositions(_TokenModule):
+class AddPositions(_SequenceModule):
     """A 1-Lipschitz module that adds a learned vector to the token at each position.
 
-    Parameters
-    ----------
-    length
-        Number of tokens n. Sequences of other lengths raise an error.
-    dim
-        Dimension d of a token.
-    std
-        Standard deviation of the Gaussian numbers that initialise the weight.
-
+    It takes sequences of ``length`` tokens of dimension ``dim``. ``std`` is the standard deviation of the
+    Gaussian numbers that initialise the weight.
     """
 
-    def __init__(
-        self,
-        length: int,
-        dim: int,
-        *,
-        std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, length: int, dim: int, *, std: float = 0.02, **placed: Unpack[Placement]) -> None:
         super().__init__()
         check_size("length", length)
-        self.positions = _drawn((length, dim), std, device, dtype)
+        self.positions = _drawn(std, placed, length, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the learned vector of each position to tokens (batch, n, d)."""
@@ -122,9 +82,8 @@ class AddPositions(_TokenModule):
         return x + self.positions
 
     def _check(self, length: object) -> int:
-        n = check_length(length)
-        if n != len(self.positions):
-            raise ArgumentError("length", expected=f"{len(self.positions)}, as many as positions", got=str(n))
+        n, own = check_length(length), len(self.positions)
+        check(n == own, "length", f"{own}, as many as positions", n)
         return n
 
     def _reach(self, length: int, radius: float) -> float:
@@ -133,34 +92,18 @@ class AddPositions(_TokenModule):
         return rounded_up(radius + norm_above("positions", positions[longest, None]))
 
 
-class PrependToken(_TokenModule):
-    """A 1-Lipschitz module that puts a learned token in front of each sequence, like the class token of a
-    ViT.
+class PrependToken(_SequenceModule):
+    """A 1-Lipschitz module that puts a learned token before each sequence, like the class token of a ViT.
 
-    Parameters
-    ----------
-    dim
-        Dimension d of a token.
-    std
-        Standard deviation of the Gaussian numbers that initialise the weight.
-
+    ``dim`` and ``std`` are as for :class:`AddPositions`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, dim: int, *, std: float = 0.02, **placed: Unpack[Placement]) -> None:
         super().__init__()
-        self.token = _drawn((dim,), std, device, dtype)
+        self.token = _drawn(std, placed, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Put the learned token in front of the tokens (batch, n, d), with a result of shape (batch, n + 1,
-        d).
-        """
+        """Put the learned token before the tokens (batch, n, d), with a result (batch, n + 1, d)."""
         check_tokens("x", x, dim=len(self.token), ndim=3, like=self.token)
         return torch.cat([self.token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
 
@@ -171,22 +114,18 @@ class PrependToken(_TokenModule):
         return max(radius, norm_above("token", self.token[None]))
 
 
-class TakeToken(_TokenModule):
-    """A 1-Lipschitz module that maps each sequence to one of its tokens, from (batch, n, d) to (batch, d).
+class TakeToken(_SequenceModule):
+    """A 1-Lipschitz module that maps each sequence (batch, n, d) to its token at ``index``, (batch, d).
 
-    Parameters
-    ----------
-    index
-        Position of the token; negative numbers count from the end.
-
+    Negative indices count from the end.
     """
 
     _shown = ("index",)
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise ArgumentError("index", expected="a whole number", got=repr(index))
+        whole = isinstance(index, int) and not isinstance(index, bool)
+        check(whole, "index", "a whole number", repr(index))
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
@@ -197,18 +136,14 @@ class TakeToken(_TokenModule):
 
     def _check(self, length: object) -> int:
         n = check_length(length)
-        if not -n <= self.index < n:
-            raise ArgumentError("length", expected=f"a token number {self.index}", got=f"{n} tokens")
+        check(-n <= self.index < n, "length", f"a token number {self.index}", f"{n} tokens")
         return n
 
     def _count(self, length: int) -> int:
         return 1
 
-    def _reach(self, length: int, radius: float) -> float:
-        return radius
 
-
-class MeanPool(_TokenModule):
+class MeanPool(_SequenceModule):
     """A 1-Lipschitz module that maps tokens (batch, n, d) to √n times their mean, (batch, d).
 
     The mean itself has constant 1/√n, so the factor √n makes the constant 1.
@@ -227,25 +162,17 @@ class MeanPool(_TokenModule):
         return rounded_up(math.sqrt(length) * radius)
 
 
-class ClipTokens(_TokenModule):
-    """A 1-Lipschitz module that projects each token onto a ball around zero.
+class ClipTokens(_SequenceModule):
+    """A 1-Lipschitz module that projects each token onto the ball of a given ``radius`` around zero.
 
     If a model begins with this module, its certificate holds for all inputs instead of inputs in a ball only.
-
-    Parameters
-    ----------
-    radius
-        Radius of the ball.
-
     """
 
     _shown = ("radius",)
 
     def __init__(self, radius: float) -> None:
         super().__init__()
-        self.radius = check_ball(radius)
-        if not 0 < float(radius) < math.inf:
-            raise ArgumentError("radius", expected="a finite number > 0", got=repr(radius))
+        self.radius = check_number("radius", radius)
 
     def forward(self, x: Tensor) -> Tensor:
         """Scale each token of x (..., d) of norm above ``self.radius`` down to this norm."""
@@ -254,15 +181,12 @@ class ClipTokens(_TokenModule):
 
     def _reach(self, length: int, radius: float) -> float:
         # The radius may have been changed since the construction, which checks it.
-        return min(ClipTokens(self.radius).radius, radius)
+        return min(check_ball(check_number("radius", self.radius)), radius)
 
 
-def _drawn(
-    shape: tuple[int, ...], std: float, device: torch.device | str | None, dtype: torch.dtype | None
-) -> nn.Parameter:
+def _drawn(std: float, placed: Placement, *shape: int) -> nn.Parameter:
     """Return a weight (..., dim) of Gaussian numbers with standard deviation ``std``."""
     check_size("dim", shape[-1])
-    check_placement(device, dtype)
-    if not (math.isfinite(float(std)) and float(std) >= 0):
-        raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
-    return nn.Parameter(torch.randn(*shape, device=device, dtype=dtype) * float(std))
+    check_placement(**placed)
+    scale = check_number("std", std, "a finite number >= 0", lambda number: 0 <= number < math.inf)
+    return nn.Parameter(torch.randn(*shape, **placed) * scale)

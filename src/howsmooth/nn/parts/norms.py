@@ -4,53 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
-from howsmooth.bounds import Bound, norm_radius
-from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import check_ball, check_length, check_placement, check_size, check_tokens
-from howsmooth.nn.lipschitz_module import LipschitzModule
-from howsmooth.nn.upward_rounding import norm_above, rounded_up, upper_bound
+from howsmooth.bounds import norm_radius
+from howsmooth.nn.checks import Placement, check_number, check_placement, check_size, check_tokens
+from howsmooth.nn.lipschitz_module import TokenModule
+from howsmooth.nn.upward_rounding import norm_above, rounded_up
 
 __all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm", "norm_with_one"]
 
-_SOURCE = 'norm layers, howsmooth documentation, "Enforce"'
 
+class _LipschitzNorm(TokenModule):
+    """The base class of norm layers x ↦ Γ φ(Hx) + β of constant ‖ΓH‖ ≤ 1.
 
-class _LipschitzNorm(LipschitzModule):
-    """Base class of norm layers with a known Lipschitz constant.
-
-    The layer is x ↦ Γ φ(Hx) + β, where H is the identity or subtracts the mean, φ is a function that
-    subclasses define, Γ is the diagonal matrix of the gain, and β is the shift.
+    H is the identity or subtracts the mean, φ is a function that subclasses define, β is the shift, and Γ is
+    the diagonal matrix of the gain that is applied, gain / max(1, max |gain|). ``dim`` is the dimension of a
+    token, and ``affine`` says whether gain and shift are learned.
     """
 
+    _source = 'norm layers, howsmooth documentation, "Enforce"'
     _shown: ClassVar[tuple[str, ...]] = ("dim",)
     centred: bool
+    gain: nn.Parameter | None
+    shift: nn.Parameter | None
 
-    def __init__(
-        self,
-        dim: int,
-        affine: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, dim: int, affine: bool, placed: Placement) -> None:
         super().__init__()
         self.dim = check_size("dim", dim)
-        check_placement(device, dtype)
-        self.gain: nn.Parameter | None
-        self.shift: nn.Parameter | None
-        if affine:
-            self.gain = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
-        else:
-            self.register_parameter("gain", None)
-        if affine and self.centred:
-            self.shift = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
-        else:
-            self.register_parameter("shift", None)
+        check_placement(**placed)
+        ones = torch.ones(dim, **placed)
+        self.register_parameter("gain", nn.Parameter(ones) if affine else None)
+        shifted = affine and self.centred
+        self.register_parameter("shift", nn.Parameter(torch.zeros_like(ones)) if shifted else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the norm layer to each token of x (..., dim)."""
@@ -61,18 +50,8 @@ class _LipschitzNorm(LipschitzModule):
             return u
         return u * self._gain(self.gain) if self.shift is None else u * self._gain(self.gain) + self.shift
 
-    def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the Lipschitz constant of the norm layer.
-
-        It is ‖ΓH‖ ≤ 1, where Γ is the gain, and H is the identity or subtracts the mean.
-        """
-        check_length(length)
-        return upper_bound(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
-
-    def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of output tokens for input tokens of norm at most ``radius``."""
-        check_length(length)
-        reach = rounded_up(self._reach(check_ball(radius)))
+    def _reach(self, length: int, radius: float) -> float:
+        reach = rounded_up(self._longest(radius))
         if math.isinf(reach):
             return math.inf
         # norm_radius takes outputs β + √d ΓH u with |u| ≤ 1. Here |u| ≤ reach, so the gain is scaled.
@@ -85,7 +64,7 @@ class _LipschitzNorm(LipschitzModule):
     def _shorten(self, h: Tensor) -> Tensor:
         return h
 
-    def _reach(self, radius: float) -> float:
+    def _longest(self, radius: float) -> float:
         return radius
 
     def _gain(self, gain: Tensor) -> Tensor:
@@ -97,7 +76,7 @@ class _LipschitzNorm(LipschitzModule):
             return torch.ones(self.dim, dtype=torch.float64)
         return self._gain(self.gain).detach().to("cpu", torch.float64)
 
-    def _norm(self) -> float:
+    def _constant(self, length: int, radius: float) -> float:
         gain = self._gain_in_double()
         if not self.centred:
             return norm_above("gain", gain.abs().amax()[None, None])
@@ -111,50 +90,27 @@ class CenterNorm(_LipschitzNorm):
 
     The layer is x ↦ ΓHx + β = γ ∘ (x − mean(x)) + β with |γ| ≤ 1, and its constant is ‖ΓH‖ ≤ 1. H = I − 11ᵀ/d
     is a projection. LipsFormer (Qi et al. 2023) also multiplies by d/(d−1). With ``scaled`` the layer does
-    so, too, and its constant is larger by this factor.
-
-    Parameters
-    ----------
-    dim
-        Dimension d of a token.
-    affine
-        Whether gain and shift are learned; the gain that is applied is gain / max(1, max |gain|).
-    scaled
-        Whether to multiply by d/(d−1).
-
+    so, too, and its constant is larger by this factor. With ``affine`` gain and shift are learned; the gain
+    that is applied is gain / max(1, max |gain|).
     """
 
     centred = True
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        affine: bool = True,
-        scaled: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, *, affine: bool = True, scaled: bool = False, **placed: Unpack[Placement]
     ) -> None:
-        super().__init__(dim, affine, device, dtype)
+        super().__init__(dim, affine, placed)
         if scaled:
             check_size("dim", dim, least=2)
         self._factor = dim / (dim - 1) if scaled else 1.0
 
-    def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the Lipschitz constant of the norm layer.
-
-        It is ‖ΓH‖, where Γ is the gain and H = I − 11ᵀ/d subtracts the mean. With ``scaled`` it is multiplied
-        by d/(d−1).
-        """
-        check_length(length)
-        return upper_bound(
-            type(self).__name__, _SOURCE, rounded_up(self._factor * self._norm()), check_ball(radius)
-        )
+    def _constant(self, length: int, radius: float) -> float:
+        return rounded_up(self._factor * super()._constant(length, radius))
 
     def _shorten(self, h: Tensor) -> Tensor:
         return h if self._factor == 1.0 else self._factor * h
 
-    def _reach(self, radius: float) -> float:
+    def _longest(self, radius: float) -> float:
         return self._factor * radius
 
 
@@ -168,26 +124,15 @@ class _SmoothedNorm(_LipschitzNorm):
     _shown = ("dim", "floor")
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        floor: float = 1.0,
-        affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, *, floor: float = 1.0, affine: bool = True, **placed: Unpack[Placement]
     ) -> None:
-        super().__init__(dim, affine, device, dtype)
-        try:
-            self.floor = float(floor)
-        except (TypeError, ValueError):
-            self.floor = math.nan
-        if isinstance(floor, bool) or not (math.isfinite(self.floor) and self.floor > 0):
-            raise ArgumentError("floor", expected="a finite number > 0", got=repr(floor))
+        super().__init__(dim, affine, placed)
+        self.floor = check_number("floor", floor)
 
     def _shorten(self, h: Tensor) -> Tensor:
         return h / norm_with_one(h / self.floor, lambda squares, one: squares + one)
 
-    def _reach(self, radius: float) -> float:
+    def _longest(self, radius: float) -> float:
         if math.isinf(radius):
             return self.floor
         # r R / √(R² + r²), written so that neither squares nor products overflow.
@@ -199,37 +144,15 @@ class LipschitzLayerNorm(_SmoothedNorm):
 
     N(x) = γ ∘ r h/√(|h|² + r²) + β, where h = x − mean(x) and r is the floor. This is LayerNorm with ε =
     r²/d, times r/√d. Long tokens get a norm near r, and short centred tokens hardly change. The constant of
-    LayerNorm itself is about max|γ|/√ε, which is 316 for its default settings.
-
-    Parameters
-    ----------
-    dim
-        Dimension d of a token.
-    floor
-        r, also the largest norm of an output (before the shift).
-    affine
-        Whether gain and shift are learned; the gain that is applied is gain / max(1, max |gain|).
-
+    LayerNorm itself is about max|γ|/√ε, which is 316 for its default settings. With ``affine`` gain and shift
+    are learned; the gain that is applied is gain / max(1, max |gain|).
     """
 
     centred = True
 
 
 class LipschitzRMSNorm(_SmoothedNorm):
-    """An RMSNorm with Lipschitz constant at most 1 and outputs of norm at most ``floor``.
-
-    It is :class:`LipschitzLayerNorm` with h = x instead of h = x − mean(x), and without a shift.
-
-    Parameters
-    ----------
-    dim
-        Dimension d of a token.
-    floor
-        r, also the largest norm of an output.
-    affine
-        Whether a gain is learned; the gain that is applied is gain / max(1, max |gain|).
-
-    """
+    """:class:`LipschitzLayerNorm` with h = x instead of h = x − mean(x), and without a shift."""
 
     centred = False
 

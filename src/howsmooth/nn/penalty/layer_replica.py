@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from howsmooth.errors import ArgumentError
+from howsmooth.plain_modules import unwrapped
 
 __all__ = ["drawing_nothing", "replica"]
 
@@ -46,8 +47,8 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
     copies: dict[int, nn.Module] = {}
     buffers: dict[int, Tensor] = {}
     for path, module in layer.named_modules():
-        if isinstance(getattr(module, "_orig_mod", None), nn.Module):
-            continue  # a compiled wrapper: the module inside takes its place below
+        if unwrapped(module) is not module:
+            continue  # the module inside takes its place below
         obstacle = _obstacle(module)
         if obstacle:
             where = f"{name}.{path}" if path else name
@@ -78,11 +79,10 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
         copy.training = False
         copies[id(module)] = copy
     for module in layer.modules():
-        within = getattr(module, "_orig_mod", None)
-        if isinstance(within, nn.Module):
+        if (within := unwrapped(module)) is not module:
             copies[id(module)] = copies[id(within)]
     for module in layer.modules():
-        if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+        if unwrapped(module) is not module:
             continue
         # The copies refer to each other as the originals do, shared modules included.
         children = {key: None if c is None else copies[id(c)] for key, c in module._modules.items()}

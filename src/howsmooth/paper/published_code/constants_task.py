@@ -18,7 +18,6 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.paper.published_code import PublishedLayer, capture_layers, items_that_apply, measure_layer
 from howsmooth.seeds import derive_seed
-from howsmooth.study.input_sequences import TextFeed
 from howsmooth.study.records import PublishedKey, PublishedValue, Row, quantities
 from howsmooth.study.study_preparation import PreparedStudy, Subject
 from howsmooth.study.tasks.lipschitz_constants import batch_size, start_seed
@@ -148,14 +147,15 @@ def _wanted(
     study: PreparedStudy, subject: Subject, items: Sequence[str] | None
 ) -> Sequence[tuple[int, str, str]]:
     """List the values to measure on one text, as (layer, quantity, items)."""
-    feed = subject.feed
-    if not isinstance(feed, TextFeed):
+    if subject.text.kind != "text":
         raise ArgumentError(
             "as-published",
             expected="texts, the only input that the published code takes",
             got=f"{subject.text.kind} {subject.text.name!r}",
         )
-    tokens = feed.inputs([0], min(subject.lengths)).to(study.plan.device)
+    given = subject.feed.inputs([0], min(subject.lengths))
+    assert isinstance(given, Tensor)
+    tokens = given.to(study.plan.device)
     model = study.models.load_for(subject)
     found = capture_layers(model, tokens, list(subject.layers), training=False, seeds=[0])
     untrained = subject.spec.random_init

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel, Site, capture
-from howsmooth.models.tokens_under_dropout import DropoutRates, dropout_rates, training_tokens
+from howsmooth.paper.published_code.tokens_under_dropout import DropoutRates, dropout_rates, training_tokens
 from howsmooth.study.plans import PUBLISHED_ITEMS as ITEMS
 
 __all__ = ["ITEMS", "PublishedLayer", "capture_layers", "items_that_apply"]

@@ -12,18 +12,18 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
-from howsmooth.models.inputs.token_files import TokenStream, load_embeddings, load_token_ids
-from howsmooth.models.sequence_datasets import dataset_of
+from howsmooth.study.input_sequences import file_feed
+from howsmooth.study.token_files import TokenStream, load_tokens
 
 
 def ids(folder: Path, values: Any) -> TokenStream:
     np.save(folder / "ids.npy", values)
-    return load_token_ids(folder / "ids.npy")
+    return load_tokens(folder / "ids.npy", "tokens")
 
 
 def embedded(folder: Path, values: Any) -> TokenStream:
     np.save(folder / "x.npy", values)
-    return load_embeddings(folder / "x.npy")
+    return load_tokens(folder / "x.npy", "embeddings")
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, ">i4", np.uint64])
@@ -31,9 +31,9 @@ def test_ids_of_a_file(tmp_path: Path, dtype: Any) -> None:
     one = ids(tmp_path, np.array([[5, 6, 7], [8, 9, 10]], dtype=dtype))
     assert one.tokens.tolist() == [5, 6, 7, 8, 9, 10]
     assert one.tokens.dtype == torch.int64
-    assert (one.name, one.parts) == ("ids", ((0, 3), (3, 3)))
+    assert (one.name, one.lengths) == ("ids", (3, 3))
     flat = ids(tmp_path, np.array([5, 6, 7, 8, 9, 10], dtype=dtype))
-    assert flat.parts == ((0, 6),)
+    assert flat.lengths == (6,)
     assert flat.digest != one.digest
 
 
@@ -68,7 +68,7 @@ def test_what_holds_no_ids_is_refused(tmp_path: Path, kind: str) -> None:
     elif kind == "a folder":
         path.mkdir()
     with pytest.raises(ArgumentError) as error:
-        load_token_ids(path)
+        load_tokens(path, "tokens")
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
     assert ("expected a .npy file" in str(error.value)) == (kind not in NO_IDS)
@@ -78,8 +78,8 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     loaded = load_model("builtin-encoder")
     assert loaded.vocab_size is not None
     with pytest.raises(ArgumentError, match=f"id {loaded.vocab_size}"):
-        dataset_of(ids(tmp_path, [1, loaded.vocab_size]), loaded)
-    feed = dataset_of(ids(tmp_path, [[1, 2, 3], [4, 5, 6]]), loaded)
+        file_feed(ids(tmp_path, [1, loaded.vocab_size]), loaded)
+    feed = file_feed(ids(tmp_path, [[1, 2, 3], [4, 5, 6]]), loaded)
     assert isinstance(given := feed.inputs([0, 3], 3), torch.Tensor)
     assert given.tolist() == [[1, 2, 3], [4, 5, 6]]
     assert len(feed.words(0, 3)) == 3
@@ -118,8 +118,8 @@ def test_arrays_that_are_no_embedded_tokens(tmp_path: Path, array: Any, word: st
 def test_a_stream_must_fit_the_model(tmp_path: Path) -> None:
     loaded = load_model("builtin-encoder")
     with pytest.raises(ArgumentError, match="dimension 256"):
-        dataset_of(embedded(tmp_path, torch.randn(5, 8)), loaded)
-    feed = dataset_of(embedded(tmp_path, torch.randn(9, 256).double()), loaded)
+        file_feed(embedded(tmp_path, torch.randn(5, 8)), loaded)
+    feed = file_feed(embedded(tmp_path, torch.randn(9, 256).double()), loaded)
     given = feed.inputs([0, 5], 4)
     assert isinstance(given, dict)
     assert given["inputs_embeds"].dtype == torch.float32
@@ -127,6 +127,6 @@ def test_a_stream_must_fit_the_model(tmp_path: Path) -> None:
     encoder = load_model("builtin-encoder", part="encoder")
     assert (encoder.modality, encoder.layers, encoder.heads) == ("embeddings", 4, 8)
     with pytest.raises(ModelError, match="not token ids"):
-        dataset_of(ids(tmp_path, [1, 2]), encoder)
-    feed = dataset_of(embedded(tmp_path, torch.randn(9, 256)), encoder)
+        file_feed(ids(tmp_path, [1, 2]), encoder)
+    feed = file_feed(embedded(tmp_path, torch.randn(9, 256)), encoder)
     assert isinstance(feed.inputs([0], 4), torch.Tensor)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.measurement_mode import measurement_mode
+from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tracing.recorder import run
 from howsmooth.seeds import torch_seed
 from howsmooth.watching import Call, watched
@@ -31,7 +31,7 @@ class DropoutRates:
     outputs: float
 
 
-def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
+def dropout_rates(model: nn.Module) -> DropoutRates | None:
     """Return the dropout rates in the configuration of a model, or None if no rate is above zero."""
     weights, outputs = (
         next((float(rate) for name in names if (rate := getattr(model.config, name, None)) is not None), 0.0)
@@ -41,22 +41,12 @@ def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
 
 
 def training_tokens(
-    model: PreTrainedModel, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
+    model: nn.Module, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
 ) -> list[Tensor]:
-    """Run each sequence with dropout, and return the tokens (batch, n, d) of each captured attention layer.
+    """Run each sequence of token ids (batch, n) with dropout, from its own seed, and return the tokens
+    (batch, n, d) of each captured attention layer.
 
     The settings of the model and the random state are restored afterwards.
-
-    Parameters
-    ----------
-    model
-        A transformers model.
-    inputs
-        Token ids (batch, n).
-    sites
-        Sites captured from this model.
-    seeds
-        For each sequence, the seed of its dropout.
 
     Raises
     ------
@@ -75,7 +65,7 @@ def training_tokens(
             module.training = True
         for sequence, seed in zip(inputs, seeds, strict=True):
             torch.manual_seed(torch_seed(seed))
-            run(model, {"input_ids": sequence[None].to(model.device)})
+            run(ModelCall(model, {"input_ids": sequence[None].to(model.device)}, 1))
     if len(seen) != len(sites) or any(len(tokens) != len(inputs) for tokens in seen.values()):
         raise CaptureError(
             f"{type(model).__name__} uses one attention module for several layers, so that the tokens of one "

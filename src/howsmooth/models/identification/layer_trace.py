@@ -51,6 +51,7 @@ class LayerTrace:
     last_norm: ModuleCall | None = None  # the last norm before the attention module, anywhere in the model
     output: Tensor | None = None  # of the layer
     arguments: dict[str, Any] = field(default_factory=dict)  # of the attention module, by name
+    given: list[Tensor] = field(default_factory=list)  # the tensors that calls in the layer were given
 
 
 def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
@@ -100,10 +101,11 @@ def trace_layer(
     attention: list[Call] = []
 
     def starts(call: Call) -> None:
+        given = (*call.args, *call.kwargs.values())
+        trace.given += [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
         if call.module is not module or began:
             return
         # A layer may call its attention module several times: the call with the recorded tokens is traced.
-        given = (*call.args, *call.kwargs.values())
         same = [v for v in given if isinstance(v, Tensor) and v.shape == alone.x.shape]
         again = next((v for v in same if relative_error(v, alone.x) < _SAME), None)
         if again is not None:

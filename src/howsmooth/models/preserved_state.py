@@ -1,7 +1,4 @@
-"""A context in which a model can run between two training steps without any effect on the training.
-
-All state is restored to the last bit.
-"""
+"""A context in which a model can run between two training steps without any effect on the training."""
 
 from __future__ import annotations
 
@@ -13,35 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from howsmooth.models.measurement_mode import measurement_mode
-
 __all__ = ["preserved_state"]
 
 
 @contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Return a context manager that restores the state of the model and all random states at its end.
+    """Return a context manager that restores the buffers of the model, which some modules write even in
+    evaluation mode, and the random states of Python, NumPy and all CUDA devices, to the last bit.
 
-    ``measurement_mode`` sets evaluation mode in each module, disables gradients, and restores PyTorch's
-    random states on the CPU and on the model's device. This context manager also restores the random states
-    of Python, NumPy and all other CUDA devices, and the buffers, because some modules write to buffers even
-    in evaluation mode.
+    What ``measurement_mode`` changes, it restores itself.
     """
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that others use
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     dtype = torch.get_default_dtype()
     buffers = _Buffers(model)
-    calls = ((module, getattr(module, "_compiled_call_impl", None)) for module in model.modules())
-    compiled = [(module, call) for module, call in calls if call is not None]
     try:
-        # Without its compiled call, a module runs its plain forward and compiles nothing.
-        for module, _ in compiled:
-            module._compiled_call_impl = None
-        with measurement_mode(model):
-            yield
+        yield
     finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
         buffers.restore()
         torch.set_default_dtype(dtype)
         for device, state in enumerate(cuda):
@@ -64,8 +49,9 @@ class _Buffers:
     def restore(self) -> None:
         """Restore the buffers of the model that were written to or replaced since they were copied."""
         for buffer, copy, version in self._copies.values():
-            # PyTorch counts in-place changes; ``.data`` keeps this copy itself from being counted.
-            if buffer._version != version:
+            # PyTorch counts in-place changes, but not those of batch norm; ``.data`` keeps this copy itself
+            # from being counted.
+            if buffer._version != version or not (buffer.is_meta or torch.equal(buffer, copy)):
                 with torch.no_grad():
                     buffer.data.copy_(copy)
         for module, table in self._tables:

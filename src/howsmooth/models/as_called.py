@@ -1,0 +1,160 @@
+"""Comparison of a model as it is measured with the model as its user calls it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from howsmooth.errors import CaptureError
+from howsmooth.models.float32_weights import HALF, device_of, stored_dtype
+from howsmooth.models.inputs.model_inputs import model_inputs
+from howsmooth.models.measurement_mode import configs, measurement_mode, quiet
+from howsmooth.models.model_call import ModelCall
+from howsmooth.models.padded_sequences import padding_of
+from howsmooth.models.preserved_state import preserved_state
+from howsmooth.models.tolerance import relative_error
+from howsmooth.models.tracing.recorder import own_copies, run
+
+__all__ = ["as_called"]
+
+# The relative difference of outputs that rounding explains in single precision; and in half precision, which
+# may leave less than one digit after many layers.
+_SINGLE, _HALF = 1e-4, 0.5
+_CACHES = frozenset({"past_key_values", "cache_params"})
+
+
+@contextmanager
+def as_called(
+    model: nn.Module, inputs: Tensor | Mapping[str, Any], *, training: bool = True
+) -> Iterator[ModelCall]:
+    """Return a context manager in which a model runs as it is measured, and that yields its checked inputs.
+
+    What ``measurement_mode`` changes may not change the outputs of the model: where a change can matter, the
+    model is run once more without this change. A cache that matters stays on, and stores nothing. Without
+    ``training``, training mode is not compared.
+
+    Raises
+    ------
+    ArgumentError
+        If the model or an input is not of the kind that is measured.
+    CaptureError
+        If the outputs differ by more than rounding, or in training mode by more than random numbers.
+
+    """
+    given = _compared(model_inputs(model, inputs), training)
+    with measurement_mode(model):
+        yield given
+
+
+class _Forgetting(DynamicCache):  # type: ignore[misc]
+    """The empty cache of each call of a model: it returns the keys and values that it is given."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+def _compared(given: ModelCall, training: bool) -> ModelCall:
+    """Compare a model as it is measured with the model as called, and return the inputs to measure it with.
+
+    A model that raises an error as it is called has nothing to be compared with.
+    """
+    model = given.model
+    known, modules = isinstance(model, PreTrainedModel), list(model.modules())
+    named, padding, trained = given.named, padding_of(given), any(m.training for m in modules)
+    cached = any(getattr(config, "use_cache", False) for config in configs(model))
+    if known and "use_cache" in named:
+        cached, given = named["use_cache"], replace(given, named={**named, "use_cache": False})
+    plain: Any = None  # what the model returns as it is measured
+
+    def returned(named: Mapping[str, Any], keep: Collection[str] = (), drawn: int = 0) -> Any:
+        with preserved_state(model), measurement_mode(model, keep), quiet():
+            if drawn:  # other random numbers then follow
+                torch.rand(drawn, device=device_of(model)), random.random(), np.random.rand()  # noqa: NPY002
+            if "precision" in keep:
+                return model(**own_copies(named))
+            return run(replace(given, named=dict(named)))
+
+    def attempt(*how: Any) -> Any:
+        try:
+            return returned(*how)
+        except Exception:  # any code may run here; the measurement says what is wrong
+            return None
+
+    def error(called: Any) -> float:
+        nonlocal plain
+        plain = returned(given.named) if plain is None else plain
+        return _difference(called, plain, None if padding is None else padding.real)
+
+    def check(called: Any, user: str, measured: str, remedy: str, allowed: float = _SINGLE) -> None:
+        if called is not None and not error(called) <= allowed:
+            raise CaptureError(
+                f"{type(model).__name__} gives other outputs {user}, as it is called, than {measured}, as it "
+                f"is measured (relative difference {error(called):.1e}). {remedy}"
+            )
+
+    called = attempt(named, {"cache"}) if cached else None
+    if known and isinstance(called, Mapping) and not _CACHES & called.keys():
+        plain = called  # no cache was there to be switched off
+    elif known and called is not None and error(called) > _SINGLE:
+        kept = {**named, "use_cache": True, "past_key_values": _Forgetting()}
+        again = [attempt(kept), attempt(kept)]  # a state that a cache keeps all the same would show
+        if all(one is not None and _difference(called, one) <= _SINGLE for one in again):
+            given, plain = replace(given, named=kept), again[0]
+    remedy = "Call and measure it with use_cache=False, as an argument or in its configuration, or with an "
+    check(called, "with its cache", "without one", f"{remedy}attention_mask.")
+    of_torch = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+    if not trained and padding is None and any(isinstance(m, of_torch) for m in modules):
+        called = attempt(given.named, {"fast path"})
+        remedy = "Switch it off: torch.backends.mha.set_fastpath_enabled(False)."
+        check(called, "with PyTorch's fast path", "without it", remedy)
+    stored, device = stored_dtype(model), device_of(model).type
+    prepared = any("_original_forward" in vars(module) for module in modules)
+    if stored in HALF or prepared or torch.is_autocast_enabled(device):
+        as_stored = {
+            name: value.to(stored) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in named.items()
+        }
+        called = attempt(as_stored, {"cache", "fast path", "precision"})
+        remedy = "Use and measure model.float(), without autocast."
+        check(called, "in half precision", "in float32", remedy, _HALF)
+    if training and trained:
+        called = attempt(given.named, {"training"})
+        if called is not None and error(called) > _SINGLE:
+            again = attempt(given.named, {"training"}, 1009)
+            if again is not None and _difference(called, again) <= _SINGLE:
+                remedy = "No random numbers cause this. Call model.eval() first."
+                check(called, "in training mode", "in evaluation mode", remedy)
+    return given
+
+
+def _difference(called: Any, measured: Any, real: Tensor | None = None) -> float:
+    """Return the largest relative difference of two outputs of a model, at real tokens, or infinity."""
+    errors, wanted = [0.0], _tensors(measured)
+    for name, t in _tensors(called).items():
+        pair = [t, wanted.get(name, t)]
+        for mask in () if real is None else (real, real.mT):
+            pair = [t[mask] if t.shape[:2] == mask.shape else t for t in pair]
+        if pair[0].shape != pair[1].shape:
+            return math.inf
+        some = pair[0].isfinite() | pair[1].isfinite()
+        if bool(some.any()):
+            errors.append(relative_error(*(pair if bool(some.all()) else (t[some] for t in pair))))
+    return max(math.inf if math.isnan(one) else one for one in errors)
+
+
+def _tensors(output: Any) -> dict[str, Tensor]:
+    """Return the floating-point outputs of a model by name; of a tuple, only the first tensor."""
+    if isinstance(output, tuple | list):
+        output = next((t for t in output if isinstance(t, Tensor)), None)
+    found = {"": output} if isinstance(output, Tensor) else output
+    found = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
+    return {name: t for name, t in found.items() if isinstance(t, Tensor) and t.is_floating_point()}

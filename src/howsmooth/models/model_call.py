@@ -1,0 +1,40 @@
+"""A model with the arguments with which it is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from howsmooth.models.float32_weights import stored_dtype
+from howsmooth.models.measurement_mode import implementation
+
+__all__ = ["ModelCall"]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelCall:
+    """A model with the arguments with which it is called, which were checked."""
+
+    model: nn.Module
+    #: The arguments of the model by name: tensors first, then numbers, words, True, False and None.
+    named: dict[str, Any]
+    batch: int  # the number of sequences
+
+    @property
+    def kind(self) -> str:
+        """Name of the model's class, for messages."""
+        return type(self.model).__name__
+
+    @property
+    def implementation(self) -> str:
+        """The user's attention implementation, or "" for a model that transformers does not know."""
+        return implementation(self.model)
+
+    @cached_property
+    def stored(self) -> torch.dtype:
+        """The dtype in which the weights of the model are stored."""
+        return stored_dtype(self.model)

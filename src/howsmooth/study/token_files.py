@@ -1,0 +1,96 @@
+"""Read token ids and embedded tokens from .npy files, without running code that a file may contain."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from howsmooth.errors import ArgumentError, NonFiniteError, reason
+
+__all__ = ["TokenStream", "load_tokens"]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """Sequences of token ids or of embedded tokens, all of one length, concatenated into one tensor."""
+
+    name: str  #: The name of the file without its ending.
+    source: str  #: A phrase that says where the tokens come from.
+    digest: str  #: SHA-256 of the tokens.
+    #: Token ids (tokens,) in int64, or embedded tokens (tokens, d) in float32 or float64.
+    tokens: torch.Tensor = field(repr=False)
+    #: The length of each sequence. A study never cuts a sequence across their boundaries.
+    lengths: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of tokens in all sequences together."""
+        return len(self.tokens)
+
+
+def load_tokens(source: str | os.PathLike[str], kind: str) -> TokenStream:
+    """Read token ids or embedded tokens from a ``.npy`` file.
+
+    Parameters
+    ----------
+    source
+        The path of the file.
+    kind
+        ``"tokens"`` for an integer array (tokens,) or (sequences, tokens) of ids; ``"embeddings"`` for an
+        array (n, d) or (sequences, n, d) in float32 or float64.
+
+    Raises
+    ------
+    ArgumentError
+        If the file cannot be read, or its array is of another dtype or shape, or has numbers that are no ids.
+    NonFiniteError
+        If embedded tokens contain NaN or infinity.
+
+    """
+    what = {"tokens": "token ids", "embeddings": "embedded tokens"}[kind]
+    path = Path(source).expanduser()
+    where = str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."
+    array = _read(path, where, kind)
+    ids = kind == "tokens"
+    axes = array.ndim - (not ids)  # without that of the dimension
+    right = array.dtype.kind in "iu" if ids else array.dtype.kind == "f" and array.dtype.itemsize in (4, 8)
+    if not right or axes not in (1, 2) or not array.size:
+        raise ArgumentError(
+            where,
+            expected="token ids as an integer array (tokens,) or (sequences, tokens)"
+            if ids
+            else "embedded tokens as an array (n, d) or (sequences, n, d) in float32 or float64",
+            got=f"{array.dtype} of shape {array.shape}",
+            remedy="Token ids are given as tokens, and floating-point numbers as embeddings.",
+        )
+    if ids and not 0 <= int(array.min()) <= int(array.max()) < 2**63:
+        got = str(min(0, int(array.min())) or int(array.max()))
+        raise ArgumentError(where, expected="token ids, whole numbers of at least 0", got=got)
+    if not ids and not np.isfinite(array).all():
+        raise NonFiniteError(where, expected="finite numbers", got="NaN or infinity")
+    sequences = array if axes == 2 else array[None]
+    # torch supports neither foreign byte orders nor all strides, so that the array is copied.
+    dtype = np.dtype(np.int64) if ids else array.dtype.newbyteorder("=")
+    tokens = torch.from_numpy(np.array(sequences, dtype=dtype, order="C")).flatten(0, 1)
+    lengths = (sequences.shape[1],) * len(sequences)
+    digest = hashlib.sha256(f"{tokens.dtype} {lengths} ".encode())
+    digest.update(tokens.reshape(-1).view(torch.uint8).numpy().data)
+    count = "one sequence" if len(lengths) == 1 else f"{len(lengths)} sequences"
+    return TokenStream(path.stem, f"{what} of {where}, {count}", digest.hexdigest(), tokens, lengths)
+
+
+def _read(path: Path, where: str, argument: str) -> np.ndarray:
+    got = repr(where)
+    if path.suffix.lower() == ".npy":
+        try:
+            return np.asarray(np.load(path, allow_pickle=False))
+        except Exception as error:  # numpy raises many kinds of errors for a damaged header
+            got = f"{where}, which cannot be read ({reason(error)})"
+    raise ArgumentError(
+        argument, expected="a .npy file", got=got, remedy="numpy.save(file, array) writes one."
+    )
