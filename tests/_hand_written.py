@@ -1229,7 +1229,10 @@ CASES: dict[str, Case] = {
         make=lambda: Stack(Projected, lambda attention: DetrLayer()),
         tokens=(Spot("layers.1"),),
         heads=("layers.1.attention.out_proj",),
-        expected=dict.fromkeys(("head", "heads", "attention", "residual"), "any"),
+        expected={
+            **dict.fromkeys(("head", "heads", "attention", "residual"), "any"),
+            "block": "refused: cannot be identified",
+        },
         **_POST,
     ),
     "parallel": _stack(

@@ -1,9 +1,9 @@
 """Observation of the module calls of a running model.
 
 A module is watched however it is called: by ``module(x)``, by ``module.forward(x)``, or compiled, since the
-functions behind these calls are replaced on the watched module while the context lasts. A watcher may change
-the arguments of a call and its output. Nothing else in the library registers a hook or a mode on a model that
-it measures.
+functions behind these calls are replaced on the watched module: by :func:`watched` while a context lasts, by
+:class:`Watch` in each forward pass of a training. Nothing else in the library registers a hook or a mode on a
+model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Call", "StopForward", "bound_arguments", "first_tokens", "notice_downcasts", "watched"]
+from howsmooth.errors import ArgumentError
+
+__all__ = ["Call", "StopForward", "Watch", "bound_arguments", "first_tokens", "notice_downcasts", "watched"]
 
 
 class StopForward(BaseException):
@@ -143,15 +145,8 @@ class _Watcher:
 
         # A module compiled in place has a function here that does not know of the other two.
         new = {"_call_impl": call_impl, "forward": watching, "_compiled_call_impl": None}
-        fields = vars(self.module)
-        before = {key: fields[key] for key in new if key in fields}
-        fields.update(new)
-        try:
+        with _replaced(self.module, new):
             yield
-        finally:
-            for key in new:
-                del fields[key]
-            fields.update(before)
 
     def _seen(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(self.name, self.module, args, kwargs, self.number)
@@ -163,13 +158,183 @@ class _Watcher:
         return call.output
 
 
+@contextmanager
+def _replaced(module: nn.Module, new: dict[str, Any]) -> Iterator[None]:
+    """Return a context manager in which a module has other values in its own fields."""
+    fields = vars(module)
+    before = {key: fields[key] for key in new if key in fields}
+    fields.update(new)
+    try:
+        yield
+    finally:
+        for key in new:
+            del fields[key]
+        fields.update(before)
+
+
+class Watch:
+    """The calls of some modules in the forward passes of a model, for as long as the watch is attached.
+
+    It may stay over a training: what is computed, compiled and saved is the same. The model has two hooks,
+    which are no part of its copies and files, and its modules have another ``forward`` while a pass runs. A
+    pass without gradients is not watched, nor one that a checkpoint repeats in a backward pass.
+
+    Parameters
+    ----------
+    model, modules
+        The model, and the modules of it whose calls are seen, by name.
+    starts, ends
+        Called before and after each call of these modules; they change neither arguments nor output.
+    begins, finishes
+        Called before and after each pass of the model.
+
+    Raises
+    ------
+    ArgumentError
+        In a pass, if ``nn.DataParallel`` runs the model on several devices.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        *,
+        starts: Callable[[Call], None] | None = None,
+        ends: Callable[[Call], None] | None = None,
+        begins: Callable[[], None] = lambda: None,
+        finishes: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._model, self._modules = model, modules
+        self._starts, self._ends, self._begins, self._finishes = starts, ends, begins, finishes
+        self._forwards: list[_Forward] = []
+        self._handles: list[Any] = []
+        self._pass = ExitStack()  # what is undone at the end of the pass
+
+    @property
+    def attached(self) -> bool:
+        """Whether the passes of the model are watched."""
+        return bool(self._handles)
+
+    def attach(self) -> None:
+        """Begin to watch the passes of the model."""
+        from torch._dynamo.decorators import skip  # an import of seconds
+
+        if self._handles:
+            return
+        # The compiler leaves our functions out of its graphs, and compiles what they call.
+        skip(_Forward.__call__)
+        items = self._modules.items()
+        self._forwards = [_Forward(name, module, self._starts, self._ends) for name, module in items]
+        begin, finish = (_Uncopied(torch.compiler.disable(f)) for f in (self._begin, self._finish))
+        self._handles = [
+            self._model.register_forward_pre_hook(begin, with_kwargs=True),
+            # It runs also if the pass raises an exception, and of several watches the last one ends first.
+            self._model.register_forward_hook(finish, with_kwargs=True, always_call=True, prepend=True),
+        ]
+
+    def detach(self) -> None:
+        """End to watch the passes of the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._pass.close()
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not _counts():
+            return
+        if module is not self._model:
+            raise ArgumentError(
+                "model",
+                expected="a model that is run by its own parameters",
+                got=f"a replica of {type(module).__name__}, as nn.DataParallel makes for each device",
+                remedy="Train by DistributedDataParallel, or on one device.",
+            )
+        self._pass.close()  # of a pass that was interrupted
+        self._begins()
+        # PyTorch's fast path computes the attention of its encoder layers without a call.
+        fast = torch.backends.mha.get_fastpath_enabled()
+        self._pass.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        torch.backends.mha.set_fastpath_enabled(False)
+        for one in self._forwards:
+            if one.module is not self._model:
+                one.forward = one.module.forward
+                self._pass.enter_context(_replaced(one.module, {"forward": one}))
+            elif one.starts is not None:  # PyTorch has looked up the model's own forward already
+                one.starts(Call(one.name, module, args, kwargs))
+
+    def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not _counts():
+            return
+        self._pass.close()
+        for one in self._forwards:
+            if one.module is self._model and one.ends is not None:
+                one.ends(Call(one.name, module, args, kwargs, output=output))
+        self._finishes()
+
+
+def _counts() -> bool:
+    # A task id other than −1 means that a backward pass is running, in which checkpoints call layers again.
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+class _Forward:
+    """What stands in place of the ``forward`` of a module in a pass that is watched.
+
+    It is made once, because the compiler would take another one for a change of the model.
+    """
+
+    forward: Callable[..., Any]
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        starts: Callable[[Call], None] | None,
+        ends: Callable[[Call], None] | None,
+    ) -> None:
+        self.name, self.module, self.__wrapped__ = name, module, module.forward
+        self.starts, self.ends = (None if f is None else torch.compiler.disable(f) for f in (starts, ends))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = Call(self.name, self.module, args, kwargs)
+        if self.starts is not None:
+            self.starts(call)
+        output = self.forward(*args, **kwargs)
+        if self.ends is not None:
+            call.output = output
+            self.ends(call)
+        return output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A model that is copied after a pass that was interrupted has the forward of its class.
+        return getattr, (self.module, "forward")
+
+
+class _Uncopied:
+    """A hook that does nothing in a copy of its module, or in a file."""
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.function is not None:
+            self.function(*arguments)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Uncopied, ()
+
+
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a module call by parameter name, in the order of the signature."""
     try:
-        bound = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+        signature = inspect.signature(module.forward)
+        bound = dict(signature.bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):  # ValueError: a scripted module has no signature
         return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-    return {**bound, **bound.pop("kwargs", {})} if isinstance(bound.get("kwargs"), dict) else bound
+    last = next(reversed(bound), "")
+    further = last and signature.parameters[last].kind is inspect.Parameter.VAR_KEYWORD
+    return bound | bound.pop(last) if further else bound
 
 
 def first_tokens(arguments: dict[str, Any]) -> Tensor | None:

@@ -525,7 +525,7 @@ def test_transformers_models(name: str, attention: str) -> None:
     with SpectralPenalty(model, first_steps=120, rtol=1e-6) as penalty:
         model(input_ids=ids)
         penalty().backward()
-        calls = list(penalty._recorder.named().values())
+        calls = list(penalty._named_calls().values())
     assert len(calls) == len(penalty.report.layers) == 3
     # Oracle: the module itself in evaluation mode, one backward pass an entry of its output.
     model.eval()
@@ -588,7 +588,7 @@ def test_modules_that_are_named_are_taken_as_they_are() -> None:
 def test_a_star_stands_for_what_is_between_two_dots() -> None:
     model = tiny("bert")
     blocks = SpectralPenalty(model, ["encoder.layer.*"])
-    assert [*blocks._recorder._layers] == [f"encoder.layer.{i}" for i in range(3)]
+    assert [*blocks.layers] == [f"encoder.layer.{i}" for i in range(3)]
     assert "(BertModel, 3 layers," in repr(
         SpectralPenalty(model, ["encoder.*.*.attention", "encoder.layer.0.att*"])
     )
@@ -722,14 +722,14 @@ def test_checkpointed_layers_and_weights_made_by_hooks() -> None:
         m.zero_grad()
         with SpectralPenalty(m, first_steps=40) as penalty:
             (m(x).sum() + penalty()).backward()
-            assert len(penalty._recorder.calls) == 1  # the second pass of the checkpoint is not counted
+            assert len(penalty._calls) == 1  # the second pass of the checkpoint is not counted
         found.append(gradients(m))
     assert all(torch.allclose(found[0][name], g) for name, g in found[1].items())
     with SpectralPenalty(plain) as penalty:
         out = torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
-        calls = list(penalty._recorder.calls)
+        calls = list(penalty._calls)
         out.sum().backward()
-        assert penalty._recorder.calls == calls
+        assert penalty._calls == calls
 
     class Mixing(nn.Module):
         def __init__(self) -> None:
@@ -867,16 +867,120 @@ def test_compiled_models() -> None:
             assert torch.allclose(penalty(), expected)
 
 
+COMPILED: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "whole": lambda model: torch.compile(model, backend="eager"),  # type: ignore[dict-item]
+    "whole, in place": lambda model: [model.compile(backend="eager"), model][1],
+    "part": lambda model: nn.Sequential(model[0], torch.compile(model[1], backend="eager")),
+    "part, in place": lambda model: [model[1].compile(backend="eager"), model][1],
+}
+
+
 @pytest.mark.slow
-def test_a_part_that_was_compiled_and_run_before_is_not_left_out() -> None:
+@pytest.mark.parametrize("way", COMPILED)
+def test_what_was_compiled_and_run_before_is_not_left_out(way: str) -> None:
     torch._dynamo.reset()
     one, other = (nn.TransformerEncoderLayer(D, 2, 8, 0.0, batch_first=True).double() for _ in range(2))
-    model, x = nn.Sequential(one, torch.compile(other, backend="eager")), tokens()
-    model(x)
+    model, x, found = nn.Sequential(one, other), tokens(), []
     with SpectralPenalty(model) as penalty:
         model(x)
-        with pytest.raises(ArgumentError, match=r"no such pass through 1\._orig_mod.*module\.compile\(\)"):
-            penalty()
+        found.append([*penalty.terms().values()])
+    compiled = COMPILED[way](model)
+    compiled(x)
+    for _ in range(2):
+        with SpectralPenalty(compiled) as penalty:
+            compiled(x)
+            found.append([*penalty.terms().values()])
+    for terms in found[1:]:
+        assert torch.allclose(torch.stack(terms), torch.stack(found[0]))
+
+
+class Direct(nn.Module):
+    """Calls the attention of its layers by ``forward``, as Llama of Meta does."""
+
+    def __init__(self, direct: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([attention(0), attention(1)])
+        self.direct = direct
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            call = layer.forward if self.direct else layer
+            x = x + call(x, x, x)[0]
+        return x
+
+
+@pytest.mark.parametrize("kind", [SpectralPenalty, JasminPenalty])
+@pytest.mark.parametrize("compiled", others_slow([False, True], [False]))
+def test_layers_that_are_called_by_their_forward_are_seen(kind: type, compiled: bool) -> None:
+    found = []
+    for direct in (True, False):
+        torch._dynamo.reset()
+        model, x = Direct(direct), tokens()
+        with kind(model) as penalty:
+            (torch.compile(model, backend="eager") if compiled else model)(x)
+            found.append(penalty.terms())
+            penalty().backward()
+        assert len(gradients(model)) >= 2
+    assert [*found[0]] == [*found[1]] == ["layers.0", "layers.1"]
+    assert torch.equal(torch.stack([*found[0].values()]), torch.stack([*found[1].values()]))
+
+
+def test_two_penalties_watch_one_model_and_leave_it_as_it_was() -> None:
+    model, x = Direct(), tokens()
+    fields = [set(vars(m)) for m in model.modules()]
+    one, other = SpectralPenalty(model).attach(), JasminPenalty(model).attach()
+    for _ in range(2):
+        model(x)
+        assert len(one.terms()) == len(other.terms()) == 2
+        assert [set(vars(m)) for m in model.modules()] == fields
+    one.detach()
+    model(x)
+    assert len(other.terms()) == 2
+    assert [set(vars(m)) for m in model.modules()] == fields
+
+
+def test_a_copy_after_an_interrupted_pass_computes_with_its_own_weights() -> None:
+    class Interrupted(Direct):
+        stops = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if self.stops:
+                raise KeyboardInterrupt
+            return x
+
+    model, x = Interrupted(), tokens()
+    with SpectralPenalty(model) as penalty:
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        copied = copy.deepcopy(model)
+        model.stops = copied.stops = False
+        with torch.no_grad():
+            copied.layers[0].out_proj.weight.zero_()
+        calls = len(penalty._calls)
+        assert not torch.equal(copied(x), model(x))
+        assert len(penalty._calls) == calls  # those of the model alone
+    assert all("forward" not in vars(m) for m in model.modules())
+
+
+def test_a_replica_of_data_parallel_is_refused() -> None:
+    """Its layers hold tensors in place of parameters, so that a penalty would have no gradient."""
+    model = Direct()
+    with SpectralPenalty(model):
+        replica = model._replicate_for_data_parallel()
+        with pytest.raises(ArgumentError, match=r"nn\.DataParallel makes .* by DistributedDataParallel"):
+            replica(tokens())
+        with torch.no_grad():
+            assert torch.equal(replica(tokens()), model(tokens()))
+
+
+def test_frozen_encoder_layers_are_seen_too() -> None:
+    """PyTorch computes their attention in one operation where no gradient is asked for."""
+    model = TINY["torch"]().double().eval().requires_grad_(False)
+    with SpectralPenalty(model) as penalty:
+        model(torch.randn(2, 5, 24, dtype=torch.float64))
+        assert len(penalty.measure()) == 2
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 @pytest.mark.parametrize("accepts", others_slow([True, False], [True]))

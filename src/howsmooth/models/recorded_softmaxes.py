@@ -25,11 +25,10 @@ from howsmooth.models.identification.qkv_projections import weight_and_bias
 from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.padded_sequences import check_one_sequence
 from howsmooth.models.tolerance import relative_error
-from howsmooth.models.tracing.attention_hooks import plain_attention
 from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.recorder import AttentionLayer, is_linear, output_of, run, run_with_attention
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.models.tracing.softmax_call import SoftmaxCall, plain_attention
 from howsmooth.seeds import torch_seed
 from howsmooth.watching import Call, watched
 
@@ -41,7 +40,6 @@ Change = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None]
 
 _SAME = 1e-3  # relative difference of outputs above which the intercepted model is not the model
 _CROSS = "its queries and keys come from different tokens (cross-attention)"
-_WINDOWS = "its softmax acts on windows of the tokens"
 
 
 @dataclass(eq=False)
@@ -68,12 +66,14 @@ class RecordedSoftmax:
         is that of the projection, or the concatenated heads if there is none. A CaptureError says why the
         layer is no such map.
         """
-        softmax = self.softmax
-        if self.obstacle or softmax.query is None or softmax.key is None:
+        softmax, q, k = self.softmax, self.softmax.query, self.softmax.key
+        if self.obstacle or q is None or k is None:
             raise CaptureError(self.obstacle)
-        if softmax.query.ndim > 4 and self.projection is None:
-            raise CaptureError(_WINDOWS)
-        n = softmax.key.shape[-2]
+        n = k.shape[-2]
+        if q.shape[-2] != n:
+            raise CaptureError(f"it attends from {q.shape[-2]} tokens to {n}")
+        if (q.ndim > 3 and q.shape[0] != 1) or (q.ndim > 4 and self.projection is None):
+            raise CaptureError("its softmax acts on windows of the tokens")
         visible, bias = (
             None if t is None else t.expand(*t.shape[:-2], n, n).reshape(-1, n, n)
             for t in split_mask(self.layer, softmax.mask)
@@ -85,8 +85,8 @@ class RecordedSoftmax:
             with weights_in_memory(self.projection):
                 weight, output_bias = map(_double, weight_and_bias(self.projection))
         return SelfAttention(
-            _double(softmax.query.flatten(0, -3).mT),
-            _double(self.by_head(softmax.key)[:, 0].mT),
+            _double(q.flatten(0, -3).mT),
+            _double(self.by_head(k)[:, 0].mT),
             _double(self.by_head(softmax.value)[:, 0].mT),
             weight,
             output_bias=output_bias,
@@ -130,19 +130,17 @@ class RecordedModel:
                 other = "".join(f" Its layer {one} has {NO_SOFTMAX}." for one in self.without_softmax[:1])
                 raise CaptureError(f"No softmax attention of {name} was seen.{other}")
             output = run(self.call)
-            pair = [
-                first_tensor(one if (t := _named_logits(one)) is None else t) for one in (recorded, output)
-            ]
-            if relative_error(*pair) > _SAME:
+            #: The logits of the unchanged model, (rows, classes): one row for each token, or for the
+            #: sequence. None if the model has none.
+            self.logits = self._rows(output)
+            tensor: Any = first_tensor if self.logits is None else self._rows
+            if relative_error(tensor(recorded), tensor(output)) > _SAME:
                 why = "; ".join(dict.fromkeys(at.obstacle for at in self.layers if at.obstacle))
                 raise CaptureError(
                     f"{name} has another output if each softmax is computed from its queries, keys and values"
                     f"{': ' if why else ''}{why}."
                 )
             self._find_cross_attention()
-        #: The logits of the unchanged model, (rows, classes): one row for each token, or for the sequence.
-        #: None if the model has none.
-        self.logits = self._rows(output)
 
     def mean_kl(self, change: Change) -> float:
         """Return the mean KL divergence between the predictions of the model with original and with changed
@@ -198,19 +196,13 @@ class RecordedModel:
             self.layers[-1].obstacle, self._heads = "it has several softmaxes", None
             return output
         heads = output_of(softmax) if output is None else output
-        m, n = heads.shape[-2], softmax.value.shape[-2]
-        obstacle = softmax.obstacle
-        if m != n:
-            obstacle = obstacle or f"it attends from {m} tokens to {n}"
-        elif heads.ndim > 3 and heads.shape[0] != 1:
-            obstacle = obstacle or _WINDOWS
         # The model may change its tensors later.
         q, k = (None if t is None else t.clone() for t in (softmax.query, softmax.key))
         v = softmax.value.clone()
         softmax = replace(softmax, query=q, key=k, value=v, output=None, probabilities=None)
         projection = layer.module.out_proj if isinstance(layer.module, nn.MultiheadAttention) else None
         kv_heads = _different([t.flatten(0, -3) for t in (k, v) if t is not None])
-        self.layers.append(RecordedSoftmax(layer, softmax, obstacle, projection, kv_heads))
+        self.layers.append(RecordedSoftmax(layer, softmax, softmax.obstacle, projection, kv_heads))
         self._heads, self._given = heads.flatten(0, -3).movedim(0, 1).flatten(1), []
         return output
 
@@ -272,24 +264,19 @@ class RecordedModel:
 
         They are named so, or an output without names has a number for each token of the vocabulary.
         """
-        logits = _named_logits(output)
-        if logits is None and not isinstance(output, dict):
-            first = first_tensor(output)
-            logits = first if first.shape[-1:].numel() in self._vocabularies else None
-        return None if logits is None or logits.ndim < 2 or logits.shape[-1] < 2 else logits.flatten(0, -2)
-
-
-def _named_logits(output: Any) -> Tensor | None:
-    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
-    return logits if isinstance(logits, Tensor) else None
+        named = getattr(output, "logits", None)
+        logits = named if isinstance(named, Tensor) else first_tensor(output)
+        if logits.ndim < 2 or logits.shape[-1] < 2:
+            return None
+        known = logits is named or (not isinstance(output, dict) and logits.shape[-1] in self._vocabularies)
+        return logits.flatten(0, -2) if known else None
 
 
 def _computed(softmax: SoftmaxCall) -> Tensor | None:
     """Compute a softmax attention from its operands; return None if they are not known."""
     if softmax.obstacle or softmax.query is None or softmax.key is None:
         return None
-    operands = softmax.query, softmax.key, softmax.value, softmax.mask, softmax.scale
-    return plain_attention(*operands, softmax.softcap, softmax.sinks, causal=softmax.causal)
+    return plain_attention(softmax)
 
 
 def _different(operands: list[Tensor]) -> int:

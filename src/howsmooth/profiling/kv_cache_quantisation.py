@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from textwrap import indent
 from typing import Any, ClassVar
@@ -132,30 +132,15 @@ class Precision(Result):
         """Choose numbers of bits for the keys and the values of each head, such that the average number of
         bits is at most ``average``.
 
-        The numbers of bits are chosen among those in the table, so measure several, such as 2, 3, 4, 5, 6 and
-        8. All heads start with the smallest number. Bits are then added where they lower the predicted effect
-        most for each bit, until the average is reached. The effect is the predicted divergence if the model
-        has logits. Otherwise the effect is the squared predicted change of the attention's output, divided by
-        the squared norm of this output. Effects of several heads are added.
+        The numbers of bits are chosen among those in the table for the quantiser, so measure several, such as
+        2, 3, 4, 5, 6 and 8. All heads start with the smallest number. Bits are then added where they lower
+        the predicted effect most for each bit, until the average is reached. The effect is the predicted
+        divergence if the model has logits. Otherwise the effect is the squared predicted change of the
+        attention's output, divided by the squared norm of this output. Effects of several heads are added.
 
-        Parameters
-        ----------
-        average
-            The largest average number of bits of an entry, not below the fewest bits of the table.
-        quantiser
-            The quantiser, one of the table.
-
-        Returns
-        -------
-        pandas.DataFrame
-            One row for each layer, head and operand, with ``bits`` and ``effect``, its predicted effect.
-
-        Raises
-        ------
-        ArgumentError
-            If the table has no such quantiser or only one number of bits, or even its fewest bits are more
-            than ``average``.
-
+        The result has one row for each layer, head and operand, with ``bits`` and ``effect``, its predicted
+        effect. An ArgumentError says that the table has no such quantiser or only one number of bits, or that
+        even its fewest bits are more than ``average``.
         """
         rows = self.table[self.table["quantiser"] == quantiser]
         if rows.empty:
@@ -192,6 +177,8 @@ class Precision(Result):
         divergence between the original predictions and the predictions of this run.
 
         The model runs once. The keys and values of a layer are computed from the quantised layers before it.
+        The result is the mean Kullback–Leibler divergence in nats. An ArgumentError says that the model has
+        no logits, or that an argument does not fit.
 
         Parameters
         ----------
@@ -201,16 +188,6 @@ class Precision(Result):
             table does not name stay exact. The table may come from another input of the same model.
         quantiser
             The quantiser.
-
-        Returns
-        -------
-        float
-            The mean Kullback–Leibler divergence in nats.
-
-        Raises
-        ------
-        ArgumentError
-            If the model has no logits, or an argument does not fit.
 
         """
         if self.logits is None:
@@ -417,20 +394,18 @@ def precision(
         refused.insert(0, f"The divergence of predictions is left out: {name} has no logits.")
     if not rows:
         raise CaptureError(f"No layer of {name} can be treated. {refused[-1]}")
-    found = Precision(
+    places = [(row["layer"], row["head"], row["operand"]) for row in rows]
+    cases = list(dict.fromkeys((row["quantiser"], count) for row in rows for count in wanted[0]))
+    together = [(q, c, simulated_kl(whole, dict.fromkeys(places, c), q)) for q, c in cases if whole]
+    return Precision(
         **given.origin(),
         table=PrintedTable(rows),
-        together=pd.DataFrame(columns=["quantiser", "bits", "kl"]),
-        n=max(recorded.layers[row["layer"]].softmax.value.shape[-2] for row in rows),
+        together=pd.DataFrame(together, columns=["quantiser", "bits", "kl"]),
+        n=max(recorded.layers[layer].softmax.value.shape[-2] for layer, _, _ in places),
         seed=seed,
         refused=tuple(refused),
         logits=whole,
     )
-    if whole is None:
-        return found
-    cases = [(quantiser, count) for quantiser in found.table["quantiser"].unique() for count in wanted[0]]
-    together = [{"quantiser": q, "bits": count, "kl": found.simulate(count, q)} for q, count in cases]
-    return replace(found, together=pd.DataFrame(together))
 
 
 def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:

@@ -30,7 +30,7 @@ from howsmooth import batching
 from howsmooth.attention import StagedAttention, scaled_dot_product
 from howsmooth.jacobian import tiling
 from howsmooth.models import capture
-from howsmooth.models.tracing import attention_hooks, mask_and_bias
+from howsmooth.models.tracing import mask_and_bias, softmax_call
 from tests._selection import others_slow
 
 N = 1200
@@ -82,7 +82,7 @@ def test_capture_of_a_layer_and_its_block_makes_no_tensor_of_n_squared_bytes(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is formed in blocks of a fixed size is long here at 1,200 tokens.
-    monkeypatch.setattr(attention_hooks, "_ENTRIES", N * N // 16)
+    monkeypatch.setattr(softmax_call, "_ENTRIES", N * N // 16)
     monkeypatch.setattr(mask_and_bias, "_ENTRIES", N * N // 16)
     torch.manual_seed(0)
     model = make().eval()
@@ -139,14 +139,17 @@ def naive(
 def test_plain_attention_in_blocks_of_heads_and_rows(
     entries: int, causal: bool, additive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_hooks, "_ENTRIES", entries)
+    monkeypatch.setattr(softmax_call, "_ENTRIES", entries)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 9, 3, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(2, 2, 9, d, generator=generator, dtype=torch.float64) for d in (3, 5))
     sinks = torch.randn(4, generator=generator, dtype=torch.float64)
     mask = torch.rand(4, 9, 9, generator=generator) > 0.3
     given = torch.where(mask, 0.0, -math.inf).double() if additive else mask
-    got = attention_hooks.plain_attention(q, k, v, given, 0.3, 2.0, sinks, causal=causal)
+    call = softmax_call.SoftmaxCall(
+        query=q, key=k, value=v, scale=0.3, mask=given, softcap=2.0, sinks=sinks, causal=causal
+    )
+    got = softmax_call.plain_attention(call)
     seen = mask.tril() if causal else mask
     wanted = naive(*(t.numpy() for t in (q, k, v, seen)), 2.0, sinks.numpy())
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-14)
@@ -158,13 +161,14 @@ def test_plain_attention_in_blocks_of_heads_and_rows(
 def test_plain_attention_without_anything_else(
     entries: int, value_dim: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_hooks, "_ENTRIES", entries)
+    monkeypatch.setattr(softmax_call, "_ENTRIES", entries)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(1, 4, 9, 3, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(1, 2, 9, d, generator=generator, dtype=torch.float64) for d in (3, value_dim))
     seen = np.tril(np.ones((4, 9, 9), dtype=bool)) if causal else np.ones((4, 9, 9), dtype=bool)
     wanted = naive(*(t.numpy() for t in (q, k, v)), seen, 1e9, np.full(4, -np.inf))
-    got = attention_hooks.plain_attention(q, k, v, None, 0.3, causal=causal)
+    call = softmax_call.SoftmaxCall(query=q, key=k, value=v, scale=0.3, causal=causal)
+    got = softmax_call.plain_attention(call)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-14)
 
 

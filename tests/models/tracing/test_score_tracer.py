@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
+from howsmooth.models.tracing.softmax_call import SoftmaxCall
+from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
 
 F64 = torch.float64
 OPERATIONS = (

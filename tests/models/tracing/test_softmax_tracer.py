@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
+from howsmooth.models.tracing.softmax_call import SoftmaxCall
+from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
 
 B, H, M, D, DV = 2, 3, 5, 4, 7  # value_dim > n: the output tells the probabilities
 MIN = torch.finfo(torch.float64).min

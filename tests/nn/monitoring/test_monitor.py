@@ -270,16 +270,16 @@ def test_a_deep_model_is_measured_one_layer_at_a_time() -> None:
     monitor = LipschitzMonitor(GPT2LMHeadModel(config), PROBES[:1], strict=True)
     alive: list[weakref.ref[Any]] = []
     most = 0
-    measured_at = measurement.Accuracy.at
+    local_lipschitz = measurement.local_lipschitz
 
-    def watched_at(self: Any, f: Any, *rest: Any) -> Any:
+    def watched_at(f: Any, *rest: Any, **options: Any) -> Any:
         nonlocal most
         alive.append(weakref.ref(f))
         most = max(most, sum(one() is not None for one in alive))
-        return measured_at(self, f, *rest)
+        return local_lipschitz(f, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measurement.Accuracy, "at", watched_at)
+        patch.setattr(measurement, "local_lipschitz", watched_at)
         rows = monitor.measure(0)
     assert [row.layer for row in rows] == [*range(8)]
     assert most <= 2
@@ -760,7 +760,7 @@ def refusals() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"probes": ids.float()}, "token ids as an integer tensor"
     yield {"probes": ids + 40}, "token ids from 0 to 39"
     yield {"probes": {"input_ids": ids, "attention_mask": nothing}}, "a sequence of nothing but padding"
-    yield {"every": 0}, "every: expected a whole number of steps >= 1, got 0"
+    yield {"every": 0}, "every: expected a whole number >= 1, got 0"
     yield (
         {"scope": "head"},
         "scope: expected one of heads, attention, residual, block, got 'head'. A row is a whole",
@@ -785,11 +785,11 @@ def test_arguments_of_wrong_types_are_refused(trainings: dict[str, Any]) -> None
     said = [
         "model: expected a torch.nn.Module, got int",
         "inputs: expected token ids",
-        "every: expected a whole number of steps >= 1, got 1.5",
+        "every: expected a whole number >= 1, got 1.5",
         "callback: expected a function of a record, got int",
-        "layers: expected a list of layer indices, got 'a'",
+        "layers: expected a list of layer indices, or None, got ['a']",
         "layers: expected a list of layer indices, or None, got '0'",
-        "seed: expected an integer >= 0, got 0.5",
+        "seed: expected a whole number >= 0, got 0.5",
     ]
     for message, words in zip(trainings["refused"], said, strict=True):
         assert message.startswith(words)

@@ -35,7 +35,7 @@ from howsmooth.models.tracing.mask_and_bias import (
     split_mask,
 )
 from howsmooth.models.tracing.recorder import AttentionLayer, is_linear, output_of
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.models.tracing.softmax_call import SoftmaxCall
 
 __all__ = [
     "CapturedMap", "Hypothesis", "condition_of", "heads_in", "hypotheses", "norms_all_heads", "tail_of",

@@ -12,7 +12,7 @@ from howsmooth.models.tolerance import relative_error
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import ModuleReplay
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, is_linear, is_norm
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.models.tracing.softmax_call import SoftmaxCall
 from howsmooth.watching import Call, watched
 
 if TYPE_CHECKING:

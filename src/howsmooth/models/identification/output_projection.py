@@ -24,7 +24,7 @@ from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.recorder import is_linear, output_of
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.models.tracing.softmax_call import SoftmaxCall
 
 __all__ = ["AttentionOutput", "find_output", "heads_of", "is_given"]
 

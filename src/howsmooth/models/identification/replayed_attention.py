@@ -21,7 +21,7 @@ from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.models.identification.module_map import ModuleMap
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.models.tracing.softmax_call import SoftmaxCall
 from howsmooth.plain_modules import eager
 from howsmooth.watching import Call, StopForward, watched
 

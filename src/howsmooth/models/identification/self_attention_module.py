@@ -22,13 +22,12 @@ from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor, token_arguments
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.models.tracing.softmax_call import SoftmaxCall
 from howsmooth.watching import Call
 
 __all__ = [
-    "MEMORY", "QUERIES", "CrossAttention", "SelfAttentionModule", "attention_run",
-    "check_finite", "errors_of", "find_self_attention", "kept_tensors", "moved_tokens", "obstacle_of",
-    "tried_arguments",
+    "MEMORY", "QUERIES", "CrossAttention", "SelfAttentionModule", "attention_run", "check_finite",
+    "errors_of", "find_self_attention", "kept_tensors", "moved_tokens", "obstacle_of", "tried_arguments",
 ]  # fmt: skip
 
 #: The operands of a softmax that come from the tokens of the queries, and from the memory.

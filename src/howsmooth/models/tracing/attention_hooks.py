@@ -8,27 +8,21 @@ are found by the :class:`~howsmooth.models.tracing.softmax_tracer.SoftmaxTracer`
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import flex_attention
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.measurement_mode import own_attention
-from howsmooth.models.tracing.softmax_tracer import (
-    SoftmaxCall,
-    SoftmaxTracer,
-    capped_scores,
-    softmax_values,
-    triangle,
-)
+from howsmooth.models.tracing.softmax_call import SoftmaxCall, plain_attention
+from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
 
-__all__ = ["OnSoftmax", "intercept_softmaxes", "plain_attention"]
-
-OnSoftmax = Callable[[SoftmaxCall], Tensor | None]
+__all__ = ["intercept_softmaxes"]
 
 #: Keyword arguments of attention functions that have no effect in one forward pass without cache or dropout.
 #: ``sliding_window`` is among them because the mask of the call already contains the window.
@@ -38,16 +32,17 @@ _WITHOUT_EFFECT = frozenset({
     "return_dict", "sliding_window", "use_cache",
 })  # fmt: skip
 
-# Number of scores that are computed at a time; it bounds the memory of long sequences.
-_ENTRIES = 1 << 22
-
 #: Keyword arguments that say which keys each query sees, chosen from the tokens (data-dependent sparsity).
 _SPARSE = frozenset({"block_indices", "indices"})
 
 
 @contextlib.contextmanager
 def intercept_softmaxes(
-    module: nn.Module, on_softmax: OnSoftmax, *, implementation: str | None, compute: bool = True
+    module: nn.Module,
+    on_softmax: Callable[[SoftmaxCall], Tensor | None],
+    *,
+    implementation: str | None,
+    compute: bool = True,
 ) -> Iterator[None]:
     """Return a context manager that calls ``on_softmax`` with every softmax attention that ``module``
     computes.
@@ -77,16 +72,20 @@ def intercept_softmaxes(
     # name.
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                scaling: float | None = None, **keywords: Any) -> tuple[Tensor, None]:  # fmt: skip
+        # Without a mask, SDPA is causal if the module says so; the eager implementation then hides nothing.
+        causal = keywords.pop("is_causal", None)
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        causal = implementation.startswith("sdpa") and bool(causal)
         with torch._C.DisableTorchFunction():  # hide this computation from the tracer
-            softmax = _interface_call(
-                module, query, key, value, attention_mask, scaling, keywords, implementation, compute
-            )
-            other = on_softmax(softmax)
-        output = softmax.output if other is None else other
+            call = _interface_call(query, key, value, attention_mask, scaling, keywords, causal=causal)
+            if compute:
+                zeros = query.shape[:-1] + value.shape[-1:]
+                done = query.new_zeros(zeros) if call.obstacle else plain_attention(call)
+                call = replace(call, output=done)
+            other = on_softmax(call)
+        output = call.output if other is None else other
         if output is None:
-            raise CaptureError(
-                f"{type(module).__name__}: {softmax.obstacle or 'its output was not computed'}."
-            )
+            raise CaptureError(f"{type(module).__name__}: {call.obstacle or 'its output was not computed'}.")
         return output.transpose(-3, -2).contiguous(), None
 
     with own_attention(module, attend), tracer:
@@ -107,36 +106,33 @@ def _flex_is_replaced() -> Iterator[None]:
 
 
 def _interface_call(
-    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scaling: float | None,
+    scale: float | None,
     keywords: dict[str, Any],
-    implementation: str,
-    compute: bool,
+    *,
+    causal: bool,
 ) -> SoftmaxCall:
-    causal = keywords.pop("is_causal", None)
+    """Return the attention of a call of the interface; ``causal`` is the order in a call without a mask."""
     bias, cap = keywords.pop("position_bias", None), keywords.pop("softcap", None)
     sinks = [t for t in (keywords.pop("s_aux", None), keywords.pop("sinks", None)) if t is not None]
     obstacle = _unread(keywords) or _shapes(query, key, value)
-    # Without a mask, SDPA is causal if the module says so; the eager implementation then hides nothing.
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    ordered = mask is None and implementation.startswith("sdpa") and bool(causal)
-    if ordered and query.shape[-2] != key.shape[-2]:
-        mask, ordered = triangle(query, key), False
-    if isinstance(bias, Tensor):
-        mask = bias if mask is None else _added(bias, mask)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    sink = sinks[0].reshape(-1) if sinks and sinks[0].numel() == query.shape[1] else None
-    if sinks and sink is None:
+    if sinks and sinks[0].numel() != query.shape[1]:
         obstacle = obstacle or "its sinks are not one number for each head"
-    if obstacle or not compute:
-        output = query.new_zeros(*query.shape[:-1], value.shape[-1]) if compute else None
-        return SoftmaxCall(query, key, value, scale, None, None, None, output, None, "interface", obstacle)
-    output = plain_attention(query, key, value, mask, scale, cap, sink, causal=ordered)
-    return SoftmaxCall(query, key, value, scale, mask, cap, sink, output, None, "interface", "", ordered)
+    if obstacle:
+        return SoftmaxCall(query=query, key=key, value=value, kind="interface", obstacle=obstacle)
+    causal = causal and mask is None
+    if isinstance(bias, Tensor):
+        if mask is None:
+            mask = bias
+        else:
+            mask = torch.where(mask, bias, -math.inf) if mask.dtype == torch.bool else bias + mask
+    sink = sinks[0].reshape(-1) if sinks else None
+    return SoftmaxCall.given(
+        query, key, scale, mask, causal=causal, value=value, softcap=cap, sinks=sink, kind="interface"
+    )
 
 
 def _unread(keywords: dict[str, Any]) -> str:
@@ -163,73 +159,3 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
             "heads, n, head_dim) with grouped keys is expected"
         )
     return ""
-
-
-def _added(bias: Tensor, mask: Tensor) -> Tensor:
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, float("-inf"))
-    return bias + mask
-
-
-def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    *,
-    causal: bool = False,
-) -> Tensor:
-    """Compute softmax attention (batch, heads, m, value_dim) in the dtype of the operands.
-
-    The formula is written out here a second time, because captured maps of the library are compared with it.
-    Long sequences use PyTorch's fused kernel, or are computed in blocks of heads and query rows.
-    """
-    heads, m, n = query.shape[-3], query.shape[-2], key.shape[-2]
-    groups = heads // key.shape[-3]
-    key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
-    batch = query.shape[:-3].numel()
-    # As many heads as fit into _ENTRIES scores, or else one head in blocks of query rows.
-    together = max(1, min(heads, _ENTRIES // (batch * m * n)))
-    length = max(1, min(m, _ENTRIES // (batch * together * n)))
-    if together == heads and length == m:
-        return _block(query, key, value, mask, scale, softcap, sinks, slice(m) if causal else None)
-    plain = mask is None and softcap is None and sinks is None
-    if plain and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # it needs no (m, n) matrix
-            return scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
-    whole = None if mask is None else mask.expand(*query.shape[:-1], n)
-    out = value.new_empty((*query.shape[:-1], value.shape[-1]))
-    for h in range(0, heads, together):
-        some = slice(h, h + together)
-        sink = None if sinks is None else sinks[some]
-        for start in range(0, m, length):
-            rows = slice(start, min(start + length, m))
-            keys = slice(min(n, rows.stop) if causal else n)
-            part = None if whole is None else whole[..., some, rows, keys]
-            operands = query[..., some, rows, :], key[..., some, keys, :], value[..., some, keys, :]
-            out[..., some, rows, :] = _block(*operands, part, scale, softcap, sink, rows if causal else None)
-    return out
-
-
-def _block(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    causal_rows: slice | None,
-) -> Tensor:
-    """Compute softmax attention for a block of query rows.
-
-    If the attention is causal, ``causal_rows`` holds the positions of the queries.
-    """
-    scores = capped_scores(query, key, scale, softcap)
-    if causal_rows is not None:
-        order = torch.arange(max(scores.shape[-1], causal_rows.stop), device=scores.device)
-        scores = scores.masked_fill(order[: scores.shape[-1]] > order[causal_rows, None], float("-inf"))
-    return softmax_values(scores, value, mask, sinks)

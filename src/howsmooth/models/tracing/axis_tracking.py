@@ -8,106 +8,125 @@ factors. A reshape regroups the factors and splits them where necessary; a permu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
 
-__all__ = ["Axes", "Axis", "Factor", "arrange", "broadcast", "leaves", "regroup"]
+__all__ = ["Axes", "Axis", "Factor", "Operand", "Unreadable", "broadcast", "leaves", "length", "regroup"]
+
+
+class Unreadable(Exception):  # noqa: N818
+    """The exception for a tensor that was not computed like the scores of a softmax attention; its message
+    says why.
+    """
 
 
 class Factor:
     """A factor of the length of an axis; for example, the length heads · head_dim has the factors heads and
     head_dim.
 
-    A split changes the factor in place, so that every tensor whose axes contain it sees the two parts.
+    A split fills ``parts`` in place, so that every tensor whose axes contain the factor sees its parts.
     """
 
     __slots__ = ("parts", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.parts: tuple[Factor, Factor] | None = None
-
-    def split(self, first: int) -> tuple[Factor, Factor]:
-        """Split this factor of the length of an axis into an outer factor ``first`` and an inner factor.
-
-        Both are returned.
-        """
-        self.parts = Factor(first), Factor(self.size // first)
-        return self.parts
+        self.parts: tuple[Factor, ...] | None = None
 
 
-Axis = tuple[Factor, ...]  # outermost factor first; an axis of length one has no factors
+Axis = tuple[Factor, ...]  # outermost factor first
 Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the smallest known factors of the length of an axis. A factor that was split is replaced,
-    recursively, by its two parts.
+    """Return the smallest known factors of the length of an axis, without ones. Those that were split are
+    replaced by their parts.
     """
     found: list[Factor] = []
     for factor in axis:
-        found += (factor,) if factor.parts is None else leaves(factor.parts)
+        if factor.parts is not None:
+            found += leaves(factor.parts)
+        elif factor.size > 1:
+            found.append(factor)
     return tuple(found)
 
 
-def regroup(axes: Axes, shape: Sequence[int]) -> Axes | None:
-    """Return the axes of a tensor after a reshape, or None if the axes cannot be tracked through it.
+def length(axis: Axis) -> int:
+    """Return the length of an axis."""
+    return prod(factor.size for factor in axis)
 
-    They cannot if the old and the new lengths do not divide one another.
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor with its axes; it may have the length one along an axis that is longer."""
+
+    tensor: Tensor
+    axes: Axes
+
+    def factors(self) -> list[Factor]:
+        """Return the factors along which the tensor varies."""
+        sizes = zip(self.axes, self.tensor.shape, strict=True)
+        return [factor for axis, size in sizes if size > 1 for factor in leaves(axis)]
+
+    def shares(self, axis: Axis) -> bool:
+        """Return whether the tensor varies along the given axis or a part of it."""
+        return not set(self.factors()).isdisjoint(leaves(axis))
+
+    def arranged(self, target: Sequence[Axis]) -> Tensor:
+        """Permute and reshape the tensor such that it has the given axes.
+
+        An axis has length one if the tensor has none of the target's factors; if it has only some of them,
+        the tensor is repeated along the others. Unreadable is raised if a factor is in no target axis.
+        """
+        own = self.factors()
+        kept = [axis if any(f in own for f in axis) else () for axis in map(leaves, target)]
+        order = [factor for axis in kept for factor in axis if factor in own]
+        if len(order) != len(own):
+            raise Unreadable("its scores are reshaped across their axes")
+        shape = [length(axis) for axis in kept]
+        tensor = self.tensor
+        if order == own and prod(shape) == tensor.numel():
+            return tensor if list(tensor.shape) == shape else tensor.reshape(shape)
+        tensor = tensor.reshape([f.size for f in own]).permute([own.index(f) for f in order])
+        tensor = tensor.reshape([f.size if f in own else 1 for axis in kept for f in axis])
+        return tensor.expand([f.size for axis in kept for f in axis]).reshape(shape)
+
+
+def regroup(axes: Axes, shape: Sequence[int]) -> Axes:
+    """Return the axes of a tensor after a reshape; raise Unreadable if the old and the new lengths do not
+    divide one another.
     """
     waiting = [factor for axis in axes for factor in leaves(axis)]
     result: list[Axis] = []
     for size in shape:
         group: list[Factor] = []
         missing = size
-        while missing > 1:
-            if not waiting:
-                return None
+        while missing > 1 and waiting:
             factor = waiting.pop(0)
             if missing % factor.size:
                 if factor.size % missing:
-                    return None
-                factor, rest = factor.split(missing)
+                    break
+                factor.parts = Factor(missing), Factor(factor.size // missing)
+                factor, rest = factor.parts
                 waiting.insert(0, rest)
             group.append(factor)
             missing //= factor.size
+        if missing > 1:
+            raise Unreadable("its scores are reshaped across their axes")
         result.append(tuple(group))
-    return None if waiting else tuple(result)
+    return tuple(result)
 
 
-def broadcast(axes: Axes, shape: Sequence[int]) -> tuple[Axes, Axes]:
-    """Broadcast the given axes of one tensor with the shape of another tensor. The first result is the axes
-    of the broadcast tensor, and the second is the axes of the other tensor.
+def broadcast(axes: Axes, other: Tensor) -> tuple[Axes, Operand]:
+    """Broadcast a tensor of the given axes with another one. Return the axes of the result, and the other
+    tensor with its own axes among them.
     """
-    rank = max(len(axes), len(shape))
+    rank = max(len(axes), other.ndim)
     mine = ((),) * (rank - len(axes)) + axes
-    sizes = [1] * (rank - len(shape)) + list(shape)
-    result: list[Axis] = []
-    theirs: list[Axis] = []
-    for axis, size in zip(mine, sizes, strict=True):
-        grown = axis or ((Factor(size),) if size > 1 else ())
-        result.append(grown)
-        theirs.append(grown if size > 1 else ())
-    return tuple(result), tuple(theirs[rank - len(shape) :])
-
-
-def arrange(tensor: Tensor, axes: Axes, target: Sequence[Axis]) -> Tensor | None:
-    """Permute and reshape a tensor such that it has the given axes.
-
-    An axis has length one if the tensor has none of the target's factors; if it has only some of them, the
-    tensor is repeated along the others. None if the tensor has a factor that is in no target axis.
-    """
-    own = [factor for axis in axes for factor in leaves(axis)]
-    wanted = [leaves(axis) for axis in target]
-    order = [factor for axis in wanted for factor in axis if factor in own]
-    if len(order) != len(own):
-        return None
-    shape = [prod(f.size for f in axis) if any(f in own for f in axis) else 1 for axis in wanted]
-    if order == own and prod(shape) == tensor.numel():
-        return tensor if list(tensor.shape) == shape else tensor.reshape(shape)
-    tensor = tensor.reshape([f.size for f in own]).permute([own.index(f) for f in order])
-    kept = [axis for axis in wanted if any(f in own for f in axis)]
-    tensor = tensor.reshape([f.size if f in own else 1 for axis in kept for f in axis])
-    tensor = tensor.expand([f.size for axis in kept for f in axis])
-    return tensor.reshape(shape)
+    sizes = [1] * (rank - other.ndim) + list(other.shape)
+    result = tuple(
+        axis if length(axis) > 1 else (Factor(size),) for axis, size in zip(mine, sizes, strict=True)
+    )
+    return result, Operand(other, result[rank - other.ndim :])

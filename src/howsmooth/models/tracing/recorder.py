@@ -20,7 +20,8 @@ from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.mask_and_bias import hides_later_keys
 from howsmooth.models.tracing.module_replay import first_tensor
-from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
+from howsmooth.models.tracing.softmax_call import SoftmaxCall
+from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
 from howsmooth.watching import Call, StopForward, watched
 
 __all__ = [

@@ -1,8 +1,8 @@
 """The origin of a tensor of attention scores: the product of queries and keys, and all later operations.
 
-:class:`Scores` describes a tensor between ``q @ k.T`` and the softmax. Each operation of the attention code
-(a scaling, mask, bias, cap or sink) gives another :class:`Scores`. :func:`read_operands` turns the last of
-them into queries, keys, scale and mask, with axes ordered as in the product with the values.
+:class:`Scores` describes a tensor between ``q @ k.T`` and ``p @ v``. Each operation of the attention code
+(a scaling, mask, bias, cap, sink or the softmax) gives another :class:`Scores`. :func:`read_operands` turns
+the last of them into queries, keys, scale and mask, with axes ordered as in the product with the values.
 """
 
 from __future__ import annotations
@@ -14,51 +14,30 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from howsmooth.models.tracing.axis_tracking import Axes, Axis, Factor, arrange, broadcast, leaves
+from howsmooth.models.tracing.axis_tracking import (
+    Axes,
+    Axis,
+    Factor,
+    Operand,
+    Unreadable,
+    broadcast,
+    leaves,
+    length,
+)
+from howsmooth.models.tracing.softmax_call import SoftmaxCall, all_true
 
-__all__ = [
-    "SEVERAL_PRODUCTS",
-    "Opaque",
-    "Operand",
-    "Scores",
-    "SoftmaxOperands",
-    "Unreadable",
-    "all_true",
-    "read_operands",
-]
-
-_CUT = "its scores are reshaped across their axes"
-SEVERAL_PRODUCTS = "its scores are a sum of several products of the tokens"
+__all__ = ["Opaque", "Scores", "read_operands"]
 
 
-class Unreadable(Exception):  # noqa: N818
-    """The exception for a tensor that was not computed like the scores of a softmax attention; its message
-    says why.
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A record of a tensor that was computed from scores by an operation that does not occur in softmax
+    attention.
     """
 
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor from which scores were computed, with a description of its axes."""
-
-    tensor: Tensor
-    axes: Axes
-
-
-@dataclass(frozen=True, slots=True)
-class _Bias:
-    """A tensor that was multiplied by a number and added to the scores."""
-
-    operand: Operand
-    coefficient: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Factor:
-    """A tensor by which the scores were multiplied, or divided if ``inverse`` is True."""
-
-    operand: Operand
-    inverse: bool
+    reason: str  # one phrase
+    probabilities: bool = False  # whether it has been through a softmax
+    mixed: bool = False  # whether its numbers have been mixed or changed, not only moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,205 +51,169 @@ class _Sinks:
 
 
 @dataclass(frozen=True, slots=True)
-class Opaque:
-    """A marker for a tensor that was computed from scores by an operation that does not occur in softmax
-    attention.
-    """
-
-    reason: str  # one phrase
-    probabilities: bool = False  # whether it has been through a softmax
-    mixed: bool = False  # whether its numbers have been mixed or changed, not only moved
-
-
-@dataclass(frozen=True, slots=True)
 class Scores:
-    """A record of how a tensor of attention scores was computed from queries and keys.
+    """A record of how a tensor of attention scores was computed from queries and keys, or one of attention
+    weights, which are the softmax of scores over ``keys``.
 
-    The tensor is ``cap(scale · left · rightᵀ · factors) + biases``, with hidden entries.
-
-    ``cap`` is ``cap · tanh(· )``. Each method returns the description of the tensor after one more operation,
-    or :class:`Opaque` if softmax attention has no such operation.
+    The scores are ``cap · tanh(scale · left · rightᵀ · factors) + biases``, with hidden entries. Each method
+    returns the record of the tensor after one more operation, and raises Unreadable if softmax attention has
+    no such operation.
     """
 
     axes: Axes
     left: Operand
     right: Operand
-    contracted: Factor
+    contracted: Axis
     eps: float  # machine epsilon of the coarsest dtype that the scores were converted to
     scale: float = 1.0
-    factors: tuple[_Factor, ...] = ()
+    factors: tuple[tuple[Operand, bool], ...] = ()  # True for a divisor
     cap: float | None = None
-    biases: tuple[_Bias, ...] = ()
+    biases: tuple[Operand, ...] = ()
     hidden: tuple[Operand, ...] = ()  # boolean tensors, True where the key is hidden
     sinks: _Sinks | None = None
     approximate: bool = False  # an operation was ignored that should change nothing; every row is checked
+    keys: Axis | None = None  # of the softmax, without the column of the sinks; None before it
 
-    def moved(self, axes: Axes | None) -> Scores | Opaque:
-        """Return the record of attention scores after a reshape or permutation to the given axes.
+    @property
+    def probabilities(self) -> bool:
+        """Whether these are attention weights."""
+        return self.keys is not None
 
-        The result is Opaque if the axes are unknown.
-        """
-        return Opaque(_CUT) if axes is None else replace(self, axes=axes)
+    def unreadable(self, what: str) -> Unreadable:
+        """Return the exception for an operation that softmax attention does not have."""
+        return Unreadable(f"its {'probabilities' if self.probabilities else 'scores'} {what}")
+
+    def before_softmax(self, what: str) -> Scores:
+        """Return this record of scores; raise Unreadable for attention weights, with what happens to them."""
+        if self.probabilities:
+            raise self.unreadable(what)
+        return self
 
     def rounded(self, dtype: torch.dtype) -> Scores:
-        """Return the record of attention scores after a conversion to another dtype."""
+        """Return the record after a conversion to another dtype."""
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
-    def unchanged(self) -> Scores:
-        """Return the record of attention scores, marked as approximate, after an operation that should not
-        change them.
-
-        Such an operation is assumed, but not known, to leave the scores as they are.
-        """
-        return replace(self, approximate=True)
-
-    def times(self, number: float) -> Scores | Opaque:
-        """Return the record of attention scores after a multiplication by a number."""
+    def times(self, number: float) -> Scores:
+        """Return the record after a multiplication by a number."""
         if self.sinks is not None:
-            return Opaque("its scores are scaled together with their sinks")
-        biases = tuple(replace(bias, coefficient=bias.coefficient * number) for bias in self.biases)
+            raise Unreadable("its scores are scaled together with their sinks")
+        biases = tuple(Operand(bias.tensor * number, bias.axes) for bias in self.biases)
         if self.cap is None:
             # number * (scale * product + biases); with a cap, the number multiplies the cap instead
             return replace(self, scale=self.scale * number, biases=biases)
         if number <= 0:
-            return Opaque("its capped scores are multiplied by a number that is not positive")
+            raise Unreadable("its capped scores are multiplied by a number that is not positive")
         return replace(self, cap=self.cap * number, biases=biases)
 
-    def times_tensor(self, tensor: Tensor, *, inverse: bool) -> Scores | Opaque:
-        """Return the record of attention scores after a multiplication by a tensor, or a division if
-        ``inverse`` is True.
-        """
+    def times_tensor(self, tensor: Tensor, *, inverse: bool) -> Scores:
+        """Return the record after a multiplication by a tensor, or a division if ``inverse`` is True."""
         if self.cap is not None or self.sinks is not None:
-            return Opaque("its scores are multiplied by a tensor after a cap or sinks")
-        axes, own = broadcast(self.axes, tensor.shape)
+            raise Unreadable("its scores are multiplied by a tensor after a cap or sinks")
+        axes, factor = broadcast(self.axes, tensor)
         # The product distributes over the biases: each is multiplied now, the factors are applied later.
-        biases = []
-        for bias in self.biases:
-            aligned = arrange(bias.operand.tensor, bias.operand.axes, axes)
-            if aligned is None:
-                return Opaque(_CUT)
-            product = aligned / tensor if inverse else aligned * tensor
-            biases.append(_Bias(Operand(product, broadcast(axes, product.shape)[1]), bias.coefficient))
-        factors = (*self.factors, _Factor(Operand(tensor, own), inverse))
-        return replace(self, axes=axes, biases=tuple(biases), factors=factors)
+        aligned = (bias.arranged(axes) for bias in self.biases)
+        products = (bias / tensor if inverse else bias * tensor for bias in aligned)
+        biases = tuple(broadcast(axes, product)[1] for product in products)
+        return replace(self, axes=axes, biases=biases, factors=(*self.factors, (factor, inverse)))
 
-    def plus(self, tensor: Tensor, coefficient: float = 1.0) -> Scores | Opaque:
-        """Return the record of attention scores after the addition of ``coefficient`` times a tensor."""
-        axes, own = broadcast(self.axes, tensor.shape)
-        bias = _Bias(Operand(tensor, own), coefficient)
+    def plus(self, tensor: Tensor, coefficient: float = 1.0) -> Scores:
+        """Return the record after the addition of ``coefficient`` times a tensor."""
+        # Masks are added in the dtype of the scores, as the model adds them.
+        tensor = tensor.to(torch.promote_types(tensor.dtype, self.left.tensor.dtype))
+        axes, bias = broadcast(self.axes, tensor)
         if self.sinks is not None:
-            if _shares(bias.operand, self.sinks.joined):
-                return Opaque("its scores and sinks are added to together")
+            if bias.shares(self.sinks.joined):
+                raise Unreadable("its scores and sinks are added to together")
             return self  # it adds one number to all scores of a row and to its sink: the softmax is the same
+        if coefficient != 1:
+            bias = Operand(coefficient * tensor, bias.axes)
         return replace(self, axes=axes, biases=(*self.biases, bias))
 
-    def capped(self) -> Scores | Opaque:
-        """Return the record of attention scores after a hyperbolic tangent, which is a soft cap."""
+    def capped(self) -> Scores:
+        """Return the record after a hyperbolic tangent, which is a soft cap."""
         if self.biases or self.hidden or self.cap is not None or self.sinks is not None:
-            return Opaque("its scores are capped after a bias or mask")
+            raise Unreadable("its scores are capped after a bias or mask")
         return replace(self, cap=1.0)
 
-    def hiding(self, pairs: Tensor) -> Scores | Opaque:
-        """Return the record of attention scores after masking, where True in ``pairs`` marks the hidden
-        entries.
-        """
+    def hiding(self, pairs: Tensor) -> Scores:
+        """Return the record after masking, where True in ``pairs`` marks the hidden entries."""
         if self.sinks is not None:
-            return Opaque("its scores and sinks are masked together")
-        axes, own = broadcast(self.axes, pairs.shape)
-        return replace(self, axes=axes, hidden=(*self.hidden, Operand(pairs, own)))
+            raise Unreadable("its scores and sinks are masked together")
+        axes, hidden = broadcast(self.axes, pairs)
+        return replace(self, axes=axes, hidden=(*self.hidden, hidden))
 
-    def joined(self, column: Tensor, dim: int, *, first: bool) -> Scores | Opaque:
-        """Return the record of attention scores after a column of attention sinks was appended."""
+    def joined(self, column: Tensor, dim: int, *, first: bool) -> Scores:
+        """Return the record after a column of attention sinks was appended."""
         if column.ndim != len(self.axes) or column.shape[dim] != 1 or self.sinks is not None:
-            return Opaque("its scores are joined to other scores")
+            raise Unreadable("its scores are joined to other scores")
         keys = self.axes[dim]
-        joined = (Factor(math.prod(factor.size for factor in keys) + 1),)
-        _, own = broadcast(self.axes, column.shape)
-        axes = (*self.axes[:dim], joined, *self.axes[dim + 1 :])
-        return replace(self, axes=axes, sinks=_Sinks(Operand(column, own), joined, keys, first))
+        joined = (Factor(length(keys) + 1),)
+        sinks = _Sinks(broadcast(self.axes, column)[1], joined, keys, first)
+        return replace(self, axes=(*self.axes[:dim], joined, *self.axes[dim + 1 :]), sinks=sinks)
+
+    def softmax(self, dim: int, dtype: torch.dtype) -> Scores | Opaque:
+        """Return the record of the attention weights."""
+        keys = self.axes[dim]
+        if self.sinks is not None:
+            # The softmax must run over the axis that holds keys and sinks.
+            if leaves(keys) != self.sinks.joined:
+                return Opaque("its softmax does not run over its scores and sinks", probabilities=True)
+            keys = self.sinks.keys
+        return replace(self.rounded(dtype), keys=keys)
+
+    def cut(self, tensor: Tensor, result: Tensor) -> Scores:
+        """Return the record after a slice of the tensor, which must remove the column of the sinks from
+        attention weights.
+        """
+        # The index is not read: the shape and the memory offset of the result tell which column was cut off.
+        if self.probabilities and self.sinks is not None and result.ndim == tensor.ndim:
+            for dim in (i for i, axis in enumerate(self.axes) if leaves(axis) == self.sinks.joined):
+                shape = [size - (i == dim) for i, size in enumerate(tensor.shape)]
+                start = tensor.stride(dim) if self.sinks.first else 0  # without the first column, one later
+                if list(result.shape) == shape and result.storage_offset() - tensor.storage_offset() == start:
+                    axes = (*self.axes[:dim], self.sinks.keys, *self.axes[dim + 1 :])
+                    return replace(self, axes=axes)
+        raise self.unreadable("are indexed")
 
 
-@dataclass(frozen=True, slots=True)
-class SoftmaxOperands:
-    """The queries, keys, scale, mask, soft cap and sinks of a softmax attention."""
+def read_operands(scores: Scores, lead: Sequence[Axis], rows: Axis, call: SoftmaxCall) -> SoftmaxCall:
+    """Return a call with the queries, keys, mask and other operands of the scores.
 
-    query: Tensor
-    key: Tensor
-    scale: float
-    mask: Tensor | None
-    softcap: float | None
-    sinks: Tensor | None
-
-
-def all_true(condition: Tensor) -> bool:
-    """Return True if all entries of a boolean tensor are True.
-
-    Inside ``torch.vmap``, which hides the values, the answer is always True.
+    Their axes are in the order (*lead, rows, keys), in which ``lead`` ends with the axis of the heads. Raises
+    Unreadable if the scores do not come from a softmax attention.
     """
-    try:
-        return bool(condition.all())
-    except RuntimeError as error:
-        if "vmap" not in str(error):
-            raise
-        return True
-
-
-def read_operands(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> SoftmaxOperands:
-    """Return the queries, keys, mask and other operands of a softmax attention.
-
-    Their axes are in the order (*lead, rows, keys).
-
-    Parameters
-    ----------
-    scores
-        The description of the argument of the softmax.
-    lead
-        The leading axes; the last of them is the axis of the heads.
-    rows
-        The axis of the queries.
-    keys
-        The axis of the keys, over which the softmax runs.
-
-    Raises
-    ------
-    Unreadable
-        If the scores do not come from a softmax attention.
-
-    """
+    keys = scores.keys
+    assert keys is not None
     left, right = scores.left, scores.right
     # The code may compute k @ q.T: the operand that varies along the rows holds the queries.
-    if _shares(left, keys) or _shares(right, rows):
+    if left.shares(keys) or right.shares(rows):
         left, right = right, left
-    if _shares(left, keys) or _shares(right, rows):
+    if left.shares(keys) or right.shares(rows):
         raise Unreadable("its keys differ from query to query")
-    query = _arranged(left, (*lead, rows, (scores.contracted,)))
-    key = _arranged(right, (*lead, keys, (scores.contracted,)))
+    query = left.arranged((*lead, rows, scores.contracted))
+    key = right.arranged((*lead, keys, scores.contracted))
     # A factor that is constant along the keys belongs to the queries, one constant along the rows to the
     # keys.
-    for factor in scores.factors:
-        if not _shares(factor.operand, keys):
-            query = _scaled(query, _arranged(factor.operand, (*lead, rows, ())), factor.inverse)
-        elif not _shares(factor.operand, rows):
-            key = _scaled(key, _arranged(factor.operand, (*lead, keys, ())), factor.inverse)
-        elif not _zero_or_one(factor.operand.tensor):
+    for factor, inverse in scores.factors:
+        if not factor.shares(keys):
+            query = _scaled(query, factor.arranged((*lead, rows, ())), inverse)
+        elif not factor.shares(rows):
+            key = _scaled(key, factor.arranged((*lead, keys, ())), inverse)
+        elif not all_true((factor.tensor == 0) | (factor.tensor == 1)):
             raise Unreadable("its scores are multiplied by numbers of their own for every pair of tokens")
-    # The cap is stored as cap * tanh(scale * ...), a SoftmaxCall has softcap * tanh(scale * ... / softcap).
-    scale = scores.scale if scores.cap is None else scores.scale * scores.cap
-    return SoftmaxOperands(
-        query, key, scale, _mask(scores, lead, rows, keys), scores.cap, _sinks(scores, lead, rows)
+    sizes = [length(axis) for axis in lead]
+    kv_heads = max(key.shape[-3], call.value.shape[-3])
+    return replace(
+        call,
+        query=query.expand(*sizes, *query.shape[-2:]),
+        key=key.expand(*sizes[:-1], kv_heads, *key.shape[-2:]),
+        value=call.value.expand(*sizes[:-1], kv_heads, *call.value.shape[-2:]),
+        # The cap is kept as cap * tanh(scale * ...), a SoftmaxCall has softcap * tanh(scale * ... / softcap).
+        scale=scores.scale if scores.cap is None else scores.scale * scores.cap,
+        mask=_mask(scores, lead, rows, keys),
+        softcap=scores.cap,
+        sinks=_sinks(scores.sinks, lead, rows),
     )
-
-
-def _arranged(operand: Operand, target: Sequence[Axis]) -> Tensor:
-    tensor = arrange(operand.tensor, operand.axes, target)
-    if tensor is None:
-        raise Unreadable(_CUT)
-    return tensor
-
-
-def _shares(operand: Operand, axis: Axis) -> bool:
-    own = {id(factor) for part in operand.axes for factor in leaves(part)}
-    return any(id(factor) in own for factor in leaves(axis))
 
 
 def _scaled(tensor: Tensor, factor: Tensor, inverse: bool) -> Tensor:
@@ -278,41 +221,29 @@ def _scaled(tensor: Tensor, factor: Tensor, inverse: bool) -> Tensor:
     return tensor / factor if inverse else tensor * factor
 
 
-def _zero_or_one(tensor: Tensor) -> bool:
-    return all_true((tensor == 0) | (tensor == 1))
-
-
 def _mask(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Tensor | None:
-    """Return the mask of a softmax attention, which is boolean, or additive if the scores have biases.
-
-    Hidden entries are -inf in an additive mask.
-    """
+    """Return the mask, which is boolean, or additive with -inf for hidden entries if there are biases."""
     target = (*lead, rows, keys)
     total: Tensor | None = None
     for bias in scores.biases:
         # A bias that is the same for all keys of a row does not change the softmax.
-        if scores.sinks is None and not _shares(bias.operand, keys):
-            continue
-        tensor = _arranged(bias.operand, target)
-        # Masks are added in the dtype of the scores, as the model adds them.
-        tensor = tensor.to(torch.promote_types(tensor.dtype, scores.left.tensor.dtype))
-        tensor = tensor if bias.coefficient == 1 else bias.coefficient * tensor
-        total = tensor if total is None else total + tensor
+        if scores.sinks is not None or bias.shares(keys):
+            tensor = bias.arranged(target)
+            total = tensor if total is None else total + tensor
     hidden: Tensor | None = None
     for operand in scores.hidden:
-        pairs = _arranged(operand, target)
+        pairs = operand.arranged(target)
         hidden = pairs if hidden is None else hidden | pairs
     if hidden is None or total is None:
         return total if hidden is None else ~hidden
     return torch.where(hidden, torch.full((), -math.inf, dtype=total.dtype, device=total.device), total)
 
 
-def _sinks(scores: Scores, lead: Sequence[Axis], rows: Axis) -> Tensor | None:
-    """Return the scores (heads,) of the attention sinks, or None if there are none."""
-    if scores.sinks is None:
+def _sinks(sinks: _Sinks | None, lead: Sequence[Axis], rows: Axis) -> Tensor | None:
+    if sinks is None:
         return None
-    column = _arranged(scores.sinks.operand, (*lead, rows, ()))
+    column = sinks.operand.arranged((*lead, rows, ()))
     heads = column[(0,) * (len(lead) - 1)][:, 0, 0]
     if not all_true(column == heads[:, None, None]):
         raise Unreadable("its sinks differ from query to query")
-    return heads.expand(math.prod(factor.size for factor in lead[-1]))
+    return heads.expand(length(lead[-1]))

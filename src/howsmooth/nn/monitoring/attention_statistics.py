@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import L2Attention, SelfAttention, TokenMap
-from howsmooth.attention.custom_code_attention import Core, StagedAttention
+from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.multi_head_projections import HeadsAttention
 from howsmooth.attention.scaled_dot_product import NO_FEATURES, ScoreFeatures, attention_scores, row_blocks
@@ -19,27 +20,20 @@ from howsmooth.errors import ArgumentError
 __all__ = ["ScoreStatistics", "score_norm"]
 
 
-def score_norm(f: TokenMap | None) -> float:
-    """Return the largest spectral norm of the score matrices of all heads.
+def score_norm(f: TokenMap | None, unknown: str) -> dict[str, float | str]:
+    """Return the largest spectral norm of the score matrices of all heads, or why there is none, as a field
+    of a record.
 
     The score matrix of head h is A_h, and the scores are ⟨A_h x_i + b_h, x_j⟩. For softmax attention,
     A_h = scale · K_hᵀ Q_h. For L2 attention, A_h = 2 · scale · K_hᵀ Q_h, which is the part of
-    −scale · |Q x_i − K x_j|² that depends on both tokens.
-
-    Raises
-    ------
-    ArgumentError
-        If the scores do not have this form; the message says why.
-
+    −scale · |Q x_i − K x_j|² that depends on both tokens. ``unknown`` is the reason for other maps.
     """
-    expected = "an attention whose scores are ⟨A x_i + b, x_j⟩ with one matrix A for each head"
     if not isinstance(f, HeadsAttention):
-        raise ArgumentError("f", expected=expected, got="a layer of which not every parameter is known")
-    if isinstance(f, SelfAttention):
-        if f.rotary is not None:
-            raise ArgumentError("f", expected=expected, got="rotary positions")
-        if f.query_norm is not None or f.key_norm is not None:
-            raise ArgumentError("f", expected=expected, got="normed queries or keys")
+        return {"score_norm_missing": unknown}
+    if isinstance(f, SelfAttention) and f.rotary is not None:
+        return {"score_norm_missing": "rotary positions"}
+    if isinstance(f, SelfAttention) and (f.query_norm is not None or f.key_norm is not None):
+        return {"score_norm_missing": "normed queries or keys"}
     factor = 2 * f.scale if isinstance(f, L2Attention) else f.scale
     group = f.heads // f.kv_heads
     # Small decompositions are faster on the CPU than on a GPU, which would have to finish each one in turn.
@@ -47,21 +41,18 @@ def score_norm(f: TokenMap | None) -> float:
     heads = (
         Head((key[h // group].mT, factor * query[h].double()), value[h // group]) for h in range(f.heads)
     )
-    return max(head.A_norm for head in heads)
+    return {"score_norm": max(head.A_norm for head in heads)}
 
 
 @dataclass
 class ScoreStatistics:
     """The largest attention logit, and the mean over all queries of the entropy of their attention weights.
 
-    The entropy for query i is −Σ_j P_ij log P_ij, where P_ij is its attention weight for key j. A logit is
-    the number that enters the softmax for a query and a key that it sees: the scaled product of both after
-    their norms and rotary positions, with soft-cap and bias. The maximum and the means are over heads, rows
-    and sequences.
-
-    Rows are added one batch at a time. A row that sees m keys (a sink counts as one key) has entropy at most
-    log m. For the normalised mean, its entropy is divided by log m. Rows that see a single key have entropy
-    zero, and the normalised mean leaves them out.
+    The entropy for query i is −Σ_j P_ij log P_ij, where P_ij is its attention weight for key j. For the
+    normalised mean, the entropy of a row that sees m keys (a sink counts as one key) is divided by its
+    maximum log m; rows that see a single key are left out. A logit is the number that enters the softmax for
+    a query and a key that it sees: the scaled product of both after their norms and rotary positions, with
+    soft-cap and bias.
     """
 
     total: float = 0.0
@@ -76,30 +67,23 @@ class ScoreStatistics:
     logits_missing: str = ""
 
     def add(self, other: ScoreStatistics) -> None:
-        """Add the statistics ``other`` of further attention weights to this object."""
-        self.total += other.total
-        self.rows += other.rows
-        self.normalised_total += other.normalised_total
-        self.normalised_rows += other.normalised_rows
+        """Add the rows of another object; what is missing there is missing then."""
+        for name in ("total", "rows", "normalised_total", "normalised_rows"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.missing = self.missing or other.missing
         self.logits_missing = self.logits_missing or other.logits_missing
-        known = [one for one in (self.largest, other.largest) if one is not None]
-        self.largest = max(known) if known and not self.logits_missing else None
+        self.largest = max((one.largest for one in (self, other) if one.largest is not None), default=None)
 
-    @property
-    def mean(self) -> float | None:
-        """The mean entropy in nats, or None if no query was added or the attention weights are unknown."""
-        return self.total / self.rows if self.rows and not self.missing else None
-
-    @property
-    def normalised(self) -> float | None:
-        """The mean over queries of the normalised entropy of their attention weights, from 0 to 1.
-
-        For each query, the entropy is divided by the entropy of uniform weights on the keys that it sees.
-        It is None if no row sees several keys, or if the attention weights are unknown.
-        """
-        there = self.normalised_rows and not self.missing
-        return self.normalised_total / self.normalised_rows if there else None
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a record that describe the logits and attention weights."""
+        known, several = self.rows and not self.missing, self.normalised_rows and not self.missing
+        return {
+            "logit_max": None if self.logits_missing else self.largest,
+            "logit_missing": self.logits_missing,
+            "entropy": self.total / self.rows if known else None,
+            "entropy_normalised": self.normalised_total / self.normalised_rows if several else None,
+            "entropy_missing": self.missing,
+        }
 
     def add_map(self, f: TokenMap, x: Float[Tensor, "batch n d"]) -> None:
         """Add the logits and the entropies of an attention map at the tokens ``x`` to these statistics."""
@@ -109,8 +93,16 @@ class ScoreStatistics:
                 visible = Visibility(x.shape[1], f.causal, f.window, f.mask)
                 self._add_softmax(f._grouped(q), k, f.scale, visible, f.features)
             elif isinstance(f, StagedAttention):
+
+                def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                    one = f.cores[i]
+                    visible, features = one.rules(q, k)
+                    grouped = q.unflatten(-3, (k.shape[-3], -1))
+                    self._add_softmax(grouped, k, one.scale, visible, features)
+                    return one.attend(q, k, v)
+
                 for member in x:
-                    f.run(member, self._core_of(f))
+                    f.run(member, core)
             else:
                 self.missing = self.logits_missing = "its attention probabilities are not known"
         except ArgumentError as error:
@@ -123,16 +115,6 @@ class ScoreStatistics:
         self.logits_missing = "its attention weights are known, but not the scores before the softmax"
         count = torch.full((p.shape[-2],), p.shape[-1], device=p.device)
         self._add(p, count if visible is None else visible.sum(-1))
-
-    def _core_of(self, f: StagedAttention) -> Core:
-        def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            one = f.cores[i]
-            visible, features = one.rules(q, k)
-            grouped = q.unflatten(-3, (k.shape[-3], -1))
-            self._add_softmax(grouped, k, one.scale, visible, features)
-            return one.attend(q, k, v)
-
-        return core
 
     def _add_softmax(
         self,

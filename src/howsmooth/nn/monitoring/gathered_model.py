@@ -14,6 +14,9 @@ from howsmooth.plain_modules import unwrapped
 
 __all__ = ["gathered", "is_sharded", "without_wrappers"]
 
+#: A table of a module, or its own fields; a name in it, and the value that it has for a while.
+_Entry = tuple[dict[str, Any], str, Any]
+
 
 def without_wrappers(model: nn.Module) -> nn.Module:
     """Return the model inside of the wrappers of :func:`unwrapped` and FullyShardedDataParallel."""
@@ -26,9 +29,7 @@ def is_sharded(model: nn.Module) -> bool:
     """Return whether FSDP (``FullyShardedDataParallel`` or ``fully_shard``) shards parameters of
     the model.
     """
-    return any(_is_fsdp_wrapper(m) for m in model.modules()) or any(
-        hasattr(p, "full_tensor") for p in model.parameters()
-    )
+    return any(map(_is_fsdp_wrapper, model.modules())) or any(map(_is_shard, model.parameters()))
 
 
 @contextmanager
@@ -37,103 +38,79 @@ def gathered(trained: nn.Module, model: nn.Module) -> Iterator[bool]:
 
     It yields True in the process that is to run the model, and False in all others. A model in
     DistributedDataParallel or FSDP is run by the first process only. Every process must enter the context of
-    an FSDP model, because its parameters are gathered from all processes.
-
-    Parameters
-    ----------
-    trained
-        The model as it is trained, with its wrappers.
-    model
-        The plain model in it, or a module of the plain model.
-
+    an FSDP model, because its parameters are gathered from all processes. ``trained`` is the model with its
+    wrappers, ``model`` the plain model in it, or a module of the plain model.
     """
     sharded = is_sharded(trained)
+    outer = trained._orig_mod if hasattr(trained, "_orig_mod") else trained
+    several = sharded or isinstance(outer, DistributedDataParallel)
+    first = not several or torch.distributed.get_rank() == 0
+    wrapper = next(filter(_is_fsdp_wrapper, trained.modules()), None)
     with ExitStack() as stack:
-        first = True
-        if sharded or _is_data_parallel(trained):
-            first = torch.distributed.get_rank() == 0
-        wrapper = next((m for m in trained.modules() if _is_fsdp_wrapper(m)), None)
         if wrapper is not None:
-            of_all = {"recurse": True, "writeback": False, "rank0_only": True}
-            stack.enter_context(type(wrapper).summon_full_params(trained, **of_all))  # type: ignore[attr-defined]
-            stack.enter_context(_without_wrappers(model))
+            whole: Any = type(wrapper).summon_full_params  # type: ignore[attr-defined]
+            stack.enter_context(whole(trained, recurse=True, writeback=False, rank0_only=True))
+            stack.enter_context(_put(list(_inside_wrappers(model))))
         elif sharded:
-            stack.enter_context(_full_tensors(model, keep=first))
-            stack.enter_context(_without_sharding_hooks(model))
+            stack.enter_context(
+                _put([*_whole_parameters(model, keep=first), *_without_sharding_hooks(model)])
+            )
         yield first
 
 
-def _is_data_parallel(model: nn.Module) -> bool:
-    while isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        model = model._orig_mod  # type: ignore[assignment]
-    return isinstance(model, DistributedDataParallel)
+@contextmanager
+def _put(entries: list[_Entry]) -> Iterator[None]:
+    """Return a context manager that puts values into tables of modules, and at its end the old ones."""
+    before = [(table, name, table[name]) for table, name, _ in entries]
+    try:
+        for table, name, value in entries:
+            table[name] = value
+        yield
+    finally:
+        for table, name, value in before:
+            table[name] = value
 
 
-def _is_fsdp_wrapper(module: nn.Module) -> bool:
+def _is_shard(p: nn.Parameter | None) -> bool:
+    return hasattr(p, "full_tensor")
+
+
+def _is_fsdp_wrapper(module: nn.Module | None) -> bool:
     # The class is known by its parts, because the import of torch.distributed.fsdp takes seconds.
     return hasattr(module, "_fsdp_wrapped_module") and hasattr(type(module), "summon_full_params")
 
 
-@contextmanager
-def _without_wrappers(model: nn.Module) -> Iterator[None]:
-    """Return a context manager that replaces FullyShardedDataParallel wrappers by the modules inside them."""
-    wrapped = [
-        (module._modules, name, child)
-        for module in model.modules()
-        for name, child in module._modules.items()
-        if child is not None and _is_fsdp_wrapper(child)
-    ]
-    try:
-        for table, name, child in wrapped:
-            table[name] = without_wrappers(child)
-        yield
-    finally:
-        for table, name, child in wrapped:
-            table[name] = child
+def _inside_wrappers(model: nn.Module) -> Iterator[_Entry]:
+    """Yield the modules inside FullyShardedDataParallel, in place of it."""
+    for module in model.modules():
+        for name, child in module._modules.items():
+            if child is not None and _is_fsdp_wrapper(child):
+                yield module._modules, name, without_wrappers(child)
 
 
-@contextmanager
-def _full_tensors(model: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Return a context manager that gathers the parameters of a model that ``fully_shard`` has sharded.
-
-    The whole parameters are put into the model if ``keep`` is True. Every process must take part, also a
-    process that does not keep them.
+def _whole_parameters(model: nn.Module, *, keep: bool) -> Iterator[_Entry]:
+    """Gather the parameters that ``fully_shard`` has sharded, in which every process must take part, and
+    yield them if ``keep`` is True.
     """
-    sharded: list[tuple[dict[str, Any], str, Any]] = [
-        (module._parameters, name, p)
-        for module in model.modules()
-        for name, p in module._parameters.items()
-        if p is not None and hasattr(p, "full_tensor")
-    ]
     whole: dict[int, nn.Parameter] = {}  # by id: a parameter that two modules share is gathered once
-    try:
-        for table, name, p in sharded:
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None or not _is_shard(p):
+                continue
             if id(p) not in whole:
-                full = p.detach().full_tensor()
+                full = p.detach().full_tensor()  # type: ignore[attr-defined]
                 whole[id(p)] = nn.Parameter(full, p.requires_grad) if keep else p
-            table[name] = whole[id(p)]
-        yield
-    finally:
-        for table, name, p in sharded:
-            table[name] = p
+            yield module._parameters, name, whole[id(p)]
 
 
-@contextmanager
-def _without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Return a context manager that removes the forward hooks by which ``fully_shard`` gathers and frees
-    parameters.
-    """
-    tables: list[dict[int, Any]] = [
-        table for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)
-    ]
-    before = [dict(table) for table in tables]
-    try:
-        for table, hooks in zip(tables, before, strict=True):
-            for key, hook in hooks.items():
-                if getattr(hook, "__module__", "").startswith("torch.distributed"):
-                    del table[key]
-        yield
-    finally:
-        for table, hooks in zip(tables, before, strict=True):
-            table.clear()
-            table.update(hooks)  # in their order
+def _without_sharding_hooks(model: nn.Module) -> Iterator[_Entry]:
+    """Yield the hooks of modules without those by which ``fully_shard`` gathers and frees parameters."""
+    for module in model.modules():
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = vars(module)[name]
+            others = {key: hook for key, hook in hooks.items() if not _is_of_sharding(hook)}
+            yield vars(module), name, type(hooks)(others)
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith("torch.distributed")

@@ -9,7 +9,8 @@ from typing import Any
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.monitoring.gathered_model import is_sharded, without_wrappers
 from howsmooth.nn.monitoring.monitor import LipschitzMonitor
-from howsmooth.nn.monitoring.record import MonitorRecord
+from howsmooth.nn.monitoring.record import MonitorRecord, tagged
+from howsmooth.nn.monitoring.trainer_callback import check_arguments
 from howsmooth.nn.penalty.spectral_penalty import SpectralPenalty
 
 __all__ = ["lightning_callback"]
@@ -43,10 +44,7 @@ def lightning_callback(monitor: LipschitzMonitor, penalty: SpectralPenalty | Non
         monitor belongs to another model.
 
     """
-    if not isinstance(monitor, LipschitzMonitor):
-        raise ArgumentError("monitor", expected="a LipschitzMonitor", got=type(monitor).__name__)
-    if penalty is not None and not isinstance(penalty, SpectralPenalty):
-        raise ArgumentError("penalty", expected="a SpectralPenalty", got=type(penalty).__name__)
+    check_arguments(monitor, penalty)
     base: Any = _lightning().Callback
 
     class MonitorCallback(base):  # type: ignore[misc]
@@ -78,11 +76,7 @@ def lightning_callback(monitor: LipschitzMonitor, penalty: SpectralPenalty | Non
                 self._send(monitor.measure(0), trainer)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-            """Call the monitor after each optimizer step.
-
-            The monitor measures the model if the number of steps has reached a multiple of its setting
-            ``every``.
-            """
+            """Call the monitor after each optimizer step."""
             if trainer.global_step != self._last and self._takes_part(trainer):
                 self._send(monitor.step(trainer.global_step), trainer)
             self._last = trainer.global_step
@@ -97,9 +91,8 @@ def lightning_callback(monitor: LipschitzMonitor, penalty: SpectralPenalty | Non
                 penalty.load_state_dict(state_dict)
 
         def _send(self, records: list[MonitorRecord], trainer: Any) -> None:
-            numbers = {tag: value for record in records for tag, value in record.tagged().items()}
-            for logger in trainer.loggers if numbers else ():
-                logger.log_metrics(numbers, step=trainer.global_step)
+            for logger in trainer.loggers if records else ():
+                logger.log_metrics(tagged(records), step=trainer.global_step)
 
         def _takes_part(self, trainer: Any) -> bool:
             return bool(trainer.is_global_zero) or is_sharded(monitor.trained)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,59 +28,22 @@ from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.preserved_state import preserved_state
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
-from howsmooth.nn.monitoring.attention_calls import OwnAttention, OwnLayers
+from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
+from howsmooth.nn.monitoring.own_attention import OwnAttention
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
-from howsmooth.watching import first_tokens
+from howsmooth.watching import Call, first_tokens, watched
 
-__all__ = ["Accuracy", "check_layers", "measured"]
+__all__ = ["Measurement"]
 
-
-@dataclass(frozen=True)
-class Accuracy:
-    """The accuracy settings of :func:`~howsmooth.local_lipschitz`, which are the same for all measurements of
-    a monitor.
-    """
-
-    rtol: float
-    confidence: float
-    max_iterations: int
-    seed: int
-
-    def at(self, f: Callable[[Tensor], Tensor], x: Tensor, *place: int) -> LipschitzEstimate:
-        """Measure the local Lipschitz constant of f at x.
-
-        ``self.seed`` and the integers ``place`` determine the random start.
-        """
-        words = np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)
-        return local_lipschitz(
-            f,
-            x,
-            rtol=self.rtol,
-            confidence=self.confidence,
-            max_iterations=self.max_iterations,
-            seed=int(words[0]),
-        )
+_Place = OwnAttention | TracedLayer
+#: Raises _Moved if a layer of this index has other tokens or outputs without padding than with padding.
+_Check = Callable[[OwnAttention | VerifiedLayer, int], None]
 
 
-@dataclass(eq=False)
-class _Layer:
-    """An attention layer, as a map that can be measured, with its input tokens at one of the probe inputs.
-
-    If the layer could not be captured, ``failure`` is the exception.
-    """
-
-    name: str
-    #: The map that is measured, and its tokens. For captured layers, also the attention in the map, and its
-    #: tokens.
-    map: Callable[[Tensor], Tensor] | None = None
-    x: Tensor | None = None
-    attention: TokenMap | None = None
-    tokens: Tensor | None = None
-    own: OwnAttention | None = None
-    failure: Exception | None = None
-    seconds: float = 0.0
+class _Moved(Exception):  # noqa: N818 - not a failure: other inputs without padding may follow
+    """The exception that names a layer whose tokens or output change when the padding is removed."""
 
 
 @dataclass(eq=False)
@@ -91,160 +55,225 @@ class _Part:
     seconds: float = 0.0
     estimate: LipschitzEstimate | None = None
     scores: ScoreStatistics = field(default_factory=ScoreStatistics)
-    #: Squared norms of all tokens.
+    #: Squared norms of all tokens; empty if they were not read.
     squares: Tensor = field(default_factory=lambda: torch.empty(0))
     #: The fields of the record that do not depend on the tokens.
     fixed: dict[str, Any] = field(default_factory=dict)
 
 
-def measured(
-    model: nn.Module,
-    probes: Probes,
-    step: int,
-    *,
-    layers: Sequence[int] | None,
-    scope: str,
-    accuracy: Accuracy,
-    strict: bool,
-) -> list[MonitorRecord]:
-    """Measure every attention layer at all probe inputs, restore the state of the model, and return records.
-
-    Layers are read and measured one by one, so that copies of the weights of only one layer are in memory.
-    An error in one layer becomes that layer's row. An error before any layer is found becomes a row of the
-    whole model. With ``strict`` errors are raised instead.
-    """
-    began = time.process_time()
-    blank = MonitorRecord(step, None, "", scope, probes.words, probes.sequences)
-    rows: dict[int, list[_Part]] = {}
-    one = _Measurement(model, step, layers, scope, accuracy)
-    try:
-        with preserved_state(model):
-            for number, inputs in enumerate(probes.inputs):
-                # Evaluation mode is what a monitor of a training is for.
-                with as_called(model, inputs, training=False) as given:
-                    for index, part in one.of_probe(number, given):
-                        rows.setdefault(index, []).append(part)
-        return [
-            _record(replace(blank, layer=index, name=parts[0].name), parts, accuracy, strict)
-            for index, parts in sorted(rows.items())
-        ]
-    except Exception as error:  # a failed measurement must not end the training
-        if strict:
-            raise
-        return [replace(blank, failure=_reason(error), seconds=time.process_time() - began)]
-
-
-def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> None:
-    """Raise ArgumentError if an index in ``layers`` is not the index of an attention layer of the model.
-
-    The attention layers are counted at the first probe input. A model that cannot be run now is not checked;
-    its measurement says why.
-    """
-    with preserved_state(model), measurement_mode(model):
-        try:
-            places = _places(model, model_inputs(model, probes.inputs[0]))
-        except Exception:
-            return
-    _indices(layers, len(places))
-
-
-class _Moved(Exception):  # noqa: N818 - not a failure: other inputs without padding may follow
-    """The exception that names a layer whose tokens or output change when the padding is removed."""
-
-
-@dataclass(eq=False)
-class _Measurement:
-    """One measurement of the attention layers of a model at one training step."""
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """What a monitor measures of a model; the fields are those of the monitor."""
 
     model: nn.Module
-    step: int
+    probes: Probes
     layers: Sequence[int] | None
     scope: str
-    accuracy: Accuracy
+    rtol: float
+    confidence: float
+    max_iterations: int
+    seed: int
+    strict: bool
 
-    def of_probe(self, number: int, given: ModelCall) -> Iterator[tuple[int, _Part]]:
+    def at(self, step: int) -> list[MonitorRecord]:
+        """Measure every attention layer at all probe inputs, and restore the state of the model.
+
+        Layers are read and measured one by one, so that copies of the weights of only one layer are in
+        memory. An error in one layer becomes that layer's row. An error before any layer is found becomes a
+        row of the whole model. With ``strict`` errors are raised instead.
+        """
+        began = time.process_time()
+        blank = MonitorRecord(step, None, "", self.scope, self.probes.words, self.probes.sequences)
+        rows: dict[int, list[_Part]] = {}
+        try:
+            with preserved_state(self.model):
+                for number, inputs in enumerate(self.probes.inputs):
+                    # Evaluation mode is what a monitor of a training is for.
+                    with as_called(self.model, inputs, training=False) as given:
+                        for index, part in self._of_probe(step, number, given):
+                            rows.setdefault(index, []).append(part)
+            return [
+                self._record(replace(blank, layer=index, name=parts[0].name), parts)
+                for index, parts in sorted(rows.items())
+            ]
+        except Exception as error:  # a failed measurement must not end the training
+            if self.strict:
+                raise
+            return [replace(blank, failure=_reason(error), seconds=time.process_time() - began)]
+
+    def check_layers(self) -> None:
+        """Raise ArgumentError if the model has no attention layer with one of the indices ``layers``.
+
+        The attention layers are counted at the first probe input. A model that cannot be run now is not
+        checked; its measurement says why.
+        """
+        with preserved_state(self.model), measurement_mode(self.model):
+            try:
+                places = _places(self.model, model_inputs(self.model, self.probes.inputs[0]))
+            except Exception:
+                return
+        self._indices(len(places))
+
+    def _indices(self, count: int) -> list[int]:
+        for index in self.layers or ():
+            if not -count <= index < count:
+                raise ArgumentError(
+                    "layers", expected=f"indices from {-count} to {count - 1}", got=str(index)
+                )
+        return sorted(range(count) if self.layers is None else {index % count for index in self.layers})
+
+    def _of_probe(self, step: int, number: int, given: ModelCall) -> Iterator[tuple[int, _Part]]:
         """Measure all layers at one probe input.
 
         The sequences of a padded input are measured one by one, each without its padding.
         """
         padding = padding_of(given)
         if padding is None:
-            yield from self._parts((number, 0), given, None)
+            yield from self._of_layers((step, number, 0), given, lambda layer, index: None)
             return
-        traced: list[_Padded] = []
-
-        def padded(sequence: int) -> _Padded:
-            if not traced:
-                traced.append(_Padded(padding, _places(self.model, padding.whole)))
-            return replace(traced[0], sequence=sequence)
-
+        whole = cache(lambda: _places(self.model, padding.whole))
         for sequence in range(given.batch):
-            yield from self._without_padding((number, sequence), padding, padded)
 
-    def _without_padding(
-        self, key: tuple[int, int], padding: Padding, padded: Callable[[int], _Padded]
-    ) -> list[tuple[int, _Part]]:
-        moved = ""
-        for alone in without_padding(padding, key[1]):
-            try:
-                return self._parts(key, alone, lambda: padded(key[1]))
-            except _Moved as error:
-                moved = str(error)
-        raise CaptureError(
-            f"The tokens of {moved} in sequence {key[1]} of the probes are not the same without the padding, "
-            "nor with the positions of the real tokens. This also happens if the model's own code switches "
-            "autocast on. Give probes of one length at a time."
-        )
+            def check(layer: OwnAttention | VerifiedLayer, index: int, sequence: int = sequence) -> None:
+                place = dict(enumerate(whole())).get(index)
+                if not _same(layer, place, padding, sequence):
+                    own = isinstance(layer, OwnAttention)
+                    raise _Moved(str(layer if own else layer.self_attention.layer))  # type: ignore[union-attr]
 
-    def _parts(
-        self, key: tuple[int, int], given: ModelCall, padded: Callable[[], _Padded] | None
-    ) -> list[tuple[int, _Part]]:
-        """Measure all layers at inputs without padding, each before the next is captured."""
-        layers = _captured(self.model, given, self.layers, self.scope, padded)
-        return [(index, self._measured(layer, index, key)) for index, layer in layers]
+            moved = ""
+            for alone in without_padding(padding, sequence):
+                try:
+                    yield from [*self._of_layers((step, number, sequence), alone, check)]
+                    break
+                except _Moved as error:
+                    moved = str(error)
+            else:
+                raise CaptureError(
+                    f"The tokens of {moved} in sequence {sequence} of the probes are not the same without "
+                    "the padding, nor with the positions of the real tokens. This also happens if the "
+                    "model's own code switches autocast on. Give probes of one length at a time."
+                )
 
-    def _measured(self, layer: _Layer, index: int, key: tuple[int, int]) -> _Part:
+    def _of_layers(
+        self, key: tuple[int, int, int], given: ModelCall, check: _Check
+    ) -> Iterator[tuple[int, _Part]]:
+        """Run the model on inputs without padding, and measure its layers, each before the next is read."""
         began = time.process_time()
-        part = _Part(layer.name, layer.failure, layer.seconds)
-        if part.failure is None:
+        places = _places(self.model, given)
+        shared = (time.process_time() - began) / len(places)
+        for index in self._indices(len(places)):
+            began = time.process_time()
+            place = places[index]
+            part = _Part(place.name if isinstance(place, OwnAttention) else place.layer.name)
+            modules = [place.module] if isinstance(place, OwnAttention) else place.modules
             try:
-                self._fill(part, layer, index, key)
+                with weights_in_memory(*modules):
+                    self._fill(part, place, index, key, given, check)
+            except _Moved:
+                raise
+            except CrossAttention as error:
+                if self.layers is None:
+                    continue
+                part.failure = error
             except Exception as error:  # no failure of a measurement may end the training
                 part.failure = part.failure or error
-        part.seconds += time.process_time() - began
-        return part
+            part.seconds = shared + time.process_time() - began
+            yield index, part
 
-    def _fill(self, part: _Part, layer: _Layer, index: int, key: tuple[int, int]) -> None:
-        f, x = layer.map, layer.x
-        assert f is not None
-        assert x is not None
+    def _fill(
+        self,
+        part: _Part,
+        place: _Place,
+        index: int,
+        key: tuple[int, int, int],
+        given: ModelCall,
+        check: _Check,
+    ) -> None:
+        f: Callable[[Tensor], Tensor]
+        if isinstance(place, OwnAttention):
+            f, x = place.read(self.scope)
+            check(place, index)
+        else:
+            _check_finite(place)
+            read = read_layer(place)
+            check(read, index)
+            part.name = read.self_attention.layer.name
+            site = read.sites(self.scope)[0]
+            f, x = site.map, site.x
+            inner = site if self.scope == "attention" else read.sites("attention")[0]
+        step, *rest = key
+        words = np.random.SeedSequence([self.seed, step, index, *rest]).generate_state(1, np.uint64)
         try:
-            part.estimate = self.accuracy.at(f, x, self.step, index, *key)
+            part.estimate = local_lipschitz(
+                f,
+                x,
+                rtol=self.rtol,
+                confidence=self.confidence,
+                max_iterations=self.max_iterations,
+                seed=int(words[0]),
+            )
         except Exception as error:  # the scores of a layer that diverges are known all the same
             part.failure = error
-        if layer.own is not None:
-            layer.own.add_scores(part.scores, x)
-        elif layer.attention is not None and layer.tokens is not None:
-            part.scores.add_map(layer.attention, layer.tokens)
+        if isinstance(place, OwnAttention):
+            place.add_scores(part.scores, x)
+        else:
+            part.scores.add_map(inner.map, inner.x)
         part.squares = x.double().square().sum(-1).flatten().cpu()
         part.fixed["tokens"] = x.shape[-2]
-        if key != (0, 0):
+        if rest != [0, 0]:
             return
-        try:
-            norm = score_norm(layer.attention) if layer.own is None else layer.own.score_norm()
-            part.fixed["score_norm"] = norm
-        except ArgumentError as error:
-            part.fixed["score_norm_missing"] = error.got
-        described = f.describe() if isinstance(f, TokenMap) else ""
-        part.fixed["map"] = described if layer.own is None else layer.own.describe()
-        if layer.own is not None:
-            part.fixed |= layer.own.bound()
+        if isinstance(place, OwnAttention):
+            part.fixed |= {"map": place.describe()} | place.bound()
+            part.fixed |= score_norm(place.map, "scores that are no bilinear form of the tokens")
+        else:
+            part.fixed["map"] = f.describe() if isinstance(f, TokenMap) else ""
+            part.fixed |= score_norm(inner.map, "a layer of which not every parameter is known")
+
+    def _record(self, blank: MonitorRecord, parts: list[_Part]) -> MonitorRecord:
+        """Return the record of one layer from its measurements at all probe inputs."""
+        seconds = sum(part.seconds for part in parts)
+        failure = next((part.failure for part in parts if part.failure is not None), None)
+        if failure is not None and self.strict:
+            raise failure
+        # Where the tokens of some part were not read, nothing is known of them together.
+        if all(len(part.squares) for part in parts):
+            squares = torch.cat([part.squares for part in parts])
+            scores = ScoreStatistics()
+            for part in parts:
+                scores.add(part.scores)
+            blank = replace(
+                blank,
+                **parts[0].fixed | {"tokens": max(part.fixed["tokens"] for part in parts)} | scores.fields(),
+                radius_mean=float(squares.mean().sqrt()),
+                radius_max=float(squares.max().sqrt()),
+            )
+        if failure is not None:
+            return replace(blank, failure=_reason(failure), seconds=seconds)
+        estimates = [part.estimate for part in parts if part.estimate is not None]
+        whole = {name: torch.cat([getattr(e, name).flatten() for e in estimates]) for name in _OF_EACH}
+        return replace(
+            blank,
+            method=estimates[0].method,
+            # The largest constant is at least the largest lower limit and at most the largest upper limit.
+            lipschitz=float(whole["value"].max()),
+            lower=float(whole["lower"].max()),
+            upper=float(whole["upper"].max()),
+            lipschitz_mean=float(whole["value"].mean()),
+            confidence=self.confidence,
+            rtol=self.rtol,
+            converged=bool(whole["converged"].all()),
+            iterations=int(whole["iterations"].max()),
+            each=tuple(whole["value"].tolist()),
+            seconds=seconds,
+        )
 
 
-def _places(model: nn.Module, given: ModelCall) -> list[OwnAttention | TracedLayer]:
-    """Run the model on one probe input, and return all its attention layers in the order of their calls.
+_OF_EACH = ("value", "lower", "upper", "converged", "iterations")
 
-    Layers of howsmooth.nn are among them.
+
+def _places(model: nn.Module, given: ModelCall) -> list[_Place]:
+    """Run the model on one probe input, and return all its attention layers in the order of their calls,
+    those of howsmooth.nn among them.
 
     Raises
     ------
@@ -252,109 +281,40 @@ def _places(model: nn.Module, given: ModelCall) -> list[OwnAttention | TracedLay
         If the model has no attention that is captured; the message says why.
 
     """
-    own = OwnLayers(model)
-    # Names of all attention layers in the order of their calls, of howsmooth.nn and others together.
-    names: list[str] = []
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LipschitzAttention)}
+    own: dict[str, list[OwnAttention]] = {name: [] for name in layers}
+    names: list[str] = []  # of all attention layers in the order of their calls
+
+    def inside(name: str) -> bool:
+        return any(name == one or not one or name.startswith(f"{one}.") for one in own)
+
+    def starts(call: Call) -> None:
+        names.append(call.name)
+        copies = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in call.arguments().items()}
+        own[call.name].append(OwnAttention(call.name, layers[call.name], copies))
+
+    def ends(call: Call) -> None:
+        own[call.name][-1].output = call.output[0].detach().clone()
 
     def seen(layer: AttentionLayer) -> None:
-        if own.outside(layer.name):
+        # Softmaxes inside layers of howsmooth.nn belong to these layers and are not captured.
+        if not inside(layer.name):
             names.append(layer.name)
 
-    with own.watching(names.append):
+    with watched(layers, starts, ends):
         _, kept = trace_forward_pass(given, None, seen)
-    # Softmaxes inside layers of howsmooth.nn belong to these layers and are not captured.
-    passed = [one for _, one in sorted(kept.items()) if own.outside(one.layer.name)]
-    calls, others = iter(own.calls), iter(passed)
-    places = [next(others) if own.outside(name) else next(calls) for name in names]
+    others = iter([one for _, one in sorted(kept.items()) if not inside(one.layer.name)])
+    places = [own[name].pop(0) if name in own else next(others) for name in names]
     if not places:
         capture(model, given.named)  # raises an error with the reason
         raise CaptureError(f"{type(model).__name__} has no attention that is captured.")
     return places
 
 
-def _captured(
-    model: nn.Module,
-    given: ModelCall,
-    layers: Sequence[int] | None,
-    scope: str,
-    padded: Callable[[], _Padded] | None,
-) -> Iterator[tuple[int, _Layer]]:
-    """Run the model on one probe input, and yield each attention layer as a map with its input tokens."""
-    began = time.process_time()
-    places = _places(model, given)
-    shared = (time.process_time() - began) / len(places)
-    for i in range(len(places)) if layers is None else _indices(layers, len(places)):
-        place = places[i]
-        modules = [place.module] if isinstance(place, OwnAttention) else place.modules
-        with weights_in_memory(*modules):
-            layer = _read(place, i, model, given, scope, padded)
-            if layers is None and isinstance(layer.failure, CrossAttention):
-                continue
-            layer.seconds += shared
-            yield i, layer
-
-
-def _indices(layers: Sequence[int], count: int) -> list[int]:
-    for index in layers:
-        if not -count <= index < count:
-            raise ArgumentError("layers", expected=f"indices from {-count} to {count - 1}", got=str(index))
-    return sorted({index % count for index in layers})
-
-
-@dataclass(frozen=True, eq=False)
-class _Padded:
-    """The attention layers of a forward pass with padding, for comparison with a pass without padding."""
-
-    padding: Padding
-    places: list[OwnAttention | TracedLayer]
-    sequence: int = 0
-
-    def check(self, layer: VerifiedLayer | OwnAttention, index: int) -> None:
-        """Raise _Moved if a layer has other tokens or outputs without padding than with padding."""
-        place = self.places[index] if index < len(self.places) else None
-        if isinstance(layer, OwnAttention):
-            same = isinstance(place, OwnAttention) and layer.reproduces(place, self.padding, self.sequence)
-        else:
-            same = isinstance(place, TracedLayer) and reproduces(layer, place, self.padding, self.sequence)
-        if not same:
-            raise _Moved(str(layer if isinstance(layer, OwnAttention) else layer.self_attention.layer))
-
-
-def _read(
-    place: OwnAttention | TracedLayer,
-    index: int,
-    model: nn.Module,
-    given: ModelCall,
-    scope: str,
-    padded: Callable[[], _Padded] | None,
-) -> _Layer:
-    """Capture one attention layer as a map with its input tokens.
-
-    If this fails, the result contains the exception instead. Only _Moved is raised.
-    """
-    began = time.process_time()
-    try:
-        if isinstance(place, OwnAttention):
-            layer = _Layer(place.name, own=place)
-            layer.map, layer.x = place.read(scope)
-            if padded is not None:
-                padded().check(place, index)
-        else:
-            layer = _Layer(place.layer.name)
-            _check_finite(place)
-            read = read_layer(place)
-            if padded is not None:
-                padded().check(read, index)
-            layer.name = read.self_attention.layer.name
-            whole = read.sites(scope)[0]
-            inner = whole if scope == "attention" else read.sites("attention")[0]
-            layer.map, layer.x, layer.attention, layer.tokens = whole.map, whole.x, inner.map, inner.x
-    except _Moved:
-        raise
-    except Exception as error:
-        layer.failure = error
-    layer.seconds = time.process_time() - began
-    return layer
+def _same(layer: OwnAttention | VerifiedLayer, place: _Place | None, padding: Padding, sequence: int) -> bool:
+    if isinstance(layer, OwnAttention):
+        return isinstance(place, OwnAttention) and layer.reproduces(place, padding, sequence)
+    return isinstance(place, TracedLayer) and reproduces(layer, place, padding, sequence)
 
 
 def _check_finite(place: TracedLayer) -> None:
@@ -370,58 +330,6 @@ def _check_finite(place: TracedLayer) -> None:
         raise NonFiniteError(
             "model", expected=f"finite tokens for {layer}", got="NaN or infinity from an earlier layer"
         )
-
-
-def _record(blank: MonitorRecord, parts: list[_Part], accuracy: Accuracy, strict: bool) -> MonitorRecord:
-    """Return the record of one layer from its measurements at all probe inputs."""
-    seconds = sum(part.seconds for part in parts)
-    failure = next((part.failure for part in parts if part.failure is not None), None)
-    if failure is not None and strict:
-        raise failure
-    # Where the tokens of some part were not read, nothing is known of them together.
-    found = _statistics(parts) if all(len(part.squares) for part in parts) else {}
-    if failure is not None:
-        return replace(blank, **found, failure=_reason(failure), seconds=seconds)
-    estimates = [part.estimate for part in parts if part.estimate is not None]
-    whole = {name: torch.cat([getattr(e, name).flatten() for e in estimates]) for name in _OF_EACH}
-    return replace(
-        blank,
-        **found,
-        method=estimates[0].method,
-        # The largest constant is at least the largest lower limit and at most the largest upper limit.
-        lipschitz=float(whole["value"].max()),
-        lower=float(whole["lower"].max()),
-        upper=float(whole["upper"].max()),
-        lipschitz_mean=float(whole["value"].mean()),
-        confidence=accuracy.confidence,
-        rtol=accuracy.rtol,
-        converged=bool(whole["converged"].all()),
-        iterations=int(whole["iterations"].max()),
-        each=tuple(whole["value"].tolist()),
-        seconds=seconds,
-    )
-
-
-def _statistics(parts: list[_Part]) -> dict[str, Any]:
-    """Return the fields of a record that describe the tokens and scores of a layer at all probe inputs."""
-    scores = parts[0].scores
-    for part in parts[1:]:
-        scores.add(part.scores)
-    of_all = torch.cat([part.squares for part in parts])
-    return {
-        **parts[0].fixed,
-        "tokens": max(part.fixed["tokens"] for part in parts),
-        "logit_max": scores.largest,
-        "logit_missing": scores.logits_missing,
-        "entropy": scores.mean,
-        "entropy_normalised": scores.normalised,
-        "entropy_missing": scores.missing,
-        "radius_mean": float(of_all.mean().sqrt()),
-        "radius_max": float(of_all.max().sqrt()),
-    }
-
-
-_OF_EACH = ("value", "lower", "upper", "converged", "iterations")
 
 
 def _reason(error: Exception) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pandas as pd
 import torch
@@ -15,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
+from howsmooth.nn.checks import check_size
 from howsmooth.nn.monitoring.gathered_model import gathered, without_wrappers
-from howsmooth.nn.monitoring.measurement import Accuracy, check_layers, measured
+from howsmooth.nn.monitoring.measurement import Measurement
 from howsmooth.nn.monitoring.probe_inputs import ProbeInputs, Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.printed_table import PrintedTable
@@ -115,8 +117,12 @@ class LipschitzMonitor:
                 got=f"{type(model).__name__}, which has none",
                 remedy="Give the module inside of it that does, such as module.model.",
             )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ArgumentError("every", expected="a whole number of steps >= 1", got=repr(every))
+        for name, number, least in (
+            ("every", every, 1),
+            ("max_iterations", max_iterations, 1),
+            ("seed", seed, 0),
+        ):
+            check_size(name, number, least=least)
         if scope not in _SCOPES:
             single = "A row is a whole layer; hs.profile measures each head." if scope == "head" else ""
             raise ArgumentError(
@@ -124,29 +130,33 @@ class LipschitzMonitor:
             )
         if callback is not None and not callable(callback):
             raise ArgumentError("callback", expected="a function of a record", got=type(callback).__name__)
-        for name, number in (("max_iterations", max_iterations), ("seed", seed)):
-            least = 1 if name == "max_iterations" else 0
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
+        if layers is not None and (
+            not isinstance(layers, Sequence)
+            or isinstance(layers, str)
+            or not layers
+            or any(type(index) is not int for index in layers)
+        ):
+            raise ArgumentError("layers", expected="a list of layer indices, or None", got=repr(layers))
         #: The model as it is trained, inside the wrappers of distributed training.
         self.trained = model
         self.model = without_wrappers(model)
-        self.probes = Probes.of(self.model, probes)
+        self.probes = Probes(self.model, probes)
         double = any(p.dtype == torch.float64 for p in self.model.parameters())
         check_accuracy(rtol, confidence, "float64" if double else "float32")
         self.every = every
         self.callback = callback
-        self.layers = None if layers is None else _checked_layers(layers)
+        self.layers = None if layers is None else tuple(layers)
         self.scope = scope
         self.strict = bool(strict)
         self.records: list[MonitorRecord] = []
-        self._accuracy = Accuracy(float(rtol), float(confidence), max_iterations, seed)
+        accuracy = {"rtol": float(rtol), "confidence": float(confidence)}
+        self._accuracy: dict[str, Any] = accuracy | {"max_iterations": max_iterations, "seed": seed}
         self._steps = 0
         self._failed: set[int | None] = set()
         if self.layers is not None:
             with gathered(self.trained, self.model) as runs_here:
                 if runs_here:
-                    check_layers(self.model, self.probes, self.layers)
+                    self._measurement().check_layers()
 
     def step(self, step: int | None = None) -> list[MonitorRecord]:
         """Count an optimizer step, and measure the model if the number of steps is a multiple of ``every`` or
@@ -164,7 +174,7 @@ class LipschitzMonitor:
 
         """
         before = self._steps
-        self._steps = self._steps + 1 if step is None else _checked_step(step)
+        self._steps = self._steps + 1 if step is None else check_size("step", step, least=0)
         # Where several optimizers step in a batch, the count may pass a multiple without being one.
         passed = before > 0 and before // self.every < self._steps // self.every
         return self.measure(self._steps) if self._steps % self.every == 0 or passed else []
@@ -179,19 +189,11 @@ class LipschitzMonitor:
             Number of steps so far, from which :meth:`step` goes on; by default the steps that were counted.
 
         """
-        self._steps = at = self._steps if step is None else _checked_step(step)
+        self._steps = at = self._steps if step is None else check_size("step", step, least=0)
         with gathered(self.trained, self.model) as runs_here:
             if not runs_here:
                 return []
-            rows = measured(
-                self.model,
-                self.probes,
-                at,
-                layers=self.layers,
-                scope=self.scope,
-                accuracy=self._accuracy,
-                strict=self.strict,
-            )
+            rows = self._measurement().at(at)
         for record in rows:
             self.records.append(record)
             if self.callback is not None:
@@ -228,18 +230,17 @@ class LipschitzMonitor:
 
         The table does not contain the constants of single sequences (``each``).
         """
-        columns = [name for name in MonitorRecord.__dataclass_fields__ if name != "each"]
-        frame = PrintedTable([record.as_dict() for record in self.records], columns=columns)
-        missing = {"score_norm_missing", "logit_missing", "entropy_missing"}
-        words = {"name", "scope", "probes", "failure", "map", "method", *missing}
-        for column in columns:
-            if column in ("layer", "tokens", "iterations", "bound_length"):
-                frame[column] = frame[column].astype("Int64")
-            elif column == "converged":
-                frame[column] = frame[column].astype("boolean")
-            elif column not in words and column not in ("step", "sequences"):
-                frame[column] = frame[column].astype(float)
-        return frame
+        columns = {
+            name: one.type for name, one in MonitorRecord.__dataclass_fields__.items() if name != "each"
+        }
+        frame = PrintedTable([record.as_dict() for record in self.records], columns=[*columns])
+        kinds = {"int | None": "Int64", "bool | None": "boolean", "float | None": "float", "float": "float"}
+        return frame.astype({name: kinds[kind] for name, kind in columns.items() if kind in kinds})
+
+    def _measurement(self) -> Measurement:
+        return Measurement(
+            self.model, self.probes, self.layers, self.scope, strict=self.strict, **self._accuracy
+        )
 
     def __repr__(self) -> str:
         layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"
@@ -247,18 +248,3 @@ class LipschitzMonitor:
             f"LipschitzMonitor({type(self.model).__name__}, {layers}, scope {self.scope}, every {self.every} "
             f"steps, {self.probes.sequences} sequences, {len(self.records)} rows)"
         )
-
-
-def _checked_step(step: object) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ArgumentError("step", expected="a number of steps >= 0", got=repr(step))
-    return step
-
-
-def _checked_layers(layers: object) -> tuple[int, ...]:
-    if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
-        raise ArgumentError("layers", expected="a list of layer indices, or None", got=repr(layers))
-    for index in layers:
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise ArgumentError("layers", expected="a list of layer indices", got=repr(index))
-    return tuple(layers)

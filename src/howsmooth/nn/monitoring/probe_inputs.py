@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,25 +20,26 @@ __all__ = ["ProbeInputs", "Probes"]
 ProbeInputs = Tensor | Mapping[str, Any] | list[Tensor | Mapping[str, Any]]
 
 
-@dataclass(frozen=True, eq=False)
 class Probes:
-    """Copies of the fixed inputs of a monitor, so that later changes of the originals have no effect."""
+    """Copies of the fixed inputs of a monitor, so that later changes of the originals have no effect.
 
-    inputs: tuple[Tensor | dict[str, Any], ...]
-    sequences: int
-    #: Sizes of the inputs and a checksum, for records.
-    words: str
+    Attributes
+    ----------
+    inputs
+        The copies.
+    sequences
+        Number of sequences.
+    words
+        Sizes of the inputs and a checksum, for records.
 
-    @classmethod
-    def of(cls, model: nn.Module, given: ProbeInputs) -> Probes:
-        """Check that the model accepts the probe inputs of a monitor, and copy them.
+    Raises
+    ------
+    ArgumentError
+        If the model does not accept the inputs.
 
-        Raises
-        ------
-        ArgumentError
-            If the model does not accept the inputs.
+    """
 
-        """
+    def __init__(self, model: nn.Module, given: ProbeInputs) -> None:
         if isinstance(given, tuple):
             raise ArgumentError(
                 "probes",
@@ -50,14 +50,13 @@ class Probes:
         several: list[Any] = given if isinstance(given, list) else [given]
         if not several:
             raise ArgumentError("probes", expected="inputs of the model, at least one sequence", got="none")
-        kept: list[Tensor | dict[str, Any]] = []
-        checksum = hashlib.sha256()
-        shapes: list[str] = []
-        sequences = 0
+        self.inputs: list[Tensor | dict[str, Any]] = []
+        self.sequences = 0
+        checksum, shapes = hashlib.sha256(), []
         for one in several:
             checked = model_inputs(model, one)
             padding_of(checked)  # raises an error for a sequence of nothing but padding
-            sequences += checked.batch
+            self.sequences += checked.batch
             for name, value in checked.named.items():
                 if not isinstance(value, Tensor):
                     checksum.update(f"{name} {value!r}".encode())
@@ -67,9 +66,6 @@ class Probes:
                 checksum.update(f"{name} {raw.dtype} {tuple(raw.shape)}".encode())
                 checksum.update(raw.reshape(-1).view(torch.uint8).numpy().tobytes())
                 shapes.append(f"{name} {' x '.join(map(str, raw.shape))}")
-            kept.append(
-                tree_map_only(
-                    Tensor, lambda t: t.detach().clone(), one if isinstance(one, Tensor) else dict(one)
-                )
-            )
-        return cls(tuple(kept), sequences, f"{', '.join(shapes)}; sha256 {checksum.hexdigest()[:12]}")
+            given = one if isinstance(one, Tensor) else dict(one)
+            self.inputs.append(tree_map_only(Tensor, lambda t: t.detach().clone(), given))
+        self.words = f"{', '.join(shapes)}; sha256 {checksum.hexdigest()[:12]}"

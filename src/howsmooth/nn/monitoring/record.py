@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["MonitorRecord"]
+__all__ = ["MonitorRecord", "tagged"]
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,7 @@ class MonitorRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of the record by name, as JSON values."""
-        fields = asdict(self)
-        fields["each"] = list(self.each)
-        return fields
+        return asdict(self) | {"each": list(self.each)}
 
     def tagged(self) -> dict[str, float]:
         """Return the measured numbers of the record for a logger, under the names ``<quantity>/<layer>``.
@@ -91,6 +89,10 @@ class MonitorRecord:
             "lipschitz", "lower", "upper", "lipschitz_mean", "bound", "score_norm", "logit_max",
             "entropy", "entropy_normalised", "radius_mean", "radius_max",
         )  # fmt: skip
-        values = {name: getattr(self, name) for name in names}
-        tagged = {f"{name}/{place}": float(value) for name, value in values.items() if value is not None}
-        return tagged | ({f"failed/{place}": 1.0} if self.failure else {})
+        values = {name: getattr(self, name) for name in names} | {"failed": 1.0 if self.failure else None}
+        return {f"{name}/{place}": float(value) for name, value in values.items() if value is not None}
+
+
+def tagged(records: list[MonitorRecord]) -> dict[str, float]:
+    """Return the numbers of several records together, as :meth:`MonitorRecord.tagged`."""
+    return {tag: value for record in records for tag, value in record.tagged().items()}

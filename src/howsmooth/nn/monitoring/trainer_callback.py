@@ -14,10 +14,10 @@ from transformers import TrainerCallback
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.monitoring.gathered_model import is_sharded, without_wrappers
 from howsmooth.nn.monitoring.monitor import LipschitzMonitor
-from howsmooth.nn.monitoring.record import MonitorRecord
+from howsmooth.nn.monitoring.record import MonitorRecord, tagged
 from howsmooth.nn.penalty.spectral_penalty import SpectralPenalty
 
-__all__ = ["MonitorCallback"]
+__all__ = ["MonitorCallback", "check_arguments"]
 
 
 class MonitorCallback(TrainerCallback):  # type: ignore[misc]
@@ -51,12 +51,9 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         log: Callable[[dict[str, float]], object] | None = None,
         penalty: SpectralPenalty | None = None,
     ) -> None:
-        if not isinstance(monitor, LipschitzMonitor):
-            raise ArgumentError("monitor", expected="a LipschitzMonitor", got=type(monitor).__name__)
+        check_arguments(monitor, penalty)
         if log is not None and not callable(log):
             raise ArgumentError("log", expected="the method log of a Trainer", got=type(log).__name__)
-        if penalty is not None and not isinstance(penalty, SpectralPenalty):
-            raise ArgumentError("penalty", expected="a SpectralPenalty", got=type(penalty).__name__)
         self.monitor = monitor
         self.log = log
         self.penalty = penalty
@@ -75,9 +72,17 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
             )
         if model is not None and is_sharded(model):
             self.monitor.trained = model
-        if state.global_step > 0:
-            self._restore_penalty(args, state)
-        elif self._takes_part(state):
+        file = _state_file(args, state)
+        if state.global_step > 0 and self.penalty is not None:
+            if file.is_file():
+                self.penalty.load_state_dict(_nested(load_file(file)))
+            elif not self.penalty.state_dict():
+                warnings.warn(
+                    f"The penalty begins anew at step {state.global_step}: there is no file {file}. If the "
+                    "checkpoint is elsewhere, copy its file there.",
+                    stacklevel=2,
+                )
+        if state.global_step == 0 and self._takes_part(state):
             self._send(self.monitor.measure(0), control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -96,25 +101,20 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
             return
         # Trainer.log takes every log for its own: without this, the losses of this step would not be logged.
         wanted = control.should_log
-        self.log({tag: value for record in records for tag, value in record.tagged().items()})
+        self.log(tagged(records))
         control.should_log = wanted
-
-    def _restore_penalty(self, args: Any, state: Any) -> None:
-        if self.penalty is None:
-            return
-        file = _state_file(args, state)
-        if file.is_file():
-            self.penalty.load_state_dict(_nested(load_file(file)))
-        elif not self.penalty.state_dict():
-            warnings.warn(
-                f"The penalty begins anew at step {state.global_step}: there is no file {file}. If the "
-                "checkpoint is elsewhere, copy its file there.",
-                stacklevel=2,
-            )
 
     def _takes_part(self, state: Any) -> bool:
         # Sharded parameters are gathered from all processes, so all of them must take part.
         return bool(state.is_world_process_zero) or is_sharded(self.monitor.trained)
+
+
+def check_arguments(monitor: object, penalty: object) -> None:
+    """Raise ArgumentError if the arguments of a callback have wrong types."""
+    if not isinstance(monitor, LipschitzMonitor):
+        raise ArgumentError("monitor", expected="a LipschitzMonitor", got=type(monitor).__name__)
+    if penalty is not None and not isinstance(penalty, SpectralPenalty):
+        raise ArgumentError("penalty", expected="a SpectralPenalty", got=type(penalty).__name__)
 
 
 def _state_file(args: Any, state: Any) -> Path:
@@ -133,7 +133,6 @@ def _flat(state: dict[str, dict[str, Tensor | None]]) -> dict[str, Tensor]:
 
 
 def _nested(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor | None]]:
-    """Return the state of a penalty of which :func:`_flat` made ``tensors``."""
     state: dict[str, dict[str, Tensor | None]] = {}
     for name, tensor in tensors.items():
         part, _, layer = name.partition(":")

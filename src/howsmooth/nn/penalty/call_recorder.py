@@ -1,4 +1,4 @@
-"""Hooks that record the inputs of chosen layers while a model runs forward, for penalties."""
+"""The layers of a penalty, and their calls in the last forward pass of a model."""
 
 from __future__ import annotations
 
@@ -10,66 +10,85 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
+from howsmooth import watching
 from howsmooth.errors import ArgumentError, DerivativeError
-from howsmooth.nn.penalty.output_projections import OutputProjections, UncopiedHook, first_output
+from howsmooth.nn.penalty.layer_replica import single
+from howsmooth.nn.penalty.output_projections import OutputProjections, first_output
 
-__all__ = ["Attached", "Call", "Recorder", "attention_layers"]
+__all__ = ["LayerCall", "Penalty"]
 
-_HALF = (torch.float16, torch.bfloat16)
-
-
-class _Tokens:
-    """A placeholder for the tokens among the stored arguments of a call."""
-
-
-_X = _Tokens()
+_X = object()  # stands for the tokens among the stored arguments of a call
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class LayerCall:
     """One recorded call of a layer, which can be repeated on a copy of the layer."""
 
     name: str  # the path of the layer in the model
     layer: nn.Module
     tokens: Tensor  # a copy of X with its autograd graph
-    leaves: list[Any]  # all arguments as a flat list, with _X in place of the tokens
-    versions: list[int]  # the version counter of each tensor in ``leaves``, which rises with changes in place
-    tree: Any  # the structure of the arguments, from which ``leaves`` become args and kwargs again
+    arguments: dict[str, Any]  # with _X in place of the tokens
+    versions: list[int]  # PyTorch's counters of changes in place, one for each tensor among the arguments
     batch_axis: int | None  # None if the call had one sequence without a batch axis
+
+    @classmethod
+    def of(cls, call: watching.Call) -> LayerCall:
+        """Return the recorded form of a call that is about to begin."""
+        layer, arguments = call.module, call.arguments()
+        parameters = inspect.signature(layer.forward).parameters
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        for key in arguments:
+            if key in parameters and parameters[key].kind not in named:
+                raise ArgumentError(
+                    "layers",
+                    expected="layers whose arguments have names",
+                    got=f"{type(layer).__name__}, whose forward takes *{key}",
+                    remedy="Name a module around it or inside it.",
+                )
+        for key, value in arguments.items():
+            # Without its cache, because a repeated call would append the keys and values a second time.
+            if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+                arguments[key] = None
+        if type(layer) is nn.MultiheadAttention:
+            # With need_weights=True, PyTorch computes attention step by step, which can be differentiated
+            # twice and is faster here.
+            arguments["need_weights"] = True
+        x = next((t for t in _tensors(arguments) if t.is_floating_point() and t.ndim > 1 and t.numel()), None)
+        if x is None:
+            raise ArgumentError(
+                "layers",
+                expected="layers that get tokens, a floating-point tensor (..., n, d)",
+                got=f"{call.name} ({type(layer).__name__}), which gets none",
+            )
+        # The batch is the first axis, except for MultiheadAttention's default layout (n, batch, d).
+        second = isinstance(layer, nn.MultiheadAttention) and not layer.batch_first
+        axis = None if x.ndim == 2 else int(second)
+        arguments = tree_map(
+            lambda leaf: _X if leaf is x else leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments
+        )
+        # The copy keeps X even if the layer changes its input in place; the graph to earlier layers is kept.
+        return cls(call.name, layer, x.clone(), arguments, _versions(arguments), axis)
 
     @property
     def members(self) -> Tensor:
-        """The tokens of the call with the batch as first axis, detached from the autograd graph.
-
-        Half-precision tokens are converted to float32.
-        """
+        """The tokens with the batch as first axis, in float32 for half precision, detached from the graph."""
         return self.history.detach()
 
     @property
     def history(self) -> Tensor:
-        """The tokens of the call with the batch as first axis, still attached to the autograd graph.
-
-        Half-precision tokens are converted to float32.
-        """
-        x = self.tokens
-        return self.by_member(x.float() if x.dtype in _HALF else x)
+        """As :attr:`members`, still attached to the autograd graph."""
+        return self.by_member(single(self.tokens))
 
     def by_member(self, t: Tensor) -> Tensor:
-        """Move the batch axis of a tensor to the front, or add the axis if it is missing.
-
-        ``t`` has the batch axis where the layer's tokens have it.
-        """
+        """Move the batch axis of a tensor to the front, or add the axis if the call has none."""
         if self.batch_axis is None:
             return t[None]
         return t.transpose(0, 1) if self.batch_axis == 1 else t
 
     def as_given(self, t: Tensor) -> Tensor:
-        """Move the first axis of a tensor to the place at which the layer expects the batch axis.
-
-        If the layer was called without a batch axis, the first axis is removed.
-        """
+        """Undo :meth:`by_member`."""
         return t[0] if self.batch_axis is None else self.by_member(t)
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -78,15 +97,18 @@ class Call:
         The batch is the first axis of the tokens and of the result.
         """
         given = self.as_given(x)
-        leaves = [given if leaf is _X else _as(leaf, given) for leaf in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.tree)
-        found = first_output(module(*args, **kwargs))
+
+        def as_tokens(leaf: Any) -> Any:
+            half = isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+            return given if leaf is _X else leaf.to(given.dtype) if half else leaf
+
+        found = first_output(module(**tree_map(as_tokens, self.arguments)))
         if found is None:
             got = f"{self.name}, which returns none"
             raise ArgumentError("layers", expected="layers that return tokens", got=got)
         return self.by_member(found)
 
-    def first(self, members: int) -> Call:
+    def first(self, members: int) -> LayerCall:
         """Return this call restricted to the first ``members`` sequences of the batch.
 
         Nothing says which arguments have one entry for each sequence. So all tensors are cut whose first axis
@@ -110,9 +132,9 @@ class Call:
             whole = size == batch or (leaf.ndim > 2 and size % batch == 0)
             return leaf.narrow(0, 0, size // batch * members) if whole and size else leaf
 
-        leaves = [leaf if leaf is _X else cut(leaf) for leaf in self.leaves]
-        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
-        return replace(self, tokens=self.tokens.narrow(axis, 0, members), leaves=leaves, versions=versions)
+        arguments = tree_map(cut, self.arguments)
+        tokens = self.tokens.narrow(axis, 0, members)
+        return replace(self, tokens=tokens, arguments=arguments, versions=_versions(arguments))
 
     def check_first(self, module: nn.Module, members: int) -> None:
         """Raise ArgumentError if the output for the first ``members`` sequences depends on the other
@@ -137,27 +159,52 @@ class Call:
 
     def check_unchanged(self) -> None:
         """Raise DerivativeError if an argument has been changed in place since the call."""
-        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        if [t._version for t in tensors] != self.versions:
+        if _versions(self.arguments) != self.versions:
             raise DerivativeError(
                 f"{self.name}: an argument of its call was changed in place after the call. Call the penalty "
                 "right after the forward pass, or name a module around the layer."
             )
 
 
-class Attached:
-    """Base class of penalties, which record the calls of layers while they are attached to a model."""
+def _tensors(arguments: dict[str, Any]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
-    _recorder: Recorder
+
+def _versions(arguments: dict[str, Any]) -> list[int]:
+    return [t._version for t in _tensors(arguments)]
+
+
+class Penalty:
+    """Base class of penalties, which record the calls of layers while they are attached to a model.
+
+    Each forward pass with gradients replaces the calls of the last one. If ``projected`` is True, the calls
+    of attention layers include their output projection, wherever the model applies it.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[str] | None, *, projected: bool) -> None:
+        if not isinstance(model, nn.Module):
+            raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+        self.layers = _chosen_layers(model, layers)
+        self._model = model
+        self._calls: list[LayerCall] = []
+        self._projections = OutputProjections(model, self.layers) if projected else None
+        # The calls of the last pass are forgotten only now: penalties use them after the pass has ended.
+        begins = lambda: self._calls.clear()  # noqa: E731
+        self._watch = watching.Watch(model, self.layers, starts=self._record, begins=begins)
 
     def attach(self) -> Self:
         """Start the recording of the inputs of the layers in the forward passes of the model."""
-        self._recorder.attach()
+        self._watch.attach()
+        if self._projections is not None:
+            self._projections.attach()
         return self
 
     def detach(self) -> None:
-        """Remove all hooks from the model, which stops the recording."""
-        self._recorder.detach()
+        """Stop the recording, and forget what was recorded. The model is as it was before :meth:`attach`."""
+        if self._projections is not None:
+            self._projections.detach()
+        self._watch.detach()
+        self._calls = []
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -165,65 +212,15 @@ class Attached:
     def __exit__(self, *raised: object) -> None:
         self.detach()
 
+    def _record(self, call: watching.Call) -> None:
+        self._calls.append(LayerCall.of(call))
 
-class Recorder:
-    """A recorder of the calls of some layers in each forward pass of a model.
-
-    Forward passes without gradients are not recorded.
-
-    Parameters
-    ----------
-    model
-        The model whose forward passes are recorded. Each new pass replaces the calls of the last one.
-    layers
-        The modules to record, by name.
-    projected
-        Whether the calls of attention layers include their output projection, wherever the model applies it.
-
-    """
-
-    def __init__(self, model: nn.Module, layers: dict[str, nn.Module], *, projected: bool = False) -> None:
-        self._model = model
-        self._layers = layers
-        self._projections = OutputProjections(model, layers) if projected else None
-        self._handles: list[Any] = []
-        self._running = False
-        self.calls: list[Call] = []
-
-    @property
-    def attached(self) -> bool:
-        """Whether the hooks that record calls are registered with the layers."""
-        return bool(self._handles)
-
-    def attach(self) -> None:
-        """Register the hooks that record the calls of the layers."""
-        if self._handles:
-            return
-        self._handles = [
-            self._model.register_forward_pre_hook(UncopiedHook(self._begin)),
-            # The hook must also run if the forward pass raises an exception.
-            self._model.register_forward_hook(UncopiedHook(self._end), always_call=True),
-        ]
-        for name, layer in self._layers.items():
-            hook = UncopiedHook(self._hook(name))
-            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        if self._projections is not None:
-            self._projections.attach()
-
-    def detach(self) -> None:
-        """Remove the hooks and forget all recorded calls."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._running, self.calls = [], False, []
-        if self._projections is not None:
-            self._projections.detach()
-
-    def scope(self, name: str) -> str:
+    def _scope(self, name: str) -> str:
         """Return ``attention`` if the calls of the layer include its output projection, else ``module``."""
         known = self._projections is not None and name not in self._projections.unknown
         return "attention" if known else "module"
 
-    def named(self) -> dict[str, Call]:
+    def _named_calls(self) -> dict[str, LayerCall]:
         """Return the calls of the last forward pass by the name of the layer.
 
         The second call of a layer ``name`` has the name ``name[1]``, and so on.
@@ -234,118 +231,29 @@ class Recorder:
             If no call was recorded.
 
         """
-        seen, attached = {call.name for call in self.calls}, self.attached
-        # A part that torch.compile wrapped and that ran before the penalty was attached calls no hooks.
-        lost = [name for name in self._layers if "._orig_mod." in name and name not in seen]
-        if lost or not seen:
-            unseen = f"no such pass through {lost[0]}" if lost else "no such pass"
+        if not self._calls:
+            attached = self._watch.attached
             raise ArgumentError(
                 "penalty",
                 expected="a forward pass of the model with gradients since the penalty was attached",
-                got=unseen if attached else "a penalty that is not attached",
+                got="no such pass through a layer" if attached else "a penalty that is not attached",
                 remedy="Leave the penalty out of an evaluation, which has no gradients: where model.training "
-                "is false. Attach it before the first pass of a model under torch.compile, or compile the "
-                "model or its parts by module.compile()."
+                "is false. Call the model by model(x), not by model.forward(x). Under torch.compile, attach "
+                "the penalty before the first pass."
                 if attached
                 else "Write `with penalty:` around forward pass and call, or call penalty.attach() first.",
             )
         counts: dict[str, int] = {}
-        named: dict[str, Call] = {}
-        for call in self.calls:
+        named: dict[str, LayerCall] = {}
+        for call in self._calls:
             if self._projections is not None:
                 call = replace(call, layer=self._projections.found.get(call.name, call.layer))
             index = counts[call.name] = counts.get(call.name, -1) + 1
             named[f"{call.name}[{index}]" if index else call.name] = call
         return named
 
-    def _begin(self, module: nn.Module, args: object) -> None:
-        # Forget the calls of the last pass only now: penalties use them after the pass has ended.
-        if _counts():
-            self._running, self.calls = True, []
 
-    def _end(self, module: nn.Module, args: object, output: object) -> None:
-        if _counts():
-            self._running = False
-            if self._projections is not None:
-                self._projections.settle()
-
-    def _hook(self, name: str) -> Any:
-        def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # If the layer is the model itself, its hook `_begin` has run before this one.
-            if self._running and _counts():
-                self.calls.append(_call(name, layer, args, kwargs))
-
-        return see
-
-
-def _counts() -> bool:
-    """Return True if the current forward pass is to be recorded.
-
-    A pass without gradients is not recorded, nor one that a checkpoint repeats during a backward pass.
-    """
-    # A task id other than −1 means that a backward pass is running, in which checkpoints call layers again.
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-
-
-def _call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    bound = _by_parameter(layer, args, kwargs)
-    if type(layer) is nn.MultiheadAttention:
-        # With need_weights=True, PyTorch computes attention step by step, which can be differentiated twice
-        # and is faster here.
-        bound["need_weights"] = True
-    # Without its cache, because a repeated call would append the keys and values a second time.
-    caches = [key for key, one in bound.items() if hasattr(one, "get_seq_length") and hasattr(one, "update")]
-    leaves, tree = tree_flatten(((), bound | dict.fromkeys(caches)))
-    floating = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    x = next((leaf for leaf in floating if leaf.ndim >= 2 and leaf.numel() > 0), None)
-    if x is None:
-        raise ArgumentError(
-            "layers",
-            expected="layers that get tokens, a floating-point tensor (..., n, d)",
-            got=f"{name} ({type(layer).__name__}), which gets none",
-        )
-    # The batch is the first axis, except for MultiheadAttention's default layout (n, batch, d).
-    axis: int | None = 0 if x.ndim > 2 else None
-    if axis == 0 and isinstance(layer, nn.MultiheadAttention) and not layer.batch_first:
-        axis = 1
-    leaves = [_X if leaf is x else leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
-    # The copy keeps X even if the layer changes its input in place; the graph to earlier layers is kept.
-    return Call(name, layer, x.clone(), leaves, versions, tree, axis)
-
-
-def _by_parameter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by parameter name, in the order of the signature."""
-    signature = inspect.signature(layer.forward)
-    try:
-        bound = signature.bind(*args, **kwargs).arguments
-    except TypeError as error:
-        raise ArgumentError(
-            "layers", expected="layers whose calls match their signature", got=str(error)
-        ) from None
-    named: dict[str, Any] = {}
-    for key, value in bound.items():
-        match signature.parameters[key].kind:
-            case inspect.Parameter.VAR_KEYWORD:
-                named |= value
-            case inspect.Parameter.VAR_POSITIONAL | inspect.Parameter.POSITIONAL_ONLY:
-                raise ArgumentError(
-                    "layers",
-                    expected="layers whose arguments have names",
-                    got=f"{type(layer).__name__}, whose forward takes *{key}",
-                    remedy="Name a module around it or inside it.",
-                )
-            case _:
-                named[key] = value
-    return named
-
-
-def _as(leaf: Any, x: Tensor) -> Any:
-    """Convert half-precision tensors to the dtype of the tokens, and return other values unchanged."""
-    return leaf.to(x.dtype) if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
-
-
-def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
+def _chosen_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
     """Return the modules of a model that match a list of paths or patterns.
 
     None selects the innermost modules whose class name contains "attention".
@@ -359,16 +267,9 @@ def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str
     modules = dict(model.named_modules())
     if layers is None:
         named = {
-            name: m
-            for name, m in modules.items()
-            if any("attention" in base.__name__.lower() for base in type(m).__mro__)
+            m for m in modules.values() if any("attention" in c.__name__.lower() for c in type(m).__mro__)
         }
-        chosen = set(named.values())
-        inner = {
-            name: m
-            for name, m in named.items()
-            if not any(one in chosen and one is not m for one in m.modules())
-        }
+        inner = {name: m for name, m in modules.items() if m in named and not named & {*m.modules()} - {m}}
         if not inner:
             raise ArgumentError(
                 "layers",

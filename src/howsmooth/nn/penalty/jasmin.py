@@ -14,30 +14,28 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
-from howsmooth.nn.penalty.call_recorder import Attached, Call, Recorder, attention_layers
+from howsmooth.nn.checks import check_size
+from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 
 if TYPE_CHECKING:
-    from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+    from howsmooth.models.tracing.softmax_call import SoftmaxCall
 
 __all__ = ["JasminPenalty", "jasmin"]
 
 
 def _jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
-    """Compute g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) for each row p of attention probabilities, where p₍ₖ₎ is the
-    k-th largest entry of p.
+    """Return g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) for each row p, where p₍ₖ₎ is its k-th largest entry, or 0.
 
-    The JaSMin penalty is computed from these numbers. g_1 bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's
-    Jacobian: see :func:`howsmooth.bounds.yudin_theorem_3` and its proof on the documentation page
-    "Certificates at given tokens". If a row has fewer than k or k + 1 entries, missing entries count as 0.
+    g_1 bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: see
+    :func:`howsmooth.bounds.yudin_theorem_3` and its proof on the documentation page "Certificates at given
+    tokens".
     """
-    _check_probabilities(probabilities)
-    _check_k(k, 1)
     keys = probabilities.shape[-1]
-    # Two consecutive order statistics of each row.
-    largest = probabilities.topk(min(k + 1, keys), dim=-1).values
-    first = largest[..., k - 1] if keys >= k else torch.zeros_like(largest[..., 0])
-    second = largest[..., k] if keys > k else torch.zeros_like(first)
+    largest = nn.functional.pad(
+        probabilities.topk(min(k + 1, keys), dim=-1).values, (0, max(0, k + 1 - keys))
+    )
+    first, second = largest[..., k - 1], largest[..., k]
     return first * (1 - first + second)
 
 
@@ -71,9 +69,18 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
     for Transformers*, 2025 (arXiv 2507.07814).
 
     """
-    _check_k(k, 0)
-    if k == 1:
-        raise ArgumentError("k", expected="0, or an integer >= 2", got="1", remedy="g_1 / g_1 is always 1.")
+    _check_k(k)
+    p = probabilities
+    if not isinstance(p, Tensor) or not p.is_floating_point() or p.ndim < 1 or p.numel() == 0:
+        got = f"{p.dtype} of shape {tuple(p.shape)}" if isinstance(p, Tensor) else type(p).__name__
+        raise ArgumentError("probabilities", expected="probabilities (..., queries, keys)", got=got)
+    if not bool(((p >= 0) & (p <= 1 + 1e-3)).all()):
+        raise ArgumentError(
+            "probabilities",
+            expected="numbers between 0 and 1",
+            got="other numbers",
+            remedy="Give the output of a softmax.",
+        )
     # Rows with smaller g are left out: the product in g has no accurate digits there.
     least = torch.finfo(probabilities.dtype).tiny ** 0.5
     g = _jacobian_bound(probabilities)
@@ -90,7 +97,7 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
     return torch.where(has, largest, 0.0).sum() / has.sum().clamp(min=1)
 
 
-class JasminPenalty(Attached):
+class JasminPenalty(Penalty):
     """The JaSMin penalty of every attention layer at the current batch, with the interface of
     :class:`SpectralPenalty`.
 
@@ -116,16 +123,12 @@ class JasminPenalty(Attached):
     def __init__(
         self, model: nn.Module, layers: Sequence[str] | None = None, *, k: int = 0, on_input: bool = False
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
-        _check_k(k, 0)
-        self.layers = attention_layers(model, layers)
-        self._model = model
-        self._recorder = Recorder(model, self.layers)
+        _check_k(k)
+        super().__init__(model, layers, projected=False)
         self._k, self._on_input = k, bool(on_input)
 
     def __repr__(self) -> str:
-        attached = "attached" if self._recorder.attached else "not attached"
+        attached = "attached" if self._watch.attached else "not attached"
         return (
             f"JasminPenalty({type(self._model).__name__}, {len(self.layers)} layers, "
             f"attention probabilities, k={self._k}, {attached})"
@@ -145,14 +148,14 @@ class JasminPenalty(Attached):
     def terms(self) -> dict[str, Tensor]:
         """Return the JaSMin penalty of each layer by name."""
         terms: dict[str, Tensor] = {}
-        for name, call in self._recorder.named().items():
+        for name, call in self._named_calls().items():
             found = [jasmin(p, self._k) for p in _probabilities(name, call, self._on_input)]
             terms[name] = torch.stack(found).mean()
         first = next(iter(terms.values()))
         return {name: term.to(first) for name, term in terms.items()}
 
 
-def _probabilities(name: str, call: Call, on_input: bool) -> list[Tensor]:
+def _probabilities(name: str, call: LayerCall, on_input: bool) -> list[Tensor]:
     """Repeat a call of a layer, and return the probabilities (..., queries, keys) of its softmaxes."""
     # The import takes seconds, since it brings transformers.
     from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
@@ -178,45 +181,19 @@ def _of_core(name: str, core: SoftmaxCall) -> Tensor:
         raise ArgumentError(
             "layers", expected="layers whose probabilities can be read", got=f"{name}: {reason}"
         )
-    groups = core.query.shape[-3] // core.key.shape[-3]
     # With grouped queries, several query heads share one key head.
-    key = core.key.repeat_interleave(groups, dim=-3)
-    scores = core.scale * (core.query @ key.mT)
-    if core.softcap is not None:
-        scores = core.softcap * torch.tanh(scores / core.softcap)
-    if core.causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -torch.inf)
-    if core.mask is not None:
-        boolean = core.mask.dtype == torch.bool
-        scores = scores.masked_fill(~core.mask, -torch.inf) if boolean else scores + core.mask
+    key = core.key.repeat_interleave(core.query.shape[-3] // core.key.shape[-3], dim=-3)
+    scores = core.query @ key.mT * core.scale
+    scores = scores if core.softcap is None else core.softcap * torch.tanh(scores / core.softcap)
+    order = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    for mask in (order if core.causal else None, core.mask):
+        if mask is not None:
+            boolean = mask.dtype == torch.bool
+            scores = scores.masked_fill(~mask, -torch.inf) if boolean else scores + mask
     # A query that sees no key has NaN probabilities, which become zeros and do not count.
     return scores.softmax(dim=-1).nan_to_num(nan=0.0)
 
 
-def _check_probabilities(probabilities: object) -> None:
-    if (
-        not isinstance(probabilities, Tensor)
-        or not probabilities.is_floating_point()
-        or probabilities.ndim < 1
-        or probabilities.numel() == 0
-    ):
-        got = (
-            f"{probabilities.dtype} of shape {tuple(probabilities.shape)}"
-            if isinstance(probabilities, Tensor)
-            else type(probabilities).__name__
-        )
-        raise ArgumentError("probabilities", expected="probabilities (..., queries, keys)", got=got)
-    p = probabilities.detach()
-    if not bool(((p >= 0) & (p <= 1 + 1e-3)).all()):
-        raise ArgumentError(
-            "probabilities",
-            expected="numbers between 0 and 1",
-            got="other numbers",
-            remedy="Give the output of a softmax.",
-        )
-
-
-def _check_k(k: object, least: int) -> None:
-    if isinstance(k, bool) or not isinstance(k, int) or k < least:
-        raise ArgumentError("k", expected=f"an integer >= {least}", got=repr(k))
+def _check_k(k: int) -> None:
+    if check_size("k", k, least=0) == 1:
+        raise ArgumentError("k", expected="0, or an integer >= 2", got="1", remedy="g_1 / g_1 is always 1.")

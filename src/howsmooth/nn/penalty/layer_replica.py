@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +18,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from howsmooth.errors import ArgumentError
 from howsmooth.plain_modules import unwrapped
 
-__all__ = ["drawing_nothing", "replica"]
+__all__ = ["drawing_nothing", "replica", "single"]
 
-_HALF = (torch.float16, torch.bfloat16)
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
+_HOOKS = [key for key in vars(nn.Module()) if "_hooks" in key]
 
 
 def replica(layer: nn.Module, name: str) -> nn.Module:
@@ -44,50 +36,41 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
         If the layer is scripted, or its ``forward`` was replaced on the instance.
 
     """
-    copies: dict[int, nn.Module] = {}
+    copies: dict[nn.Module, nn.Module] = {}
     buffers: dict[int, Tensor] = {}
-    for path, module in layer.named_modules():
-        if unwrapped(module) is not module:
-            continue  # the module inside takes its place below
-        obstacle = _obstacle(module)
-        if obstacle:
-            where = f"{name}.{path}" if path else name
+    modules = {path: module for path, module in layer.named_modules() if unwrapped(module) is module}
+    for path, module in modules.items():
+        own = vars(module)
+        if isinstance(module, torch.jit.ScriptModule) or "forward" in own:
+            scripted = isinstance(module, torch.jit.ScriptModule)
+            what = "scripted" if scripted else "whose forward was replaced on the object"
             raise ArgumentError(
                 "layers",
                 expected="layers in plain Python",
-                got=f"{where} ({type(module).__name__}), {obstacle}",
+                got=f"{'.'.join(filter(None, (name, path)))} ({type(module).__name__}), {what}",
                 remedy="Attach the penalty to the module before it is wrapped.",
             )
-        # The modules are copied by hand, because copy.deepcopy would copy the parameters, too.
-        copy = module.__new__(type(module))
-        copy.__dict__ = module.__dict__.copy()
-        copy.__dict__["_parameters"] = {
-            key: None if p is None else _single(p) for key, p in module._parameters.items()
-        }
-        copy.__dict__["_buffers"] = {
-            key: None if b is None else buffers.setdefault(id(b), _single(b.detach().clone()))
-            for key, b in module._buffers.items()
-        }
-        for key in _HOOKS:
-            copy.__dict__[key] = OrderedDict()
-        copy.__dict__["_forward_pre_hooks"] = OrderedDict(
+        # copy.deepcopy would copy the parameters, too, and fails for attributes with a graph.
+        copy = copies[module] = module.__new__(type(module))
+        new: dict[str, Any] = {key: OrderedDict() for key in _HOOKS}
+        new["_forward_pre_hooks"].update(
             (key, hook)
             for key, hook in module._forward_pre_hooks.items()
             if isinstance(hook, WeightNorm | SpectralNorm)
         )
-        copy.__dict__["_compiled_call_impl"] = None
-        copy.training = False
-        copies[id(module)] = copy
-    for module in layer.modules():
-        if (within := unwrapped(module)) is not module:
-            copies[id(module)] = copies[id(within)]
-    for module in layer.modules():
-        if unwrapped(module) is not module:
-            continue
+        new["_parameters"] = {key: p if p is None else single(p) for key, p in module._parameters.items()}
+        new["_buffers"] = {
+            key: b if b is None else buffers.setdefault(id(b), single(b.detach().clone()))
+            for key, b in module._buffers.items()
+        }
+        vars(copy).update(own | new | {"_compiled_call_impl": None, "training": False})
+    for module in modules.values():
         # The copies refer to each other as the originals do, shared modules included.
-        children = {key: None if c is None else copies[id(c)] for key, c in module._modules.items()}
-        copies[id(module)].__dict__["_modules"] = children
-    return copies[id(layer)]
+        children = module._modules.items()
+        vars(copies[module])["_modules"] = {
+            key: c if c is None else copies[unwrapped(c)] for key, c in children
+        }
+    return copies[unwrapped(layer)]
 
 
 @contextmanager
@@ -97,11 +80,15 @@ def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
     The random state is restored at the end.
     """
     devices = [device] if device.type == "cuda" else []
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in devices)]
+
     with torch.random.fork_rng(devices):
-        before = _random_state(devices)
+        before = states()
         yield
-        after = _random_state(devices)
-    if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        after = states()
+    if not all(map(torch.equal, before, after)):
         raise ArgumentError(
             "layers",
             expected="layers that draw no random numbers in evaluation mode",
@@ -110,17 +97,6 @@ def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
         )
 
 
-def _random_state(devices: list[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-
-
-def _obstacle(module: nn.Module) -> str:
-    if isinstance(module, torch.jit.ScriptModule):
-        return "scripted"
-    if "forward" in module.__dict__:
-        return "whose forward was replaced on the object"
-    return ""
-
-
-def _single(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in _HALF else t
+def single(t: Tensor) -> Tensor:
+    """Convert half precision to float32."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

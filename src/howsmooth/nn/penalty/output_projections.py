@@ -1,18 +1,16 @@
-"""Detection of the output projections of attention layers in a forward pass of the model, by hooks that stay
-with their module where it is copied or saved.
-"""
+"""Detection of the output projections of attention layers in a forward pass of the model."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.watching import Call, Watch
 
-__all__ = ["OutputProjections", "UncopiedHook", "first_output"]
+__all__ = ["OutputProjections", "first_output"]
 
 
 class OutputProjections:
@@ -25,7 +23,6 @@ class OutputProjections:
     """
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:
-        self._model = model
         self._layers = layers
         #: The layers with their output projections, by name, as far as they have been found.
         self.found: dict[str, nn.Module] = {
@@ -38,33 +35,27 @@ class OutputProjections:
         self._waiting: dict[str, Tensor] = {}  # outputs of layers that are no output of a module in them
         self._linear: list[Tensor] = []  # outputs of linear maps in the running layer, also after dropout
         self._others: list[Tensor] = []  # outputs of other modules in it
-        self._handles: list[Any] = []
+        missing = [layer for name, layer in layers.items() if name not in self.found]
+        self._inside = {module for layer in missing for module in layer.modules()}
+        modules = {
+            name: m for name, m in model.named_modules() if m in self._inside or (missing and _is_linear(m))
+        }
+        self._watch = Watch(
+            model, modules, starts=self._starts, ends=self._ends, begins=self._forget, finishes=self._settle
+        )
 
     def attach(self) -> None:
-        """Register the hooks that track the outputs of layers whose output projections are not known yet."""
-        missing = {name: layer for name, layer in self._layers.items() if name not in self.found}
-        if not missing or self._handles:
-            return
-        inside = {id(m) for layer in missing.values() for m in layer.modules()}
-        for name, layer in missing.items():
-            for module in layer.modules():
-                hook = self._returned(name) if module is layer else self._computed
-                self._handles.append(module.register_forward_hook(UncopiedHook(hook)))
-        for module in self._model.modules():
-            if _is_linear(module) and id(module) not in inside:
-                self._handles.append(module.register_forward_pre_hook(UncopiedHook(self._given)))
+        """Begin to track the outputs of layers whose output projections are not known yet."""
+        if any(name not in self.found for name in self._layers):
+            self._watch.attach()
 
     def detach(self) -> None:
-        """Remove the hooks, and forget the outputs of the last forward pass."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """End it, and forget the outputs of the last forward pass."""
+        self._watch.detach()
         self._forget()
 
-    def settle(self) -> None:
-        """Finish a forward pass: remove the hooks, and warn of layers whose output projection was
-        not found.
-        """
+    def _settle(self) -> None:
+        """Warn of the layers whose projection was not found, and end the tracking when all are known."""
         for name in self._waiting:
             self._unknown(name)
         if all(name in self.found for name in self._layers):
@@ -74,31 +65,30 @@ class OutputProjections:
     def _forget(self) -> None:
         self._waiting, self._linear, self._others = {}, [], []
 
-    def _computed(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not isinstance(output, Tensor):
+    def _starts(self, call: Call) -> None:
+        if call.module in self._inside:
             return
-        passes_on = isinstance(module, nn.Dropout | nn.Identity) and _holds(self._linear, args[0])
-        (self._linear if passes_on or _is_linear(module) else self._others).append(output)
+        for name, y in list(self._waiting.items()):
+            if call.args and call.args[0] is y:
+                self.found[name] = _Projected(self._layers[name], call.module)
+                del self._waiting[name]
 
-    def _returned(self, name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: Any, output: Any) -> None:
-            y = first_output(output)
+    def _ends(self, call: Call) -> None:
+        name, y = call.name, call.output
+        if self._layers.get(name) is call.module:
+            y = first_output(y)
             if name not in self.found and y is not None:
                 if _holds(self._linear, y):
-                    self.found[name] = layer
+                    self.found[name] = call.module
                 elif _holds(self._others, y):
                     self._unknown(name)
                 else:
                     self._waiting[name] = y
             self._linear, self._others = [], []
-
-        return hook
-
-    def _given(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        for name, y in list(self._waiting.items()):
-            if args and args[0] is y:
-                self.found[name] = _Projected(self._layers[name], module)
-                del self._waiting[name]
+        elif call.module in self._inside and isinstance(y, Tensor):
+            dropout = isinstance(call.module, nn.Dropout | nn.Identity)
+            passes_on = dropout and any(_holds(self._linear, given) for given in call.args)
+            (self._linear if passes_on or _is_linear(call.module) else self._others).append(y)
 
     def _unknown(self, name: str) -> None:
         layer = self._layers[name]
@@ -127,7 +117,7 @@ class _Projected(nn.Module):
 def first_output(output: Any) -> Tensor | None:
     """Return the first floating-point tensor in the output of a module, or None if there is none."""
     leaves: Any = [output]
-    if not isinstance(output, Tensor):
+    if output is not None and not isinstance(output, Tensor):
         leaves = output.values() if isinstance(output, dict) else output
     return next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
 
@@ -139,33 +129,3 @@ def _holds(tensors: list[Tensor], t: Tensor) -> bool:
 def _is_linear(module: nn.Module) -> bool:
     # transformers' Conv1D is a linear map too; its import takes seconds.
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-class UncopiedHook:
-    """A forward hook, or a forward pre-hook, in whose place a copy of the module, or a file, has a function
-    that does nothing.
-
-    Parameters
-    ----------
-    function
-        What the hook calls, with the arguments that PyTorch passes to hooks.
-
-    """
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> None:
-        """Call the function."""
-        self._function(*arguments)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _hook_of_copies, ()
-
-
-def _hook_of_copies() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*arguments: Any) -> None:
-    pass

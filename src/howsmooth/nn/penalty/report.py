@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pandas as pd
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -48,9 +47,8 @@ class LayerReport:
 
 @dataclass(frozen=True, eq=False)
 class PenaltyReport:
-    """The leading singular values of the Jacobians of all layers in one evaluation of a penalty.
-
-    They are lower estimates until they have converged.
+    """The leading singular values of all layers in one evaluation of a penalty, which are lower estimates
+    until they have converged.
     """
 
     layers: tuple[LayerReport, ...]
@@ -62,9 +60,8 @@ class PenaltyReport:
         return all(bool(layer.converged.all()) for layer in self.layers)
 
     def constants(self) -> dict[str, float]:
-        """Return the largest singular value over all sequences for each layer, by name.
-
-        It is NaN if the singular value for some sequence has not converged.
+        """Return the largest singular value over all sequences for each layer, by name; NaN where the value
+        for some sequence has not converged.
         """
         return {
             layer.name: float(layer.value.max()) if bool(layer.converged.all()) else float("nan")
@@ -72,10 +69,8 @@ class PenaltyReport:
         }
 
     def table(self) -> pd.DataFrame:
-        """Return a table with one row for each layer.
-
-        The columns are layer, scope, members, mean, largest, residual (the largest one) and converged (the
-        number of converged pairs).
+        """Return a table with one row for each layer; ``residual`` is its largest one, and ``converged`` the
+        number of converged pairs.
         """
         rows = [
             {
@@ -92,22 +87,16 @@ class PenaltyReport:
         return PrintedTable(rows)
 
     def __str__(self) -> str:
-        missed = sum(int((~layer.converged).sum()) for layer in self.layers)
-        of = sum(len(layer.value) for layer in self.layers)
-        status = (
-            "all pairs converged"
-            if not missed
-            else f"{missed} of {of} pairs have not converged, as is usual at new batches"
-        )
-        largest = torch.stack([layer.value.max() for layer in self.layers]).max()
-        layers = "".join(
-            f"\n  {layer.name}: mean {float(layer.value.mean()):.4g}, largest {float(layer.value.max()):.4g}"
-            for layer in self.layers
-        )
+        rows = self.table()
+        missed, of = rows["members"].sum() - rows["converged"].sum(), rows["members"].sum()
+        status = f"{missed} of {of} pairs have not converged, as is usual at new batches"
         return (
-            f"Lower estimates of the local Lipschitz constants of {len(self.layers)} layers "
-            f"(scope {', '.join(sorted({layer.scope for layer in self.layers}))}), the largest "
-            f"{float(largest):.4g}; {status} (relative residual <= {self.rtol:g}){layers}"
+            f"Lower estimates of the local Lipschitz constants of {len(rows)} layers "
+            f"(scope {', '.join(sorted(set(rows['scope'])))}), the largest {rows['largest'].max():.4g}; "
+            f"{status if missed else 'all pairs converged'} (relative residual <= {self.rtol:g})"
+        ) + "".join(
+            f"\n  {name}: mean {mean:.4g}, largest {largest:.4g}"
+            for name, mean, largest in zip(rows["layer"], rows["mean"], rows["largest"], strict=True)
         )
 
     __repr__ = __str__

@@ -15,15 +15,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
-from howsmooth.jacobian.autodiff import one_backend
-from howsmooth.nn.penalty.singular_vector_storage import Directions
+from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
+from howsmooth.jacobian.autodiff import as_derivative_errors, one_backend
+from howsmooth.nn.penalty.singular_vector_storage import Directions, lengths, unit
 from howsmooth.spectral import LinearOperator, golub_kahan
 
-__all__ = ["Pair", "begin", "check_finite", "relative_residual", "unit"]
+__all__ = ["Pair", "begin", "relative_residual"]
 
 # Confidence of the upper limits at random starts, which are reported only.
-CONFIDENCE = 0.999
+_CONFIDENCE = 0.999
+_TWICE = "repeated reverse"  # how a penalty differentiates
 
 
 class Pair(LinearOperator):
@@ -45,7 +46,7 @@ class Pair(LinearOperator):
     """
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None = None) -> None:
-        with torch.enable_grad(), one_backend(), _as_derivative_errors():
+        with torch.enable_grad(), one_backend(), as_derivative_errors(_TWICE):
             y = f(x)
             if y.ndim < 2 or y.shape[0] != x.shape[0]:
                 raise ArgumentError(
@@ -66,12 +67,10 @@ class Pair(LinearOperator):
         super().__init__(x.shape[0], tuple(x.shape[1:]), tuple(y.shape[1:]), x.dtype, x.device)
 
     def pull_back(self, u: Tensor) -> Tensor:
-        """Return Jᵀu for the Jacobian J of f, differentiable with respect to u and everything that f depends
-        on.
-        """
-        with torch.enable_grad(), _as_derivative_errors():
-            (g,) = torch.autograd.grad(self.y, self.x, self._among(u), create_graph=True)
-            return self._among(g)
+        """Return Jᵀu, differentiable with respect to u and everything that f depends on."""
+        with torch.enable_grad(), as_derivative_errors(_TWICE):
+            (g,) = torch.autograd.grad(self.y, self.x, self.among(u), create_graph=True)
+            return self.among(g)
 
     def _product(self, e: Tensor) -> Tensor:
         # Jᵀu is linear in u, so its derivative by u can be taken at u = 0, with one graph for all v.
@@ -80,29 +79,25 @@ class Pair(LinearOperator):
         return self.push_forward(self._transposed, self._zero, e)
 
     def push_forward(self, g: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Return the product J v for the Jacobian J of the function f.
-
-        ``g`` is the product Jᵀu that :meth:`pull_back` returned for ``u``.
-        """
-        with _as_derivative_errors():
+        """Return J v, where ``g`` is the product Jᵀu that :meth:`pull_back` returned for ``u``."""
+        with as_derivative_errors(_TWICE):
             (jv,) = torch.autograd.grad(g, u, v, retain_graph=True)
         return jv.detach()
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
-        with _as_derivative_errors():
-            (g,) = torch.autograd.grad(self.y, self.x, self._among(u), retain_graph=True)
-        return self._among(g).detach()
+        with as_derivative_errors(_TWICE):
+            (g,) = torch.autograd.grad(self.y, self.x, self.among(u), retain_graph=True)
+        return self.among(g).detach()
 
-    def _among(self, t: Tensor) -> Tensor:
+    def among(self, t: Tensor) -> Tensor:
+        """Set the entries of tokens that do not count to zero."""
         return t if self._real is None else t * self._real.view(*self._real.shape, *(1,) * (t.ndim - 2))
 
     def improved(self, u: Tensor, steps: int) -> Tensor:
-        """Improve ``u``, an approximation of the leading left singular vector of the Jacobian of each batch
-        member.
+        """Improve approximate leading left singular vectors ``u`` by ``steps`` products with J Jᵀ.
 
-        The results lie in Krylov spaces of u, and cost ``steps`` products with J Jᵀ. The method is that of
-        Rayleigh and Ritz: orthonormal v_1, …, v_k span Jᵀu, (JᵀJ) Jᵀu, …, and the result is the leading left
-        singular vector of J on their span. All members are computed at once, without an interval.
+        The method is that of Rayleigh and Ritz: orthonormal v_1, …, v_k span Jᵀu, (JᵀJ) Jᵀu, …, and the
+        result is the leading left singular vector of J on their span, for all members at once.
         """
         rights: list[Tensor] = []
         images: list[Tensor] = []
@@ -122,25 +117,13 @@ class Pair(LinearOperator):
         best = torch.linalg.eigh(stacked @ stacked.mT).eigenvectors[:, :, -1]
         return unit((best[:, None] @ stacked)[:, 0].view(-1, *self.out_shape))
 
-    def refined(self, start: Tensor, steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-        """Compute the leading left singular vectors of the Jacobian J by a few Golub–Kahan steps.
-
-        The first result contains the vectors, the second result upper limits of ‖J‖. If ``start`` was drawn
-        at random, the limits hold with probability 0.999.
-        """
-        # The error of a singular value is of the order of the squared residual.
-        narrow = max(rtol**2, 16 * torch.finfo(self.dtype).eps)
-        found = golub_kahan(
-            self, self._among(start), rtol=narrow, confidence=CONFIDENCE, max_iterations=max(2, steps)
-        )
-        return found.left, found.upper
-
 
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
     """Return approximate leading left singular vectors of Jacobians, and upper limits of the spectral norms.
 
-    The vectors are computed from the vectors stored in ``state``, or from a random start for batch indices
-    that have no stored vector. The upper limits are infinite without a random start.
+    The vectors are computed from the vectors stored in ``state``, or by a few Golub–Kahan steps from a random
+    start for batch indices that have no stored vector. From there, the limits hold with probability 0.999;
+    otherwise they are infinite.
     """
     u, cold = state.recall(pair.batch, pair.out_shape, pair.y)
     upper = torch.full((pair.batch,), torch.inf, dtype=torch.float64)
@@ -148,11 +131,19 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
         raise NonFiniteError("X", expected="finite tokens and outputs of the layer", got="NaN or infinity")
     if bool(cold.any()):
         start = state.draw((pair.batch, *pair.in_shape), pair.y)
-        left, limit = pair.refined(start, first_steps, rtol)
+        # The error of a singular value is of the order of the squared residual.
+        narrow = max(rtol**2, 16 * torch.finfo(pair.dtype).eps)
+        found = golub_kahan(
+            pair,
+            pair.among(start),
+            rtol=narrow,
+            confidence=_CONFIDENCE,
+            max_iterations=max(2, first_steps),
+        )
         # Only members without a direction take the result of the random start.
         new = cold.to(u.device).view(-1, *(1,) * (u.ndim - 1))
-        u = torch.where(new, left, u)
-        upper[cold] = limit[cold]
+        u = torch.where(new, found.left, u)
+        upper[cold] = found.upper[cold]
     if steps > 1 and not bool(cold.all()):
         u = pair.improved(u, steps - 1)
     return u.detach().clone(), upper
@@ -164,34 +155,6 @@ def relative_residual(jv: Tensor, u: Tensor) -> Tensor:
     ``jv`` is a positive multiple of J v. Since v is the normalised Jᵀu, σ = ⟨u, J v⟩.
     """
     along = (jv * u).flatten(1).sum(1)
-    shape = (-1, *(1,) * (jv.ndim - 1))
-    off = (jv - along.view(shape) * u).flatten(1).norm(dim=1)
+    off = lengths(jv - along.view(-1, *(1,) * (jv.ndim - 1)) * u).flatten()
     # The singular pair of a zero Jacobian is exact, so its residual is 0.
     return torch.where(along > 0, off / along, torch.where(off == 0, 0.0, torch.inf))
-
-
-def unit(t: Tensor) -> Tensor:
-    """Divide each tensor of a batch by its norm, and leave zero tensors unchanged."""
-    length = t.flatten(1).norm(dim=1).view(-1, *(1,) * (t.ndim - 1))
-    return torch.where(length > 0, t / length, torch.zeros_like(t))
-
-
-def check_finite(value: Tensor) -> None:
-    """Raise NonFiniteError if a singular value is NaN or infinite."""
-    if not bool(torch.isfinite(value.detach()).all()):
-        raise NonFiniteError("X", expected="finite derivatives", got="NaN or infinity")
-
-
-class _as_derivative_errors:  # noqa: N801 - reads as the function of the same name in jacobian
-    """Return a context manager that converts errors about missing second derivatives to a DerivativeError."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, NotImplementedError | RuntimeError) and not isinstance(error, HowsmoothError):
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise DerivativeError(
-                f"f: it cannot be differentiated twice in reverse mode: {lines[0]} Use operations that have "
-                "second derivatives (PyTorch's plain attention, or howsmooth.functional.attention)."
-            ) from error

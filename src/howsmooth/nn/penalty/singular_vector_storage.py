@@ -8,10 +8,22 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError
+from howsmooth.nn.checks import check_size
 from howsmooth.seeds import torch_seed
 
-__all__ = ["Directions"]
+__all__ = ["Directions", "lengths", "unit"]
+
+
+def lengths(t: Tensor) -> Tensor:
+    """Return the norm of each tensor of a batch, in a shape that divides the batch."""
+    length: Tensor = t.flatten(1).norm(dim=1)
+    return length.view(-1, *(1,) * (t.ndim - 1))
+
+
+def unit(t: Tensor) -> Tensor:
+    """Divide each tensor of a batch by its norm, and leave zero tensors unchanged."""
+    length = lengths(t)
+    return torch.where(length > 0, t / length, torch.zeros_like(t))
 
 
 class Directions:
@@ -20,18 +32,11 @@ class Directions:
     The next training step starts from these vectors. A smaller batch uses the first vectors and keeps the
     others. In a larger batch, the additional places start at random. For sequences of another length, each
     vector is cut, or continued with random numbers. For outputs of another shape, all vectors start at random
-    again.
-
-    Parameters
-    ----------
-    seed
-        Seed of the random directions, which come from a separate generator.
-
+    again. ``seed`` is that of the random directions, which come from a separate generator.
     """
 
     def __init__(self, seed: int = 0) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ArgumentError("seed", expected="an integer >= 0", got=repr(seed))
+        check_size("seed", seed, least=0)
         self._generator = torch.Generator().manual_seed(torch_seed(seed))
         self._left: Tensor | None = None
 
@@ -43,14 +48,12 @@ class Directions:
         return {"left": self._left, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the singular vectors and the random generator from the result of :meth:`state_dict`."""
+        """Restore what :meth:`state_dict` returned."""
         self._left = state["left"]
         self._generator.set_state(state["generator"])
 
     def draw(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return Gaussian numbers of a given shape, drawn on the CPU so that every device gets the same
-        numbers.
-        """
+        """Return Gaussian numbers, drawn on the CPU so that every device gets the same ones."""
         return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(like)
 
     def recall(
@@ -63,28 +66,21 @@ class Directions:
         left = self._left
         if left is not None and tuple(left.shape[1:]) != shape:
             left = self._left = self._relengthened(left, shape)
-        known = 0 if left is None else min(len(left), members)
-        cold = torch.arange(members) >= known
         found = torch.zeros(members, *shape, dtype=like.dtype, device=like.device)
         if left is not None:
+            known = min(len(left), members)
             found[:known] = left[:known].to(like)
-            lengths = found.flatten(1).norm(dim=1)
-            cold |= ~(lengths > 0).cpu()
-        return found, cold
+        return found, ~(lengths(found).flatten() > 0).cpu()
 
     def _relengthened(self, left: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         if len(shape) < 2 or left.ndim != len(shape) + 1 or tuple(left.shape[2:]) != shape[1:]:
             return None
         n, before = shape[0], left.shape[1]
         if n < before:
-            left = left[:, :n]
-        else:
-            # Random numbers of the same size as the known entries continue the vectors.
-            size = left.square().mean().sqrt()
-            further = self.draw((len(left), n - before, *shape[1:]), left)
-            left = torch.cat((left, size * further), dim=1)
-        length = left.flatten(1).norm(dim=1).view(-1, *(1,) * len(shape))
-        return torch.where(length > 0, left / length, torch.zeros_like(left))
+            return unit(left[:, :n])
+        # Random numbers of the same size as the known entries continue the vectors.
+        further = self.draw((len(left), n - before, *shape[1:]), left)
+        return unit(torch.cat((left, left.square().mean().sqrt() * further), dim=1))
 
     def keep(self, left: Tensor) -> None:
         """Store normalised copies of singular vectors (members, ...) for the next training step.
@@ -92,7 +88,7 @@ class Directions:
         A vector that is zero or not finite does not replace the old vector.
         """
         left = left.detach()
-        length = left.flatten(1).norm(dim=1).view(-1, *(1,) * (left.ndim - 1))
+        length = lengths(left)
         good = torch.isfinite(length) & (length > 0)
         new = torch.where(good, left / length, torch.zeros_like(left))
         before = self._left

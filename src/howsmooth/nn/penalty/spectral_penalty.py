@@ -10,20 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
-from howsmooth.nn.penalty.call_recorder import Attached, Call, Recorder, attention_layers
+from howsmooth.nn.checks import check_size
+from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
-from howsmooth.nn.penalty.singular_value import (
-    Pair,
-    begin,
-    check_finite,
-    relative_residual,
-    unit,
-)
-from howsmooth.nn.penalty.singular_vector_storage import Directions
+from howsmooth.nn.penalty.singular_value import Pair, begin, relative_residual
+from howsmooth.nn.penalty.singular_vector_storage import Directions, unit
 
 __all__ = ["SpectralPenalty"]
 
@@ -35,10 +30,10 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class SpectralPenalty(Attached):
+class SpectralPenalty(Penalty):
     """A training penalty on the local Lipschitz constants of the layers of a model at the current batch.
 
-    Hooks record the inputs of the layers during the model's forward pass. ``penalty()`` then returns the
+    The inputs of the layers are recorded in each forward pass ``model(x)``. ``penalty()`` then returns the
     penalty at these inputs, with its gradient in the weights of each layer::
 
         with SpectralPenalty(model) as penalty:
@@ -123,23 +118,18 @@ class SpectralPenalty(Attached):
         transform: Callable[[Tensor], Tensor] | None = None,
         seed: int = 0,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
-        for name, number, least in (("steps", steps, 1), ("first_steps", first_steps, 2)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
+        check_size("steps", steps)
+        check_size("first_steps", first_steps, least=2)
+        if members is not None:
+            check_size("members", members)
         if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 < rtol < 1:
             raise ArgumentError("rtol", expected="a number between 0 and 1", got=repr(rtol))
-        if members is not None and (isinstance(members, bool) or not isinstance(members, int) or members < 1):
-            raise ArgumentError("members", expected="an integer >= 1, or None for all", got=repr(members))
         for name, given in (("over_members", over_members), ("over_layers", over_layers)):
             if given not in _REDUCTIONS:
                 raise ArgumentError(name, expected="'mean', 'max' or 'sum'", got=repr(given))
         if transform is not None and not callable(transform):
             raise ArgumentError("transform", expected="a function of tensors, or None", got=repr(transform))
-        self.layers = attention_layers(model, layers)
-        self._model = model
-        self._recorder = Recorder(model, self.layers, projected=layers is None)
+        super().__init__(model, layers, projected=layers is None)
         #: The scope that is asked for; the report has the scope of each layer.
         self.scope = "module" if layers else "attention"
         self._on_input = bool(on_input)
@@ -178,7 +168,7 @@ class SpectralPenalty(Attached):
 
         Arguments and errors are as for calling the penalty.
         """
-        calls = self._recorder.named()
+        calls = self._named_calls()
         terms: dict[str, Tensor] = {}
         reports: list[LayerReport] = []
         for name, call in calls.items():
@@ -233,20 +223,16 @@ class SpectralPenalty(Attached):
 
         """
         found: dict[str, LipschitzEstimate] = {}
-        for name, call in self._recorder.named().items():
+        for name, call in self._named_calls().items():
             call.check_unchanged()
             x = call.members
             f = partial(call.run, replica(call.layer, call.name))
-            if tokens is not None:
-                f = partial(_at_real_tokens, f, x, _real(tokens, x))
+            real = _real(tokens, x)
+            if real is not None:
+                f = partial(_at_real_tokens, f, x, real)
             with torch.autocast(x.device.type, enabled=False), drawing_nothing(name, x.device):
                 found[name] = local_lipschitz(
-                    f,
-                    x,
-                    rtol=rtol,
-                    confidence=confidence,
-                    max_iterations=max_iterations,
-                    seed=seed,
+                    f, x, rtol=rtol, confidence=confidence, max_iterations=max_iterations, seed=seed
                 )
         return found
 
@@ -280,14 +266,14 @@ class SpectralPenalty(Attached):
 
     def __repr__(self) -> str:
         members = "" if self._members is None else f"the first {self._members} sequences, "
-        attached = "attached" if self._recorder.attached else "not attached"
+        attached = "attached" if self._watch.attached else "not attached"
         return (
             f"SpectralPenalty({type(self._model).__name__}, {len(self.layers)} layers, scope {self.scope}, "
             f"{members}steps={self._steps}, {attached})"
         )
 
     def _of_layer(
-        self, name: str, call: Call, directions: Directions, tokens: Tensor | None
+        self, name: str, call: LayerCall, directions: Directions, tokens: Tensor | None
     ) -> tuple[Tensor, LayerReport]:
         call.check_unchanged()
         body = replica(call.layer, call.name)
@@ -312,7 +298,8 @@ class SpectralPenalty(Attached):
             u.requires_grad_()
             g = pair.pull_back(u)
             sigma = g.detach().flatten(1).norm(dim=1).requires_grad_()
-            check_finite(sigma)
+            if not bool(sigma.isfinite().all()):
+                raise NonFiniteError("X", expected="finite derivatives", got="NaN or infinity")
             changed = sigma if self._transform is None else self._transform(sigma)
             if not isinstance(changed, Tensor):
                 raise ArgumentError(
@@ -334,7 +321,7 @@ class SpectralPenalty(Attached):
         jv = jv.detach()
         residual = relative_residual(jv, u.detach())
         directions.keep(jv)
-        scope = self._recorder.scope(call.name)
+        scope = self._scope(call.name)
         report = LayerReport(name, sigma.detach(), residual, residual <= self._rtol, upper, scope)
         inputs = list(weights)
         if on_input and (by_input := gradients.pop()) is not None:
@@ -346,10 +333,7 @@ class SpectralPenalty(Attached):
 
 
 def _gradients(g: Tensor, v: Tensor, shares: Tensor, by: list[Tensor]) -> list[Tensor | None]:
-    """Return the derivatives of a weighted sum of singular values with respect to given tensors.
-
-    The sum is Σ_b shares_b ⟨g_b, v_b⟩ over the indices b of the batch, and ``by`` lists the tensors.
-    """
+    """Return the derivatives of Σ_b shares_b ⟨g_b, v_b⟩ over the indices b of the batch by some tensors."""
     cotangent = v * shares.view(-1, *(1,) * (v.ndim - 1))
     found: tuple[Tensor | None, ...] = torch.autograd.grad(g, by, cotangent, allow_unused=True)
     return list(found)
@@ -369,22 +353,14 @@ class _Known(torch.autograd.Function):
         return None, None, *(None if g is None else (upstream * g).to(g) for g in ctx.gradients)
 
 
-def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, t: Tensor) -> Tensor:
-    """Apply ``f`` to real tokens from ``t`` and padding from ``x``, and set the outputs at padding to zero.
-
-    A token is real where ``real`` is 1, and padding where ``real`` is 0.
-    """
-    assert real is not None
+def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor, t: Tensor) -> Tensor:
+    """Apply ``f`` to real tokens of ``t`` and padding of ``x``, and set the outputs at padding to zero."""
     y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))
     return y * real.view(*real.shape, *(1,) * (y.ndim - 2))
 
 
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return a mask that is 1 for real tokens and 0 for padding.
-
-    The result is None if ``tokens`` is None. ArgumentError is raised if ``tokens`` has a wrong shape, or if a
-    sequence has no real token.
-    """
+    """Return the checked mask of tokens that count, as numbers 1 and 0; None for all tokens."""
     if tokens is None:
         return None
     if not isinstance(tokens, Tensor) or tokens.shape != x.shape[:2]:

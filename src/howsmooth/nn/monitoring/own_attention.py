@@ -1,27 +1,22 @@
-"""Records of the arguments and outputs of the ``howsmooth.nn`` attention layers of a model in a
-forward pass.
-"""
+"""A call of an attention layer of ``howsmooth.nn`` in a forward pass, and what is measured of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from howsmooth.attention import SelfAttention, TokenMap
-from howsmooth.attention.multi_head_projections import HeadsAttention
-from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.errors import CaptureError
 from howsmooth.models.padded_sequences import Padding
 from howsmooth.models.tolerance import precision, relative_error
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
-from howsmooth.watching import Call, watched
+from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics
 
-__all__ = ["OwnAttention", "OwnLayers"]
+__all__ = ["OwnAttention"]
 
 # Allowed difference of a layer and its map, in units of rounding. They sum in different orders, and the
 # softmax amplifies the rounding errors of the scores.
@@ -45,11 +40,7 @@ class OwnAttention:
     def read(self, scope: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         """Return the function that the layer computed in this call, and the tokens (batch, n, d) that it got.
 
-        Raises
-        ------
-        CaptureError
-            If the scope is not ``attention``, or the call did not return.
-
+        CaptureError is raised if the scope is not ``attention``, or the call did not return.
         """
         if scope != "attention":
             raise CaptureError(f"{self} is measured in scope 'attention' only.")
@@ -69,22 +60,17 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Return whether this call, which has no padding, agrees with one sequence of a call with padding.
-
-        The tokens and outputs of this call are compared with the real tokens of that sequence and the outputs
-        at these tokens.
+        """Return whether this call, which has no padding, has the tokens and outputs of the real tokens of
+        one sequence of a call with padding.
         """
-        real = padding.real[sequence]
-        for whole, alone in (
-            (padded.arguments["query"], self.arguments["query"]),
-            (padded.output, self.output),
-        ):
+
+        def same(whole: Tensor | None, alone: Tensor | None) -> bool:
             if whole is None or alone is None or whole.shape[:2] != padding.real.shape:
                 return False
-            rows, allowed = whole[sequence, real], _SAME * precision(alone.dtype)
-            if rows.shape != alone[0].shape or not relative_error(rows, alone[0]) <= allowed:
-                return False
-        return True
+            rows, allowed = whole[sequence, padding.real[sequence]], _SAME * precision(alone.dtype)
+            return rows.shape == alone[0].shape and relative_error(rows, alone[0]) <= allowed
+
+        return same(padded.arguments["query"], self.arguments["query"]) and same(padded.output, self.output)
 
     def describe(self) -> str:
         """Return a phrase that describes the map that :meth:`read` returned."""
@@ -101,39 +87,14 @@ class OwnAttention:
         return self.module.inside_ball(x, radius, x.dtype) if longest > radius else x
 
     def _as_called(self, x: Tensor) -> Tensor:
-        """Apply the layer to other tokens with the recorded masks and all other recorded arguments.
-
-        The result has no gradients in the weights.
-        """
+        """Apply the layer to other tokens with all other recorded arguments, without gradients of weights."""
         weights = {name: weight.detach() for name, weight in self.module.named_parameters()}
         given = {**self.arguments, "query": x, "key": None, "value": None, "need_weights": False}
         output: Tensor = torch.func.functional_call(self.module, weights, (), given)[0]
         return output.to(x.dtype)
 
-    def score_norm(self) -> float:
-        """Return the largest spectral norm of the score matrices of all heads.
-
-        The score matrix of head h is A_h. Without mask and clipping, the scores are ⟨A_h x_i + b_h, x_j⟩.
-
-        Raises
-        ------
-        ArgumentError
-            If the scores are not given by a matrix.
-
-        """
-        if self.map is None:
-            raise ArgumentError("f", expected="a layer that was read", got="one that was not")
-        if not isinstance(self.map, HeadsAttention):
-            raise ArgumentError(
-                "f", expected="scores ⟨A x_i + b, x_j⟩", got="scores that are no bilinear form of the tokens"
-            )
-        return score_norm(self.map)
-
     def bound(self) -> dict[str, float | int]:
-        """Return the fields of a monitoring record that describe the proved Lipschitz bound of the layer.
-
-        The result is empty for a layer without a largest token norm, which has no bound.
-        """
+        """Return the fields of a record with the proved bound; none for a layer without a largest norm."""
         length, radius = self.module.length, self.module.radius
         if radius is None:
             return {}
@@ -141,59 +102,23 @@ class OwnAttention:
         return {"bound": bound, "bound_length": length, "bound_radius": float(radius)}
 
     def add_scores(self, scores: ScoreStatistics, x: Tensor) -> None:
-        """Add the logits of this call, and the entropies of the rows of its attention weights, to the
-        statistics ``scores``.
-        """
+        """Add the logits of this call, and the entropies of its attention weights, to the statistics."""
         if self.unmasked and isinstance(self.map, SelfAttention):
             scores.add_map(self.map, self._clipped(x))
             return
-        told = {
-            **self.arguments,
-            "key": None,
-            "value": None,
-            "need_weights": True,
-            "average_attn_weights": False,
-        }
+        told = self.arguments | {
+            "key": None, "value": None, "need_weights": True, "average_attn_weights": False,
+        }  # fmt: skip
         _, weights = self.module(**told)
-        asked = {name: told.get(name) for name in ("attn_mask", "key_padding_mask")}
         added = self.module.masking.scores(
-            **asked, is_causal=bool(told.get("is_causal", False)), heads=self.module.num_heads, x=x
+            attn_mask=told.get("attn_mask"),
+            key_padding_mask=told.get("key_padding_mask"),
+            is_causal=bool(told.get("is_causal", False)),
+            heads=self.module.num_heads,
+            x=x,
         )
         p = weights.reshape(x.shape[0], -1, *weights.shape[-2:])
         scores.add_probabilities(p, None if added is None else (~added.isneginf()).expand(p.shape))
 
     def __str__(self) -> str:
         return f"{self.name or 'the model itself'} ({type(self.module).__name__})"
-
-
-class OwnLayers:
-    """The attention layers of howsmooth.nn in one model, with their calls in one forward pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = {n: m for n, m in model.named_modules() if isinstance(m, LipschitzAttention)}
-        self.calls: list[OwnAttention] = []
-
-    def outside(self, name: str) -> bool:
-        """Return whether a module lies outside all attention layers of howsmooth.nn.
-
-        ``name`` is the path of the module in the model.
-        """
-        return not any(name == own or not own or name.startswith(f"{own}.") for own in self._modules)
-
-    def watching(self, on_call: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Return a context manager that records the calls of the layers.
-
-        For each call, ``on_call`` gets the path of the layer in the model.
-        """
-
-        def starts(call: Call) -> None:
-            on_call(call.name)
-            given = call.arguments()
-            copies = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in given.items()}
-            self.calls.append(OwnAttention(call.name, self._modules[call.name], copies))
-
-        def ends(call: Call) -> None:
-            own = next(one for one in reversed(self.calls) if one.module is call.module)
-            own.output = call.output[0].detach().clone()
-
-        return watched(self._modules, starts, ends)

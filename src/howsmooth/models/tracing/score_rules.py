@@ -1,0 +1,296 @@
+"""What torch functions do to attention scores and attention weights: a rule for every function that attention
+code applies to them.
+
+After a function without a rule the result is unknown. After a function that attention does not use, such as a
+sort, the result is :class:`~howsmooth.models.tracing.score_provenance.Opaque`, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from howsmooth.models.tracing.axis_tracking import Unreadable, broadcast, regroup
+from howsmooth.models.tracing.score_provenance import Opaque, Scores
+from howsmooth.models.tracing.softmax_call import HIDES, all_true
+
+__all__ = ["Applied", "Known"]
+
+Known = Scores | Opaque
+
+
+class Applied:
+    """A call of a torch function, of which an argument may have a record.
+
+    ``args`` begins with the tensors of the call, also if they were passed by name.
+    """
+
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Callable[[Any], Known | None]
+    ) -> None:
+        self.func, self.kwargs = func, kwargs
+        first = next((kwargs[name] for name in ("input", "tensors") if name in kwargs), None)
+        self.args = list(args) if args or first is None else [first]
+        if len(self.args) == 1 and "other" in kwargs:
+            self.args.append(kwargs["other"])
+        self._rule = _RULES.get(func, _unknown)
+        joins = self._rule is _joined and bool(self.args) and isinstance(self.args[0], list | tuple)
+        looked_at = self.args[0] if joins else self.args[: _PLACES.get(self._rule, 1)]
+        #: The records of the arguments in which the function may have scores.
+        self.records = [known(tensor) for tensor in looked_at]
+        self.first = next((record for record in self.records if record is not None), None)
+        if func in _IN_PLACE and self.first is not None and self.records[0] is None:
+            self.args[0] = self.args[0].clone()  # the function overwrites it with the result
+        self.result: Any = None
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Return an argument, whether it was passed by position or by name."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+    @property
+    def other(self) -> Any:
+        """The argument of a function of two tensors that is not the first one with a record."""
+        return self.argument(1, "other") if self.records[0] is not None else self.args[0]
+
+    @property
+    def both(self) -> bool:
+        """Whether more than one argument has a record."""
+        return sum(record is not None for record in self.records) > 1
+
+    def record(self, known: Known, result: Any) -> tuple[Any, Known | None]:
+        """Return the tensor that the call has computed or changed, with its new record; ``known`` is the
+        first record of its arguments.
+        """
+        self.result = result
+        changed = self.args[0] if result is None else result
+        if self._rule is _rearranged and isinstance(result, tuple):
+            changed = result[0]
+        if isinstance(known, Opaque) and self._rule not in _OF_OPAQUE:
+            return changed, known
+        try:
+            return changed, self._rule(known, self)
+        except Unreadable as reason:
+            return changed, Opaque(str(reason), known.probabilities)
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return str(getattr(self.func, "__name__", self.func)).strip("_")
+
+
+# A rule gives the record of the result of a function. Its first argument is the first record among those of
+# the function's arguments.
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, Tensor))
+
+
+def _multiplied(known: Scores, call: Applied, inverse: bool = False) -> Known:
+    factor = call.other
+    if call.both or call.kwargs.get("rounding_mode") is not None:
+        raise known.unreadable("are multiplied by other numbers")
+    if known.probabilities:
+        # Models multiply probabilities by a mask of heads, which is all ones unless heads are pruned.
+        ones = factor == 1 if _number(factor) else all_true(factor == 1) and factor.ndim <= len(known.axes)
+        return known if ones else known.before_softmax("are multiplied by other numbers")
+    if _number(factor):
+        return known.times(1 / float(factor) if inverse and factor else float(factor))
+    return known.times_tensor(factor, inverse=inverse)
+
+
+def _divided(known: Known, call: Applied) -> Known | None:
+    if call.records[0] is None:
+        return None  # scores are the divisor
+    return known if isinstance(known, Opaque) else _multiplied(known, call, inverse=True)
+
+
+def _added(known: Known, call: Applied, mine: float = 1.0, theirs: float = 1.0) -> Known:
+    # The sum of two products of queries and keys, such as content and position, is refused with a message
+    # that says so. In the sum of one product and a tensor without a record, this tensor is a bias.
+    after = [record is not None and record.probabilities for record in call.records]
+    if call.both and not any(after) and any(isinstance(record, Scores) for record in call.records):
+        raise Unreadable("its scores are a sum of several products of the tokens")
+    if isinstance(known, Opaque):
+        return known
+    if call.both or known.probabilities:
+        raise known.unreadable("are added to")
+    theirs *= float(call.kwargs.get("alpha", 1.0))
+    if call.records[0] is None:
+        mine, theirs = theirs, mine
+    known = known if mine == 1 else known.times(mine)
+    return known.plus(call.other, theirs) if isinstance(call.other, Tensor) else known
+
+
+def _negated(known: Scores, call: Applied) -> Known:
+    return known.before_softmax("are negated").times(-1.0)
+
+
+def _capped(known: Scores, call: Applied) -> Known:
+    return known.before_softmax("are capped").capped()
+
+
+def _converted(known: Scores, call: Applied) -> Known | None:
+    dtype = call.result.dtype
+    return known.rounded(dtype) if dtype.is_floating_point else None
+
+
+def _unchanged(known: Scores, call: Applied) -> Known | None:
+    # That a function such as ``clamp`` leaves the scores as they are is checked when the attention is
+    # complete, by computing its output again.
+    same = isinstance(call.result, Tensor) and call.result.shape == call.args[0].shape
+    return replace(known, approximate=True) if same else None
+
+
+def _reshaped(known: Scores, call: Applied) -> Known | None:
+    if call.result.dtype != call.args[0].dtype:
+        return None  # ``view`` under another dtype reinterprets the bits
+    if call.result.numel() == call.args[0].numel():
+        return replace(known, axes=regroup(known.axes, call.result.shape))
+    return replace(known, axes=broadcast(known.axes, call.result)[0])  # ``expand``
+
+
+def _permuted(known: Scores, call: Applied) -> Known:
+    # The function is applied to a meta tensor with axes of length 1, 2, 3, ..., which shows the permutation.
+    lengths = torch.empty(tuple(range(1, call.args[0].ndim + 1)), device="meta")
+    marked = call.func(lengths, *call.args[1:], **call.kwargs)
+    return replace(known, axes=tuple(known.axes[size - 1] for size in marked.shape))
+
+
+def _indexed(known: Scores, call: Applied) -> Known | None:
+    index = call.argument(1, "dim")  # of ``narrow``
+    index = index if isinstance(index, tuple) else (index,)
+    whole = call.result.numel() == call.args[0].numel()
+    if whole and all(i is None or isinstance(i, slice) or i is ... for i in index):
+        return _reshaped(known, call)
+    return known.cut(call.args[0], call.result)
+
+
+def _joined(known: Scores, call: Applied) -> Known:
+    # A single tensor that is joined to scores may hold their sinks; ``Scores.joined`` decides.
+    tensors = call.args[0]
+    if known.probabilities or len(tensors) != 2 or call.both:
+        raise known.unreadable("are joined to others")
+    first = call.records[0] is None
+    dim = call.argument(1, "dim", call.kwargs.get("axis", 0))
+    return known.joined(tensors[0 if first else 1], dim % call.result.ndim, first=first)
+
+
+def _filled(known: Scores, call: Applied) -> Known:
+    return _overwritten(known, call.argument(1, "mask"), call.argument(2, "value"))
+
+
+def _chosen(known: Scores, call: Applied) -> Known | None:
+    if call.both:
+        raise known.unreadable("are chosen among others")
+    if len(call.args) != 3:
+        return None
+    condition, first, second = (1, 0, 2) if call.func is Tensor.where else (0, 1, 2)
+    # The first tensor is kept where the condition is true, so the second one is written elsewhere.
+    if call.records[first] is not None:
+        return _overwritten(known, ~call.args[condition], call.args[second])
+    return _overwritten(known, call.args[condition], call.args[first])
+
+
+def _overwritten(known: Scores, pairs: Tensor, value: Any) -> Known:
+    """Return the record after ``value`` was written where ``pairs`` is True."""
+    if known.probabilities:
+        # The probabilities of hidden keys are zero already; if they are not, the check of all rows fails.
+        return replace(known, approximate=True)
+    if all_true(value <= HIDES) if isinstance(value, Tensor) else _number(value) and value <= HIDES:
+        return known.hiding(pairs.bool())
+    raise Unreadable("its scores are written over by other numbers")
+
+
+def _assigned(known: Scores, call: Applied) -> Known:
+    raise known.unreadable("are put together from pieces")
+
+
+def _unknown(known: Known, call: Applied) -> Known | None:
+    """Return the record after a function without a rule: if it changed its tensor, this holds no scores any
+    more.
+    """
+    if call.result is not None and call.result is not call.args[0]:
+        return None
+    if isinstance(known, Opaque):
+        return known
+    raise known.unreadable(f"are written over by {call.name}")
+
+
+def _softmax(known: Known, call: Applied) -> Known | None:
+    dim = call.argument(1, "dim")
+    if known.probabilities:
+        return None  # a second softmax is no attention
+    if isinstance(known, Opaque):
+        return replace(known, probabilities=True, mixed=False)
+    return known.softmax(dim, call.result.dtype) if isinstance(dim, int) else None
+
+
+def _dropped(known: Scores, call: Applied) -> Known:
+    training = call.argument(2, "training", call.kwargs.get("train", True))
+    if training and call.argument(1, "p", 0.5) > 0:
+        raise known.unreadable("are dropped at random")
+    return known
+
+
+def _rearranged(known: Scores, call: Applied) -> Known:
+    """Return the record after a function that selects, shifts or sorts scores: its result still derives from
+    a product of queries and keys.
+    """
+    raise known.unreadable(f"go through {call.name}")
+
+
+def _mixed(known: Known, call: Applied) -> Known | None:
+    """Return the record after a function that changes or mixes scores; after two of them it is unknown."""
+    if isinstance(known, Opaque):
+        return None if known.mixed else replace(known, mixed=True)
+    return Opaque(str(known.unreadable(f"go through {call.name}")), known.probabilities, mixed=True)
+
+
+def _functions(names: str) -> set[Any]:
+    """Return the torch functions, tensor methods and properties with the given names."""
+    homes = (torch, Tensor, functional, torch.special)
+    found = {getattr(home, name) for name in names.split() for home in homes if hasattr(home, name)}
+    return {
+        f.__get__ if isinstance(f, property) or type(f).__name__ == "getset_descriptor" else f for f in found
+    }
+
+
+Rule = Callable[[Any, Applied], Known | None]
+_IN_PLACE = _functions("add_ sub_ subtract_ mul_ multiply_ __iadd__ __isub__ __imul__")
+_subtracted: Rule = partial(_added, theirs=-1.0)
+_subtracted_from: Rule = partial(_added, mine=-1.0)
+_SUMS = (_added, _subtracted, _subtracted_from)
+_NAMES: dict[Rule, str] = {
+    _multiplied: "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__",
+    _divided: "div divide true_divide div_ divide_ true_divide_ __truediv__ __itruediv__ __div__ __idiv__",
+    _added: "add add_ __add__ __radd__ __iadd__",
+    _subtracted: "sub subtract sub_ subtract_ __sub__ __isub__",
+    _subtracted_from: "rsub __rsub__",
+    _negated: "neg neg_ negative __neg__",
+    _capped: "tanh tanh_",
+    _converted: "to float double half bfloat16 type type_as contiguous clone cpu cuda",
+    _unchanged: "clamp clamp_ clip clip_ clamp_min clamp_max maximum max nan_to_num nan_to_num_",
+    _reshaped: "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_ "
+    "expand expand_as broadcast_to",
+    _permuted: "transpose permute swapaxes swapdims movedim moveaxis t T mT H mH adjoint",
+    _indexed: "__getitem__ narrow",
+    _joined: "cat concat concatenate",
+    _filled: "masked_fill masked_fill_",
+    _chosen: "where",
+    _softmax: "softmax",
+    _dropped: "dropout dropout_ alpha_dropout feature_dropout",
+    _rearranged: "gather take_along_dim index_select pad roll flip as_strided sort topk unfold",
+    _mixed: "linear conv1d conv2d relu square exp sigmoid sum cumsum detach batch_norm layer_norm",
+    _assigned: "__setitem__",
+}
+_RULES = {function: rule for rule, names in _NAMES.items() for function in _functions(names)}
+# The number of arguments in which a function may have scores; 1 where nothing is said.
+_PLACES: dict[Any, int] = {_multiplied: 2, _divided: 2, **dict.fromkeys(_SUMS, 2), _chosen: 3, _assigned: 3}
+_OF_OPAQUE = {*_SUMS, _divided, _softmax, _mixed, _unknown}  # the other rules leave such a record as it is
