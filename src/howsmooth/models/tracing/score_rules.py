@@ -34,11 +34,10 @@ class Applied:
     def __init__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Callable[[Any], Known | None]
     ) -> None:
-        self.func, self.kwargs = func, kwargs
-        first = next((kwargs[name] for name in ("input", "tensors") if name in kwargs), None)
-        self.args = list(args) if args or first is None else [first]
+        self.func, self.kwargs = func, dict(kwargs)
+        self.args = list(args) or [self.kwargs.pop(name) for name in ("input", "tensors") if name in kwargs]
         if len(self.args) == 1 and "other" in kwargs:
-            self.args.append(kwargs["other"])
+            self.args.append(self.kwargs.pop("other"))
         self._rule, places, self._of_opaque = _RULES.get(func, (_unknown, 1, True))
         several = self._rule is _joined and self.args and isinstance(self.args[0], list | tuple)
         #: The records of the arguments in which the function may have scores.
@@ -55,7 +54,7 @@ class Applied:
     @property
     def other(self) -> Any:
         """The argument of a function of two tensors that is not the first one with a record."""
-        return self.argument(1, "other") if self.records[0] is not None else self.args[0]
+        return self.args[1] if self.records[0] is not None else self.args[0]
 
     @property
     def both(self) -> bool:
@@ -67,7 +66,9 @@ class Applied:
         first record of its arguments.
         """
         self.result = result
-        changed = self.args[0] if result is None else result[0] if isinstance(result, tuple) else result
+        changed = self.args[0] if result is None else result
+        if isinstance(result, tuple) and result:
+            changed = result[0]  # as of ``topk``
         if isinstance(known, Opaque) and not self._of_opaque:
             return changed, known
         try:
