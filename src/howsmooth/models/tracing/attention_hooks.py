@@ -118,7 +118,7 @@ def _interface_call(
     """Return the attention of a call of the interface; ``causal`` is the order in a call without a mask."""
     bias, cap = keywords.pop("position_bias", None), keywords.pop("softcap", None)
     sinks = [t for t in (keywords.pop("s_aux", None), keywords.pop("sinks", None)) if t is not None]
-    obstacle = _unread(keywords) or _shapes(query, key, value)
+    obstacle = _obstacle(query, key, value, keywords)
     if sinks and sinks[0].numel() != query.shape[1]:
         obstacle = obstacle or "its sinks are not one number for each head"
     if obstacle:
@@ -135,27 +135,20 @@ def _interface_call(
     )
 
 
-def _unread(keywords: dict[str, Any]) -> str:
-    for name, value in keywords.items():
-        if value is None or name in _WITHOUT_EFFECT:
+def _obstacle(query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> str:
+    """Return why the operands of a call of the interface are not known, or ""."""
+    for name, given in keywords.items():
+        plain = isinstance(given, bool | int | float | str | tuple | list | dict)
+        if given is None or name in _WITHOUT_EFFECT or (plain and not given):  # switched off
             continue
-        if isinstance(value, bool | int | float | str | tuple | list | dict) and not value:
-            continue  # switched off
         if name in _SPARSE:
             return f"data-dependent sparsity ({name})"
         return f"its attention is given {name}, which is not known"
-    return ""
-
-
-def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
     shapes = [tuple(t.shape) for t in (query, key, value)]
-    if (
-        any(len(shape) != 4 for shape in shapes)
-        or query.shape[1] % key.shape[1]
-        or key.shape[1] != value.shape[1]
-    ):
-        return (
-            f"its queries, keys and values have shapes {shapes[0]}, {shapes[1]}, {shapes[2]} where (batch, "
-            "heads, n, head_dim) with grouped keys is expected"
-        )
-    return ""
+    four = all(len(shape) == 4 for shape in shapes)
+    if four and not query.shape[1] % key.shape[1] and key.shape[1] == value.shape[1]:
+        return ""
+    return (
+        f"its queries, keys and values have shapes {shapes[0]}, {shapes[1]}, {shapes[2]} where (batch, "
+        "heads, n, head_dim) with grouped keys is expected"
+    )

@@ -28,17 +28,8 @@ def split_mask(
 ) -> tuple[Bool[Tensor, "*lead m n"] | None, Float[Tensor, "*lead m n"] | None]:
     """Split an attention mask into a boolean mask and the finite numbers that it adds to the scores.
 
-    Returns
-    -------
-    tuple
-        A boolean tensor, True where the query sees the key (None if every query sees all keys), and the
-        biases of these scores (None if they are all zero).
-
-    Raises
-    ------
-    CaptureError
-        If some query sees no key.
-
+    The first is True where the query sees the key, and None if every query sees all keys; the numbers are
+    None if they are all zero. CaptureError is raised if some query sees no key.
     """
     if mask is None:
         return None, None
@@ -66,8 +57,7 @@ class Masking(NamedTuple):
 
 
 def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
-    """Describe a mask in words and by rules, such as the causal order; keep the mask itself if no rule
-    describes it.
+    """Describe a mask by rules such as the causal order, or keep it if no rule does.
 
     For n = 1 every mask counts as causal, since it hides nothing: pass None if the layer is not causal.
     """
@@ -86,10 +76,8 @@ def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
 
 
 def order_and_window(visible: Bool[Tensor, "*lead m n"]) -> Visibility | None:
-    """Return the causal and sliding-window rules that together give exactly this mask.
-
-    The result is None if no such rules give it, if the mask differs between heads or sequences, or if it is
-    not square.
+    """Return the causal and sliding-window rules that together give exactly this mask, or None if none do, if
+    it differs between heads or sequences, or if it is not square.
     """
     m, n = visible.shape[-2:]
     if m != n or visible.numel() != n * n:
@@ -106,10 +94,7 @@ def order_and_window(visible: Bool[Tensor, "*lead m n"]) -> Visibility | None:
 
 
 def hides_later_keys(mask: Tensor) -> bool:
-    """Return True if a mask hides all later keys from every query.
-
-    The mask is boolean or additive. For one token it is always True.
-    """
+    """Return True if a mask, boolean or additive, hides all later keys from every query."""
     n = mask.shape[-2]
     whole = mask.expand(*mask.shape[:-2], n, n)
     for rows in _row_blocks(mask, n):
@@ -121,7 +106,6 @@ def hides_later_keys(mask: Tensor) -> bool:
 
 
 def _row_blocks(mask: Tensor, n: int) -> Iterator[slice]:
-    """Yield slices of the rows of a mask, each small enough to be processed in one step."""
     length = max(1, _ENTRIES // max(1, mask.shape[:-2].numel() * n))
     for start in range(0, n, length):
         yield slice(start, min(start + length, n))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.cache_utils import Cache
 
 from howsmooth.errors import CaptureError, reason
@@ -17,12 +17,6 @@ from howsmooth.watching import Call, bound_arguments
 
 __all__ = ["ModuleReplay", "first_tensor", "token_arguments"]
 
-
-class _Tokens:
-    """A placeholder for the tokens among the stored arguments of a module call."""
-
-
-_X, _MEMORY = _Tokens(), _Tokens()
 
 # Largest relative difference between two computations of the same output: rounding is far below it, and
 # outputs of a call with wrongly sliced arguments are far above.
@@ -54,30 +48,21 @@ class ModuleReplay:
         self.batch = batch
         self.batch_axis = _batch_axis(x, batch)
         self.output = call.result
-        leaves, self._tree = tree_flatten((call.args, call.kwargs))
-        self._leaves: list[Any] = [
-            _X
-            if leaf is x
-            else _MEMORY
-            if memory is not None and leaf is memory
-            else None
-            if isinstance(leaf, Cache)
-            else leaf
-            for leaf in leaves
-        ]
+        self._given = tree_map(
+            lambda leaf: None if isinstance(leaf, Cache) else leaf, (call.args, call.kwargs)
+        )
 
     def arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments of the call, with ``x`` in place of the original tokens
-        X.
-        """
-        leaves = [x if leaf is _X else self.memory if leaf is _MEMORY else leaf for leaf in self._leaves]
-        args, kwargs = tree_unflatten(leaves, self._tree)
+        """Return the positional and keyword arguments of the call, with ``x`` in place of the tokens X."""
+        args, kwargs = tree_map(lambda leaf: x if leaf is self.x else leaf, self._given)
         return args, kwargs
 
     def with_memory(self, memory: Tensor) -> ModuleReplay:
         """Return the same module call with another memory (n, d_memory), for one sequence."""
-        other = copy.copy(self)
-        other.memory = memory if self.memory is None else memory.reshape(self.memory.shape)
+        other, own = copy.copy(self), self.memory
+        other.memory = memory if own is None else memory.reshape(own.shape)
+        if own is not None:
+            other._given = tree_map(lambda leaf: other.memory if leaf is own else leaf, self._given)
         return other
 
     @property
@@ -95,14 +80,12 @@ class ModuleReplay:
         return self.module(*args, **kwargs)
 
     def tokens(self) -> Tensor:
-        """Return the original tokens X of the call in the shape (batch, n, d)."""
-        return as_tokens(self.x, self.batch, self.batch_axis)
+        """Return the tokens X of the call in the shape (batch, n, d)."""
+        return _as_tokens(self.x, self.batch, self.batch_axis)
 
     def shaped(self, tokens: Tensor) -> Tensor:
         """Return tokens (batch, n, d) in the shape in which the module expects them."""
-        if self.batch_axis == 1:
-            return tokens.transpose(0, 1).reshape(self.x.shape)
-        return tokens.reshape(self.x.shape)
+        return (tokens.transpose(0, 1) if self.batch_axis == 1 else tokens).reshape(self.x.shape)
 
     def rows(self, output: Tensor) -> Tensor:
         """Return an output of the module in the shape (batch, n_out, d_out).
@@ -112,20 +95,15 @@ class ModuleReplay:
         axis = self.batch_axis
         if self.batch > 1 and output.ndim > 2 and output.shape[axis] != self.batch == output.shape[1 - axis]:
             axis = 1 - axis
-        return as_tokens(output, self.batch, axis)
+        return _as_tokens(output, self.batch, axis)
 
     def of_first_sequence(self) -> ModuleReplay:
         """Return this module call restricted to the first sequence of the batch.
 
         No model says which arguments have a batch axis. First, only arguments are cut whose length along the
         batch axis is the number of sequences, or is that of the tokens. If the output is then wrong, all
-        arguments are cut whose length is a multiple of the number of sequences.
-
-        Raises
-        ------
-        CaptureError
-            If in neither case the output agrees with the output of the whole batch for the first sequence.
-
+        arguments are cut whose length is a multiple of the number of sequences. CaptureError is raised if the
+        output of the whole batch for the first sequence is another one in both cases.
         """
         if self.batch == 1:
             return self
@@ -151,10 +129,8 @@ class ModuleReplay:
     def _sliced(self, *, multiples: bool) -> ModuleReplay:
         lengths = {self.batch, self.x.shape[self.batch_axis]}
 
-        def one(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.ndim <= self.batch_axis:
-                return value
-            size = value.shape[self.batch_axis]
+        def one(value: Tensor) -> Tensor:
+            size = value.shape[self.batch_axis] if value.ndim > self.batch_axis else 0
             if size in lengths or (multiples and size > 0 and size % self.batch == 0):
                 return value.narrow(self.batch_axis, 0, size // self.batch)
             return value
@@ -167,21 +143,19 @@ class ModuleReplay:
         """Return the same call for the given copy of the module, with the arguments converted to the dtype
         and device of the copy.
         """
-
-        def moved(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
-
-        other = self._changed(moved)
+        other = self._changed(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
         other.module = module
         return other
 
-    def _changed(self, change: Callable[[Any], Any]) -> ModuleReplay:
-        """Return a copy of this call after applying the function ``change`` to each of its arguments."""
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> ModuleReplay:
+        """Return a copy of this call after applying ``change`` to each of its tensors; what was one tensor
+        stays one.
+        """
         other = copy.copy(self)
-        other.x, other.memory, other.output = change(self.x), change(self.memory), None
-        other._leaves = [leaf if isinstance(leaf, _Tokens) else change(leaf) for leaf in self._leaves]
+        leaves, tree = tree_flatten((self._given, self.x, self.memory))
+        changed = {id(leaf): change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves}
+        other._given, other.x, other.memory = tree_unflatten([changed[id(leaf)] for leaf in leaves], tree)
+        other.output = None
         return other
 
 
@@ -189,26 +163,16 @@ def token_arguments(call: Call) -> Iterator[Tensor]:
     """Yield the arguments of a call that may be tokens, which are floating-point tensors with two or more
     axes.
     """
-    seen: set[int] = set()
+    found: dict[int, Tensor] = {}
     for value in call.arguments().values():
-        leaves = value if isinstance(value, tuple | list) else [value]
-        for leaf in leaves:
-            if (
-                isinstance(leaf, Tensor)
-                and leaf.is_floating_point()
-                and leaf.ndim >= 2
-                and leaf.numel() > 0
-                and id(leaf) not in seen
-            ):
-                seen.add(id(leaf))
-                yield leaf
+        for leaf in value if isinstance(value, tuple | list) else [value]:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim >= 2 and leaf.numel() > 0:
+                found[id(leaf)] = leaf
+    yield from found.values()
 
 
-def as_tokens(x: Tensor, batch: int, batch_axis: int) -> Tensor:
-    """Reshape a tensor (..., d) whose batch axis is axis 0 or 1 to (batch, n, d)."""
-    if batch_axis == 1:
-        x = x.transpose(0, 1)
-    return x.reshape(batch, -1, x.shape[-1])
+def _as_tokens(x: Tensor, batch: int, batch_axis: int) -> Tensor:
+    return (x.transpose(0, 1) if batch_axis == 1 else x).reshape(batch, -1, x.shape[-1])
 
 
 def _batch_axis(x: Tensor, batch: int) -> int:

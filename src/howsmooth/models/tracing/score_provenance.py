@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -210,7 +211,7 @@ def read_operands(scores: Scores, lead: Sequence[Axis], rows: Axis, call: Softma
         value=call.value.expand(*sizes[:-1], kv_heads, *call.value.shape[-2:]),
         # The cap is kept as cap * tanh(scale * ...), a SoftmaxCall has softcap * tanh(scale * ... / softcap).
         scale=scores.scale if scores.cap is None else scores.scale * scores.cap,
-        mask=_mask(scores, lead, rows, keys),
+        mask=_mask(scores, (*lead, rows, keys)),
         softcap=scores.cap,
         sinks=_sinks(scores.sinks, lead, rows),
     )
@@ -221,22 +222,16 @@ def _scaled(tensor: Tensor, factor: Tensor, inverse: bool) -> Tensor:
     return tensor / factor if inverse else tensor * factor
 
 
-def _mask(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Tensor | None:
+def _mask(scores: Scores, target: Sequence[Axis]) -> Tensor | None:
     """Return the mask, which is boolean, or additive with -inf for hidden entries if there are biases."""
-    target = (*lead, rows, keys)
-    total: Tensor | None = None
-    for bias in scores.biases:
-        # A bias that is the same for all keys of a row does not change the softmax.
-        if scores.sinks is not None or bias.shares(keys):
-            tensor = bias.arranged(target)
-            total = tensor if total is None else total + tensor
-    hidden: Tensor | None = None
-    for operand in scores.hidden:
-        pairs = operand.arranged(target)
-        hidden = pairs if hidden is None else hidden | pairs
-    if hidden is None or total is None:
-        return total if hidden is None else ~hidden
-    return torch.where(hidden, torch.full((), -math.inf, dtype=total.dtype, device=total.device), total)
+    # A bias that is the same for all keys of a row does not change the softmax.
+    biases = [b.arranged(target) for b in scores.biases if scores.sinks is not None or b.shares(target[-1])]
+    hidden = [pairs.arranged(target) for pairs in scores.hidden]
+    total = reduce(torch.add, biases) if biases else None
+    visible = ~reduce(torch.logical_or, hidden) if hidden else None
+    if total is None or visible is None:
+        return visible if total is None else total
+    return torch.where(visible, total, -math.inf)
 
 
 def _sinks(sinks: _Sinks | None, lead: Sequence[Axis], rows: Axis) -> Tensor | None:

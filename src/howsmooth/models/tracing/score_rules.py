@@ -34,16 +34,14 @@ class Applied:
     def __init__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Callable[[Any], Known | None]
     ) -> None:
-        self.func, self.kwargs = func, kwargs
-        first = next((kwargs[name] for name in ("input", "tensors") if name in kwargs), None)
-        self.args = list(args) if args or first is None else [first]
+        self.func, self.kwargs = func, dict(kwargs)
+        self.args = list(args) or [self.kwargs.pop(name) for name in ("input", "tensors") if name in kwargs]
         if len(self.args) == 1 and "other" in kwargs:
-            self.args.append(kwargs["other"])
-        self._rule = _RULES.get(func, _unknown)
-        joins = self._rule is _joined and bool(self.args) and isinstance(self.args[0], list | tuple)
-        looked_at = self.args[0] if joins else self.args[: _PLACES.get(self._rule, 1)]
+            self.args.append(self.kwargs.pop("other"))
+        self._rule, places, self._of_opaque = _RULES.get(func, (_unknown, 1, True))
+        several = self._rule is _joined and self.args and isinstance(self.args[0], list | tuple)
         #: The records of the arguments in which the function may have scores.
-        self.records = [known(tensor) for tensor in looked_at]
+        self.records = [known(tensor) for tensor in (self.args[0] if several else self.args[:places])]
         self.first = next((record for record in self.records if record is not None), None)
         if func in _IN_PLACE and self.first is not None and self.records[0] is None:
             self.args[0] = self.args[0].clone()  # the function overwrites it with the result
@@ -56,7 +54,7 @@ class Applied:
     @property
     def other(self) -> Any:
         """The argument of a function of two tensors that is not the first one with a record."""
-        return self.argument(1, "other") if self.records[0] is not None else self.args[0]
+        return self.args[1] if self.records[0] is not None else self.args[0]
 
     @property
     def both(self) -> bool:
@@ -69,9 +67,9 @@ class Applied:
         """
         self.result = result
         changed = self.args[0] if result is None else result
-        if self._rule is _rearranged and isinstance(result, tuple):
-            changed = result[0]
-        if isinstance(known, Opaque) and self._rule not in _OF_OPAQUE:
+        if isinstance(result, tuple) and result:
+            changed = result[0]  # as of ``topk``
+        if isinstance(known, Opaque) and not self._of_opaque:
             return changed, known
         try:
             return changed, self._rule(known, self)
@@ -149,8 +147,6 @@ def _unchanged(known: Scores, call: Applied) -> Known | None:
 
 
 def _reshaped(known: Scores, call: Applied) -> Known | None:
-    if call.result.dtype != call.args[0].dtype:
-        return None  # ``view`` under another dtype reinterprets the bits
     if call.result.numel() == call.args[0].numel():
         return replace(known, axes=regroup(known.axes, call.result.shape))
     return replace(known, axes=broadcast(known.axes, call.result)[0])  # ``expand``
@@ -208,10 +204,6 @@ def _overwritten(known: Scores, pairs: Tensor, value: Any) -> Known:
     raise Unreadable("its scores are written over by other numbers")
 
 
-def _assigned(known: Scores, call: Applied) -> Known:
-    raise known.unreadable("are put together from pieces")
-
-
 def _unknown(known: Known, call: Applied) -> Known | None:
     """Return the record after a function without a rule: if it changed its tensor, this holds no scores any
     more.
@@ -239,11 +231,8 @@ def _dropped(known: Scores, call: Applied) -> Known:
     return known
 
 
-def _rearranged(known: Scores, call: Applied) -> Known:
-    """Return the record after a function that selects, shifts or sorts scores: its result still derives from
-    a product of queries and keys.
-    """
-    raise known.unreadable(f"go through {call.name}")
+def _refused(known: Scores, call: Applied, what: str = "") -> Known:
+    raise known.unreadable(what or f"go through {call.name}")
 
 
 def _mixed(known: Known, call: Applied) -> Known | None:
@@ -264,33 +253,38 @@ def _functions(names: str) -> set[Any]:
 
 Rule = Callable[[Any, Applied], Known | None]
 _IN_PLACE = _functions("add_ sub_ subtract_ mul_ multiply_ __iadd__ __isub__ __imul__")
-_subtracted: Rule = partial(_added, theirs=-1.0)
-_subtracted_from: Rule = partial(_added, mine=-1.0)
-_SUMS = (_added, _subtracted, _subtracted_from)
-_NAMES: dict[Rule, str] = {
-    _multiplied: "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__",
-    _divided: "div divide true_divide div_ divide_ true_divide_ __truediv__ __itruediv__ __div__ __idiv__",
-    _added: "add add_ __add__ __radd__ __iadd__",
-    _subtracted: "sub subtract sub_ subtract_ __sub__ __isub__",
-    _subtracted_from: "rsub __rsub__",
-    _negated: "neg neg_ negative __neg__",
-    _capped: "tanh tanh_",
-    _converted: "to float double half bfloat16 type type_as contiguous clone cpu cuda",
-    _unchanged: "clamp clamp_ clip clip_ clamp_min clamp_max maximum max nan_to_num nan_to_num_",
-    _reshaped: "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_ "
-    "expand expand_as broadcast_to",
-    _permuted: "transpose permute swapaxes swapdims movedim moveaxis t T mT H mH adjoint",
-    _indexed: "__getitem__ narrow",
-    _joined: "cat concat concatenate",
-    _filled: "masked_fill masked_fill_",
-    _chosen: "where",
-    _softmax: "softmax",
-    _dropped: "dropout dropout_ alpha_dropout feature_dropout",
-    _rearranged: "gather take_along_dim index_select pad roll flip as_strided sort topk unfold",
-    _mixed: "linear conv1d conv2d relu square exp sigmoid sum cumsum detach batch_norm layer_norm",
-    _assigned: "__setitem__",
+# A rule, the number of arguments in which its functions may have scores, and the functions. The first rules
+# take any record; after the others an Opaque is what it was.
+_OF_ALL: tuple[tuple[Rule, int, str], ...] = (
+    (_divided, 2, "div divide true_divide div_ divide_ true_divide_"),
+    (_divided, 2, "__truediv__ __itruediv__ __div__ __idiv__"),
+    (_added, 2, "add add_ __add__ __radd__ __iadd__"),
+    (partial(_added, theirs=-1.0), 2, "sub subtract sub_ subtract_ __sub__ __isub__"),
+    (partial(_added, mine=-1.0), 2, "rsub __rsub__"),
+    (_softmax, 1, "softmax"),
+    (_mixed, 1, "linear conv1d conv2d relu square exp sigmoid sum cumsum detach batch_norm layer_norm"),
+)
+_OF_SCORES: tuple[tuple[Rule, int, str], ...] = (
+    (_multiplied, 2, "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__"),
+    (_negated, 1, "neg neg_ negative __neg__"),
+    (_capped, 1, "tanh tanh_"),
+    (_converted, 1, "to float double half bfloat16 type type_as contiguous clone cpu cuda"),
+    (_unchanged, 1, "clamp clamp_ clip clip_ clamp_min clamp_max maximum max nan_to_num nan_to_num_"),
+    (_reshaped, 1, "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_"),
+    (_reshaped, 1, "expand expand_as broadcast_to"),
+    (_permuted, 1, "transpose permute swapaxes swapdims movedim moveaxis t T mT H mH adjoint"),
+    (_indexed, 1, "__getitem__ narrow"),
+    (_joined, 1, "cat concat concatenate"),
+    (_filled, 1, "masked_fill masked_fill_"),
+    (_chosen, 3, "where"),
+    (_dropped, 1, "dropout dropout_ alpha_dropout feature_dropout"),
+    # What selects, shifts or sorts scores still derives from a product of queries and keys.
+    (_refused, 1, "gather take_along_dim index_select pad roll flip as_strided sort topk unfold"),
+    (partial(_refused, what="are put together from pieces"), 3, "__setitem__"),
+)
+_RULES = {
+    function: (rule, places, of_opaque)
+    for table, of_opaque in ((_OF_ALL, True), (_OF_SCORES, False))
+    for rule, places, names in table
+    for function in _functions(names)
 }
-_RULES = {function: rule for rule, names in _NAMES.items() for function in _functions(names)}
-# The number of arguments in which a function may have scores; 1 where nothing is said.
-_PLACES: dict[Any, int] = {_multiplied: 2, _divided: 2, **dict.fromkeys(_SUMS, 2), _chosen: 3, _assigned: 3}
-_OF_OPAQUE = {*_SUMS, _divided, _softmax, _mixed, _unknown}  # the other rules leave such a record as it is

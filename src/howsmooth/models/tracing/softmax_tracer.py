@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import math
 import types as python_types
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from howsmooth.errors import ArgumentError
 from howsmooth.models.tracing.axis_tracking import Axis, Operand, Unreadable, leaves, length
@@ -65,8 +65,7 @@ class SoftmaxTracer(TorchFunctionMode):
         self._ahead = ahead
         self._check = check
         self._depth = 0
-        # By the id of the tensor; the weak reference tells whether the id still belongs to that tensor.
-        self._known: dict[int, tuple[ref[Tensor], Known]] = {}
+        self._known: MutableMapping[Tensor, Known] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> SoftmaxTracer:
         """Start the tracing; the tracer may be entered again while it is active."""
@@ -88,7 +87,7 @@ class SoftmaxTracer(TorchFunctionMode):
         if func in PRODUCTS:
             return self._product(contraction_of(func, args, kwargs), run)
         if func is functional.scaled_dot_product_attention:
-            return self._fused(_with_names(args, kwargs), run)
+            return self._fused(args, kwargs, run)
         if func is flex_attention:
             return self._flex(args, run)
         if func is functional.multi_head_attention_forward:
@@ -104,29 +103,15 @@ class SoftmaxTracer(TorchFunctionMode):
 
     def known(self, tensor: Any) -> Known | None:
         """Return the record of a tensor, or None if it is neither attention scores nor attention weights."""
-        entry = self._known.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
+        return self._known.get(tensor) if isinstance(tensor, Tensor) else None
 
     def _note(self, tensor: Any, known: Known | None) -> None:
-        """Store the record of a tensor for as long as the tensor exists."""
-        if known is None or not isinstance(tensor, Tensor):
-            return
-        key, table = id(tensor), self._known
-        if self.known(tensor) is not None:
-            table[key] = (table[key][0], known)
-            return
-
-        def forget(dead: ref[Tensor]) -> None:
-            if key in table and table[key][0] is dead:
-                del table[key]
-
-        table[key] = (ref(tensor, forget), known)
+        if known is not None and isinstance(tensor, Tensor):
+            self._known[tensor] = known
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the body of a torch function so that the tracer sees the functions that it calls.
-
-        Under a mode, the function arrives as a whole. Its body is run with a ``has_torch_function`` that
-        returns False, so that the functions it calls arrive one by one.
+        """Run the body of a torch function, which arrives as a whole under a mode, with a
+        ``has_torch_function`` that returns False, so that the functions it calls arrive one by one.
         """
         seen = {**func.__globals__, "has_torch_function": lambda _: False}
         body = python_types.FunctionType(
@@ -181,7 +166,6 @@ class SoftmaxTracer(TorchFunctionMode):
     def _weighted(
         self, contraction: Contraction, p: Operand, value: Operand, known: Known, run: Callable[[], Any]
     ) -> Any:
-        """Return the product of attention weights and values."""
         if isinstance(known, Scores):
             for label, axis in zip(p.axes, known.axes, strict=True):
                 label[0].parts = axis if length(axis) > 1 else None
@@ -202,30 +186,25 @@ class SoftmaxTracer(TorchFunctionMode):
                 probabilities=p.arranged((*lead, rows, keys)),
                 output=None if output is None else Operand(output, contraction.axes).arranged(ordered),
             )
+            if isinstance(known, Opaque):
+                return replace(call, obstacle=known.reason)
+            if known.keys is None or leaves(keys) != leaves(known.keys):
+                return replace(call, obstacle="its softmax does not run over the values that are summed")
             try:
-                return self._read(call, known, lead, rows, keys)
+                found = read_operands(known, lead, rows, call)
             except Unreadable as reason:
                 return replace(call, obstacle=str(reason))
+            check = self._check and output is not None
+            difference = disagreement(found, known.eps, every=known.approximate) if check else ""
+            return replace(call, obstacle=difference) if difference else found
 
-        def as_result(output: Tensor, _: Any) -> Tensor:
-            return Operand(output, ordered).arranged(contraction.axes)
+        return self._attention(
+            run, describe, lambda output, _: Operand(output, ordered).arranged(contraction.axes)
+        )
 
-        return self._attention(run, describe, as_result)
-
-    def _read(self, call: SoftmaxCall, known: Known, lead: list[Axis], rows: Axis, keys: Axis) -> SoftmaxCall:
-        if isinstance(known, Opaque):
-            raise Unreadable(known.reason)
-        if known.keys is None or leaves(keys) != leaves(known.keys):
-            raise Unreadable("its softmax does not run over the values that are summed")
-        found = read_operands(known, lead, rows, call)
-        if self._check and found.output is not None:
-            difference = disagreement(found, known.eps, every=known.approximate)
-            if difference:
-                raise Unreadable(difference)
-        return found
-
-    def _fused(self, given: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """Return the output of ``scaled_dot_product_attention``."""
+    def _fused(self, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         operands = given["query"], given["key"], given["value"]
         if any(t.is_nested for t in operands) or min(t.ndim for t in operands) < 2:
             return run()
@@ -248,7 +227,6 @@ class SoftmaxTracer(TorchFunctionMode):
         return self._attention(run, describe, lambda output, _: output[0] if flat else output)
 
     def _flex(self, given: Any, run: Callable[[], Any]) -> Any:
-        """Return the results of the operator behind ``flex_attention``."""
         query, key, value, score_mod, blocks, scale = given[:6]
 
         def describe(results: Any) -> SoftmaxCall:
@@ -264,11 +242,6 @@ class SoftmaxTracer(TorchFunctionMode):
             return (output, row, row) if results is None else (output, *results[1:])
 
         return self._attention(run, describe, as_results)
-
-
-def _with_names(args: Any, kwargs: Any) -> dict[str, Any]:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _sums_over_keys(known: Known, summed: Axis, value: Tensor) -> bool:
