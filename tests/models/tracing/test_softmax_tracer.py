@@ -305,8 +305,8 @@ PATTERNS = [
     matmul, scaled_before, scaled_in_place_by_numpy, scaled_by_tensor, masked_fill,
     masked_fill_in_place_then_bias, where, where_reversed, where_method, added_mask_and_bias, subtracted,
     multiplied_mask, multiplied_mask_in_place, baddbmm, baddbmm_in_place, added_to_bias_in_place, einsum,
-    einsum_over_another_axis,
-    einsum_ellipsis, transposed, by_name, upcast, softcap, sinks, sinks_first, with_dropout, masked_after, clamped,
+    einsum_over_another_axis, by_name,
+    einsum_ellipsis, transposed, upcast, softcap, sinks, sinks_first, with_dropout, masked_after, clamped,
     cosine, scaled_keys, one_key_head, broadcast_key_head, grouped_einsum, fused, fused_mask, fused_boolean,
     fused_grouped,
 ]  # fmt: skip
