@@ -215,6 +215,11 @@ def transposed(g: Given) -> Tensor:
     return (g.v.mT @ s.softmax(-2)).mT
 
 
+def by_name(g: Given) -> Tensor:
+    s = torch.mul(input=torch.matmul(input=g.k, other=g.q.mT), other=0.5)
+    return torch.softmax(input=torch.transpose(input=s, dim0=2, dim1=3), dim=-1) @ g.v
+
+
 def upcast(g: Given) -> Tensor:
     s = (g.q @ g.k.mT).type(torch.float64).contiguous()
     return functional.softmax(s, dim=-1, dtype=torch.float64).to(g.q.dtype).type_as(g.v) @ g.v
@@ -300,7 +305,7 @@ PATTERNS = [
     matmul, scaled_before, scaled_in_place_by_numpy, scaled_by_tensor, masked_fill,
     masked_fill_in_place_then_bias, where, where_reversed, where_method, added_mask_and_bias, subtracted,
     multiplied_mask, multiplied_mask_in_place, baddbmm, baddbmm_in_place, added_to_bias_in_place, einsum,
-    einsum_over_another_axis,
+    einsum_over_another_axis, by_name,
     einsum_ellipsis, transposed, upcast, softcap, sinks, sinks_first, with_dropout, masked_after, clamped,
     cosine, scaled_keys, one_key_head, broadcast_key_head, grouped_einsum, fused, fused_mask, fused_boolean,
     fused_grouped,

@@ -42,8 +42,11 @@ class Applied:
         several = self._rule is _joined and self.args and isinstance(self.args[0], list | tuple)
         #: The records of the arguments in which the function may have scores.
         self.records = [known(tensor) for tensor in (self.args[0] if several else self.args[:places])]
-        self.first = next((record for record in self.records if record is not None), None)
-        if func in _IN_PLACE and self.first is not None and self.records[0] is None:
+        found = [record for record in self.records if record is not None]
+        self.first = found[0] if found else None
+        self.both = len(found) > 1  # whether more than one argument has a record
+        self.leads = bool(found) and self.records[0] is not None  # whether the first argument has one
+        if func in _IN_PLACE and found and not self.leads:
             self.args[0] = self.args[0].clone()  # the function overwrites it with the result
         self.result: Any = None
 
@@ -54,12 +57,7 @@ class Applied:
     @property
     def other(self) -> Any:
         """The argument of a function of two tensors that is not the first one with a record."""
-        return self.args[1] if self.records[0] is not None else self.args[0]
-
-    @property
-    def both(self) -> bool:
-        """Whether more than one argument has a record."""
-        return sum(record is not None for record in self.records) > 1
+        return self.args[1] if self.leads else self.args[0]
 
     def record(self, known: Known, result: Any) -> tuple[Any, Known | None]:
         """Return the tensor that the call has computed or changed, with its new record; ``known`` is the
@@ -104,7 +102,7 @@ def _multiplied(known: Scores, call: Applied, inverse: bool = False) -> Known:
 
 
 def _divided(known: Known, call: Applied) -> Known | None:
-    if call.records[0] is None:
+    if not call.leads:
         return None  # scores are the divisor
     return known if isinstance(known, Opaque) else _multiplied(known, call, inverse=True)
 
@@ -120,7 +118,7 @@ def _added(known: Known, call: Applied, mine: float = 1.0, theirs: float = 1.0) 
     if call.both or known.probabilities:
         raise known.unreadable("are added to")
     theirs *= float(call.kwargs.get("alpha", 1.0))
-    if call.records[0] is None:
+    if not call.leads:
         mine, theirs = theirs, mine
     known = known if mine == 1 else known.times(mine)
     return known.plus(call.other, theirs) if isinstance(call.other, Tensor) else known
@@ -173,9 +171,8 @@ def _joined(known: Scores, call: Applied) -> Known:
     tensors = call.args[0]
     if known.probabilities or len(tensors) != 2 or call.both:
         raise known.unreadable("are joined to others")
-    first = call.records[0] is None
     dim = call.argument(1, "dim", call.kwargs.get("axis", 0))
-    return known.joined(tensors[0 if first else 1], dim % call.result.ndim, first=first)
+    return known.joined(tensors[call.leads], dim % call.result.ndim, first=not call.leads)
 
 
 def _filled(known: Scores, call: Applied) -> Known:
