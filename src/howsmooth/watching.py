@@ -217,7 +217,7 @@ class Watch:
         return bool(self._handles)
 
     def attach(self) -> None:
-        """Begin to watch the passes of the model."""
+        """Start watching the passes of the model."""
         from torch._dynamo.decorators import skip  # an import of seconds
 
         if self._handles:
@@ -234,7 +234,7 @@ class Watch:
         ]
 
     def detach(self) -> None:
-        """End to watch the passes of the model."""
+        """Stop watching the passes of the model."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

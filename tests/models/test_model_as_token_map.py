@@ -418,3 +418,25 @@ def test_what_is_refused() -> None:
         hs.capture(build("t5"), token_ids(1, 4), scope="model")
     with pytest.raises(hs.errors.ModelError, match="names none under 'architectures'"):
         hs.load_model("gpt2", random_init=True, head=True, most_weights=1)
+
+
+class Outside(nn.Module):
+    """Attention with its residual outside of the list of its layers, which a part of the model passes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList([nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+def test_a_span_that_a_residual_passes_by_is_refused() -> None:
+    model, ids = Outside().double().eval(), token_ids(1, 4) % 20
+    with pytest.raises(hs.HowsmoothError, match="past that point"):
+        hs.capture(model, ids, scope="span", layers=(0, 1))
+    assert hs.capture(model, ids, scope="model")[0].map.d_out == 8

@@ -58,7 +58,7 @@ _EARLIER = 4
 
 
 class _PassedBy(CaptureError):  # noqa: N818 - says what was found
-    """The exception for a first point that what enters the model also passes by."""
+    """The exception for a part whose output also depends on tokens that do not pass its first point."""
 
 
 class ModelParts:
@@ -68,10 +68,8 @@ class ModelParts:
 
     Parameters
     ----------
-    model
-        The model, in measurement mode.
     given
-        The model's inputs.
+        The model, in measurement mode, with its inputs.
     side
         In an encoder-decoder, which embeddings vary: ``"memory"``, the encoder's, or ``"queries"``, the
         decoder's. None for other models.
@@ -79,7 +77,7 @@ class ModelParts:
     Raises
     ------
     ArgumentError
-        If a sequence is padded.
+        If a sequence is padded, or the model has no such side.
     CaptureError
         If the model is an encoder-decoder and ``side`` is None.
 

@@ -177,11 +177,11 @@ def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding
     place = layer.self_attention.layer
     call = next((call for call in traced_layer.calls if call.name == alone.name), None)
     x = None if call is None else call.arguments().get(alone.x_name)
-    if call is None or not isinstance(x, Tensor):
+    if call is None or call.result is None or not isinstance(x, Tensor):
         raise CaptureError(f"{place} is not called in the same way for padded sequences.")
     whole = ModuleReplay(call, x, padding.whole.batch)
     own = first_tensor(alone(alone.x))
-    pairs = ((whole.tokens(), alone.tokens()), (whole.rows(first_tensor(call.result)), alone.rows(own)))
+    pairs = ((whole.tokens(), alone.tokens()), (whole.rows(call.result), alone.rows(own)))
     # Rounding grows with depth, and float64 models may compute some steps in float32.
     allowed = (1 + place.index) * tolerance(precision(torch.float32), layer.found.condition)
     for padded, plain in pairs:

@@ -45,9 +45,7 @@ if TYPE_CHECKING:
 # Modules are imported when one of their names is first used, so that `import howsmooth.nn` is fast.
 _MODULES = {
     "attention.base": ("LipschitzAttention",),
-    "attention.variants": (
-        *("CosineAttention", "L2Attention", "LipschitzNormAttention", "SigmoidAttention"),
-    ),
+    "attention.variants": ("CosineAttention", "L2Attention", "LipschitzNormAttention", "SigmoidAttention"),
     "attention.sinkhorn": ("SinkhornAttention",),
     "attention.softmax": ("QueryKeyNormAttention", "SoftmaxAttention"),
     "certificates.model_bound": ("ModelCertificate", "certify"),

@@ -126,7 +126,7 @@ class SequenceData:
         return cls(arrays, feed.place(starts[0]), feed.words(starts[0], n))
 
     def inputs(self, device: str) -> Inputs:
-        """Return the inputs of the model for these sequences as tensors on a device."""
+        """Return what the model is given for these sequences, on a device."""
         tensors = {name: torch.tensor(array, device=device) for name, array in self.arrays.items()}
         return tensors.get("", tensors)
 

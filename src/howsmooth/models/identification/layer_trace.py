@@ -41,7 +41,7 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class LayerTrace:
-    """The trace of a run of one layer on one sequence: its module calls and softmaxes, in order."""
+    """What one layer did in a run on one sequence: its module calls and softmaxes, in order."""
 
     layer: AttentionLayer
     x: Tensor  # (1, n, d): the tokens that the attention module is given

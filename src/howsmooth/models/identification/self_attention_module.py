@@ -231,7 +231,7 @@ def _refuse_randomness(
     """Raise _Stateful if a call that is repeated with its own tokens gives something else."""
     own = call.output
     try:
-        same = own is not None and _alike(first_tensor(own), first_tensor(returned))
+        same = own is not None and _alike(own, first_tensor(returned))
     except CaptureError:  # it returns no tensor
         same = False
     if same:

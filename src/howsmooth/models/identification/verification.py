@@ -85,7 +85,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
     moved = own_values(call, output, call.shaped(moved_tokens(x)))
     eps = precision(x.dtype, downcast=moved.downcast)
     # In the forward pass of the model, whose output was kept, if it is the output of the attention.
-    own = None if call.output is None else _attention_of(call, output, first_tensor(call.output))
+    own = None if call.output is None else _attention_of(call, output, call.output)
     own = own_values(call, output, call.x).attention if own is None else own
     compare(layer, "its attention", found.map(x), own, tolerance(eps, found.condition))
     # On changed tokens the scores may be larger: queries and keys may each have grown by a factor of two.

@@ -94,7 +94,7 @@ def order_and_window(visible: Bool[Tensor, "*lead m n"]) -> Visibility | None:
 
 
 def hides_later_keys(mask: Tensor) -> bool:
-    """Return True if a mask, boolean or additive, hides all later keys from every query."""
+    """Return True if no query sees a later key under this mask, boolean or additive."""
     n = mask.shape[-2]
     whole = mask.expand(*mask.shape[:-2], n, n)
     for rows in _row_blocks(mask, n):

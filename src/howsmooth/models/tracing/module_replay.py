@@ -67,7 +67,7 @@ class ModuleReplay:
 
     @property
     def x_name(self) -> str:
-        """Name of the argument that is the tokens X, or "" if the tokens are inside another argument."""
+        """The name of the argument that holds X; "" if X lies inside another argument, such as a list."""
         return next((name for name, value in self.named_arguments().items() if value is self.x), "")
 
     def named_arguments(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class ModuleReplay:
         """
         if self.batch == 1:
             return self
-        wanted = None if self.output is None else first_tensor(self.output)
+        wanted = self.output
         why = "its output differs then"
         for multiples in (False, True):
             alone = self._sliced(multiples=multiples)

@@ -114,8 +114,8 @@ def run(call: ModelCall) -> Any:
         If the model itself raises an exception; the message names the shapes of the inputs.
 
     """
-    # If hidden states are asked for, transformers adds hooks to the modules and never removes them.
     model, inputs = call.model, call.named
+    # If hidden states are asked for, transformers adds hooks to the modules and never removes them.
     config = getattr(model, "config", None)
     asked = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
     try:

@@ -51,7 +51,7 @@ class Applied:
         self.result: Any = None
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument, whether it was passed by position or by name."""
+        """Return an argument of the call, however it was passed."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     @property

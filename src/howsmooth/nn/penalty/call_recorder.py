@@ -216,7 +216,7 @@ class Penalty:
         self._calls.append(LayerCall.of(call))
 
     def _scope(self, name: str) -> str:
-        """Return ``attention`` if the calls of the layer include its output projection, else ``module``."""
+        """Return ``attention`` for a layer whose output projection is part of its calls, else ``module``."""
         known = self._projections is not None and name not in self._projections.unknown
         return "attention" if known else "module"
 
