@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -195,6 +196,14 @@ WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "peft, compiled": lambda model: compiled(PeftModel(model)),
     "accelerate": lambda model: Accelerator(cpu=True, mixed_precision="bf16").prepare(model),
 }
+
+
+@pytest.fixture(autouse=True)
+def accelerate_starts_anew() -> Iterator[None]:
+    """Accelerate keeps one precision for a process; a Trainer of another test sets it too."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED.keys())
