@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
+from howsmooth.attention import LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.candidate_maps import Hypothesis, hypotheses, norms_all_heads
-from howsmooth.models.identification.layer_trace import LayerTrace, trace_layer, whole_layer
+from howsmooth.models.identification.layer_trace import (
+    LayerTrace,
+    recorded_trace,
+    trace_layer,
+    whole_layer,
+)
 from howsmooth.models.identification.norm_and_residual_placement import Block, read_block, token_norm
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.self_attention_module import (
@@ -127,13 +133,26 @@ def read_layer(traced_layer: TracedLayer) -> VerifiedLayer:
     with errors_of(traced_layer.layer):
         self_attention = find_self_attention(traced_layer)
         call = whole_layer(traced_layer)
+        trace = recorded_trace(self_attention, traced_layer)
+        if trace is not None:
+            with suppress(CaptureError):
+                layer = _read(trace, self_attention, call, traced_layer.stored)
+                if isinstance(layer.found.map, SelfAttention):
+                    return layer
+        # Modules may round otherwise when they run by themselves, so that their numbers do not fit together.
         trace = trace_layer(self_attention, traced_layer, call)
-        output = find_output(trace, self_attention)
-        verified = _verified(trace, self_attention, output)
-        found = next(verified)
-        block = read_block(trace, found.map, output.call)
-        norm = token_norm(trace)
-        return VerifiedLayer(self_attention, output, found, verified, block, norm, call, traced_layer.stored)
+        return _read(trace, self_attention, call, traced_layer.stored)
+
+
+def _read(
+    trace: LayerTrace, self_attention: SelfAttentionModule, call: ModuleReplay, stored: torch.dtype
+) -> VerifiedLayer:
+    """Identify and verify the map of a layer from its trace."""
+    output = find_output(trace, self_attention)
+    verified = _verified(trace, self_attention, output)
+    found = next(verified)
+    block = read_block(trace, found.map, output.call)
+    return VerifiedLayer(self_attention, output, found, verified, block, token_norm(trace), call, stored)
 
 
 def _verified(

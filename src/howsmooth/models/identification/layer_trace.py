@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from howsmooth.watching import Call, watched
 if TYPE_CHECKING:
     from howsmooth.models.identification.self_attention_module import SelfAttentionModule
 
-__all__ = ["LayerTrace", "ModuleCall", "trace_layer", "whole_layer"]
+__all__ = ["LayerTrace", "ModuleCall", "recorded_trace", "trace_layer", "whole_layer"]
 
 # Largest relative difference of tokens that are computed again: rounding is far below it, and the tokens of
 # another call of the same module are far above.
@@ -70,79 +70,117 @@ def whole_layer(traced_layer: TracedLayer) -> ModuleReplay:
     return ModuleReplay(call, (floating or given)[0], traced_layer.model.batch)
 
 
+def recorded_trace(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> LayerTrace | None:
+    """Return what the layer that contains a self-attention module did in the forward pass of the model, or
+    None if the record of the pass does not tell.
+    """
+    if not traced_layer.events or not all(event.unchanged() for event in traced_layer.events):
+        return None
+    tracer = _Tracer(self_attention, traced_layer, copies=False)
+    for event in traced_layer.events:
+        getattr(tracer, event.kind)(event.what)
+    # The same softmaxes, as they are read from the attention module by itself.
+    pairs = list(zip(self_attention.softmaxes, tracer.trace.softmaxes, strict=False))
+    if len(pairs) != len(self_attention.softmaxes) or any(a.output.shape != b.output.shape for a, b in pairs):
+        return None
+    tracer.trace.softmaxes = [replace(own, output=seen.output) for own, seen in pairs]
+    return tracer.ended(traced_layer.calls[0].output)
+
+
 def trace_layer(
     self_attention: SelfAttentionModule, traced_layer: TracedLayer, layer: ModuleReplay
 ) -> LayerTrace:
     """Run the layer that contains a self-attention module on one sequence, and record its module calls and
     softmaxes. Raise CaptureError if it does not call its attention module when it runs by itself.
     """
-    alone, module, count = self_attention.alone, self_attention.replay.module, len(self_attention.softmaxes)
-    trace = LayerTrace(
-        self_attention.layer,
-        alone.tokens().clone(),
-        arguments=alone.named_arguments(),
-        last_norm=_norm_before(self_attention, traced_layer),
-    )
-    ended: list[ModuleCall] = []
-    attention: list[Call] = []  # the traced call of the attention module, once it has begun
-
-    def starts(call: Call) -> None:
-        given = (*call.args, *call.kwargs.values())
-        trace.given += [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
-        if call.module is not module or attention:
-            return
-        # A layer may call its attention module several times: the call with the recorded tokens is traced.
-        same = [v for v in given if isinstance(v, Tensor) and v.shape == alone.x.shape]
-        again = next((v for v in same if relative_error(v, alone.x) < _SAME), None)
-        if again is not None:
-            trace.x = _flat(again)  # the later values were computed from exactly these tokens
-            attention.append(call)
-            trace.before = list(ended)
-
-    def on_softmax(softmax: SoftmaxCall) -> None:
-        if attention and attention[0].output is None and len(trace.softmaxes) < count:
-            trace.softmaxes.append(softmax)
-            if len(trace.softmaxes) == count:
-                trace.inside = ended[len(trace.before) :]
-
-    def ends(call: Call) -> None:
-        after = len(trace.softmaxes) == count
-        ended.append(_ended(call, trace, trace.softmaxes[0].output if after else None, call.module is module))
-        if after:
-            trace.after.append(ended[-1])
-
+    tracer = _Tracer(self_attention, traced_layer, copies=True)
     layer = layer.of_first_sequence()
     prefix = self_attention.layer.root_name
     inside = {f"{prefix}.{name}".strip("."): m for name, m in layer.module.named_modules()}
     with (
-        watched(inside, starts, ends),
-        intercept_softmaxes(layer.module, on_softmax, implementation=self_attention.implementation),
+        watched(inside, tracer.starts, tracer.ends),
+        intercept_softmaxes(layer.module, tracer.softmax, implementation=self_attention.implementation),
     ):
         output = layer(layer.x)
-    if not trace.softmaxes:
+    if not tracer.trace.softmaxes:
         raise CaptureError(f"{self_attention.layer} was not reached when its layer ran by itself.")
-    first = _first(output)
-    trace.output = _flat(first) if isinstance(first, Tensor) else None
-    return trace
+    return tracer.ended(output)
 
 
-def _ended(call: Call, trace: LayerTrace, heads: Tensor | None, is_attention: bool) -> ModuleCall:
-    """Return the record of a call, with copies of its tokens as far as something may be read from them."""
-    module, output, tokens = call.module, call.output, call.inputs
-    first = _first(output)
-    inputs = kept = None
-    given = sum(v is not None for v in (*call.args, *call.kwargs.values()))
-    alone = given == 1 and tokens is not None and heads is not None and tokens.numel() == heads.numel()
-    is_attention = is_attention or isinstance(module, nn.MultiheadAttention)
-    if is_linear(module) or is_norm(module):
-        inputs = None if tokens is None else _flat(tokens)
-        kept = _flat(output) if isinstance(output, Tensor) else None
-    elif isinstance(first, Tensor) and (is_attention or alone or first.shape[-1:] == trace.x.shape[-1:]):
-        # Outputs are kept of the attention module, of modules whose output may be added to the tokens
-        # (experts, say), and of modules that may contain the output projection.
-        kept = _flat(first)
-        inputs = None if tokens is None or is_attention else _flat(tokens)
-    return ModuleCall(call.name, module, inputs, kept, alone)
+class _Tracer:
+    """The trace of a layer while it runs, or while the record of its run is read, which needs no copies."""
+
+    def __init__(self, self_attention: SelfAttentionModule, traced_layer: TracedLayer, *, copies: bool) -> None:
+        self.alone, self.module = self_attention.alone, self_attention.replay.module
+        self.count, self.copies = len(self_attention.softmaxes), copies
+        self.trace = LayerTrace(
+            self_attention.layer,
+            self.alone.tokens().clone(),
+            arguments=self.alone.named_arguments(),
+            last_norm=_norm_before(self_attention, traced_layer),
+        )
+        self._ended: list[ModuleCall] = []
+        self._attention: Call | None = None  # the call of the attention module, once it has begun
+        self._runs = False  # whether it has not ended
+
+    def starts(self, call: Call) -> None:
+        """See the beginning of a module call."""
+        given = (*call.args, *call.kwargs.values())
+        self.trace.given += [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
+        if call.module is not self.module or self._attention is not None:
+            return
+        # A layer may call its attention module several times: the call with the recorded tokens is traced.
+        same = [v for v in given if isinstance(v, Tensor) and v.shape == self.alone.x.shape]
+        again = next((v for v in same if relative_error(v, self.alone.x) < _SAME), None)
+        if again is not None:
+            self.trace.x = _flat(again).clone()  # the later values were computed from exactly these tokens
+            self._attention, self._runs = call, True
+            self.trace.before = list(self._ended)
+
+    def softmax(self, softmax: SoftmaxCall) -> None:
+        """See a softmax attention."""
+        if self._runs and len(self.trace.softmaxes) < self.count:
+            self.trace.softmaxes.append(softmax)
+            if len(self.trace.softmaxes) == self.count:
+                self.trace.inside = self._ended[len(self.trace.before) :]
+
+    def ends(self, call: Call) -> None:
+        """See the end of a module call."""
+        self._runs = self._runs and call is not self._attention
+        after = len(self.trace.softmaxes) == self.count
+        self._ended.append(self._call(call, self.trace.softmaxes[0].output if after else None))
+        if after:
+            self.trace.after.append(self._ended[-1])
+
+    def ended(self, output: Any) -> LayerTrace:
+        """Return the trace, given what the layer has returned."""
+        first = _first(output)
+        self.trace.output = _flat(first).clone() if isinstance(first, Tensor) else None
+        return self.trace
+
+    def _call(self, call: Call, heads: Tensor | None) -> ModuleCall:
+        """Return the record of a call, with its tokens as far as something may be read from them."""
+        module, output, tokens = call.module, call.output, call.inputs
+        first = _first(output)
+        given = sum(v is not None for v in (*call.args, *call.kwargs.values()))
+        alone = given == 1 and tokens is not None and heads is not None and tokens.numel() == heads.numel()
+        is_attention = module is self.module or isinstance(module, nn.MultiheadAttention)
+        if is_linear(module) or is_norm(module):
+            kept = output if isinstance(output, Tensor) else None
+        elif isinstance(first, Tensor) and (
+            is_attention or alone or first.shape[-1:] == self.trace.x.shape[-1:]
+        ):
+            # Outputs are kept of the attention module, of modules whose output may be added to the tokens
+            # (experts, say), and of modules that may contain the output projection.
+            kept, tokens = first, None if is_attention else tokens
+        else:
+            kept = tokens = None
+        return ModuleCall(call.name, module, self._kept(tokens), self._kept(kept), alone)
+
+    def _kept(self, tokens: Tensor | None) -> Tensor | None:
+        if tokens is None:
+            return None
+        return _flat(tokens).clone() if self.copies else _flat(tokens)
 
 
 def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> ModuleCall | None:
@@ -160,5 +198,5 @@ def _first(output: Any) -> Any:
 
 
 def _flat(t: Tensor) -> Tensor:
-    """Return a copy of the tokens (..., d) of one sequence, reshaped to (1, n, d)."""
-    return t.reshape(1, -1, t.shape[-1]).clone() if t.ndim > 0 else t.clone()
+    """Return the tokens (..., d) of one sequence, reshaped to (1, n, d)."""
+    return t.reshape(1, -1, t.shape[-1]) if t.ndim > 0 else t

@@ -6,11 +6,12 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -26,6 +27,7 @@ from howsmooth.watching import Call, StopForward, watched
 
 __all__ = [
     "AttentionLayer",
+    "Event",
     "TracedLayer",
     "attention_layers",
     "is_linear",
@@ -36,6 +38,10 @@ __all__ = [
     "run_with_attention",
     "trace_forward_pass",
 ]
+
+
+# How many bytes of activations a record refers to. Layers beyond are run again by themselves when they are read.
+_MOST = 1 << 28
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -79,6 +85,23 @@ class AttentionLayer:
         return f"layer {self.index} ({self.name or 'the model itself'}, {type(self.module).__name__})"
 
 
+class Event(NamedTuple):
+    """The start or the end of a module call, or a softmax, with the tensors that it was given or has made."""
+
+    kind: Literal["starts", "softmax", "ends"]
+    what: Any  # the Call or the SoftmaxCall
+    tensors: list[Tensor]
+    versions: list[int]  # PyTorch's version counters of the tensors
+
+    def unchanged(self) -> bool:
+        """Return True if none of the tensors was changed in place later, as PyTorch's counters tell."""
+        return self.versions == list(map(_version, self.tensors))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # tensors of inference mode have no counter
+
+
 @dataclass(eq=False)
 class TracedLayer:
     """One attention layer of a forward pass, with the module calls that enclose its softmaxes.
@@ -90,6 +113,8 @@ class TracedLayer:
     calls: list[Call]
     model: ModelCall  # in which it ran
     softmaxes: int = 1  # how many of them ran in the innermost call
+    #: What happened in the first of ``calls``, in order; empty if it is not known, such as for want of memory.
+    events: list[Event] = field(default_factory=list)
 
     @property
     def stored(self) -> torch.dtype:
@@ -215,12 +240,16 @@ class _Recorder:
         self.from_end = max((-i for i in wanted or () if i < 0), default=0)
         # The index of the last wanted layer, after which the pass stops; None if it must run to its end.
         self.last = None if wanted is None or self.from_end else max(wanted, default=-1)
-        self.stack: list[Call] = []
+        self.stack: list[tuple[Call, int]] = []  # with the number of events before it
         self.layers: list[AttentionLayer] = []
         self.kept: dict[int, TracedLayer] = {}
         self.newest_kept: deque[int] = deque()  # layers that a negative index may mean
         self.last_norm: Call | None = None
         self.newest: tuple[Call, TracedLayer] | None = None
+        self.events: list[Event] = []  # outside of the layers that have ended
+        self.complete_from = 0  # events of calls that began before this number are missing
+        self.room = _MOST if call.batch == 1 else 0
+        self.roots: dict[int, list[TracedLayer]] = {}  # the layers in each of their first calls, by its id
 
     def watching(self) -> Any:
         """Return a context manager in which the calls of all modules of the model are seen."""
@@ -228,12 +257,28 @@ class _Recorder:
 
     def _starts(self, call: Call) -> None:
         call.last_norm = self.last_norm
-        self.stack.append(call)
+        self.stack.append((call, len(self.events)))
+        self._note("starts", call, call.args, call.kwargs)
+
+    def _note(self, kind: Literal["starts", "softmax", "ends"], what: Any, *given: Any) -> None:
+        tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+        if kind == "ends":
+            self.room -= sum(t.nbytes for t in tensors)
+        if self.room > 0:
+            self.events.append(Event(kind, what, tensors, list(map(_version, tensors))))
 
     def _ends(self, call: Call) -> None:
+        began, top = 0, None
         # If a module raised an exception that the model caught, its call is still on the stack.
-        while self.stack and self.stack.pop() is not call:
-            pass
+        while self.stack and top is not call:
+            top, began = self.stack.pop()
+        self._note("ends", call, call.output)
+        if id(call) in self.roots:
+            for layer in self.roots.pop(id(call)):
+                if self.room > 0 and began >= self.complete_from:
+                    layer.events = self.events[began:]
+            del self.events[began:]
+            self.complete_from = began
         if is_norm(call.module) and isinstance(call.output, Tensor) and call.inputs is not None:
             # Without the norm before it: the record would hold the outputs of all norms of the model.
             self.last_norm = replace(call, last_norm=None)
@@ -251,18 +296,19 @@ class _Recorder:
         """
         if not self.stack:
             return
-        innermost = self.stack[-1]
+        self._note("softmax", softmax, softmax.output)
+        innermost = self.stack[-1][0]
         if self.newest is not None and self.newest[0] is innermost:
             self.newest[1].softmaxes += 1
             return
         root = enclosing_layer(innermost.name)
         starts = (
             i
-            for i, call in enumerate(self.stack)
+            for i, (call, _) in enumerate(self.stack)
             if call.name == root
             or isinstance(call.module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
         )
-        calls = self.stack[max(starts, default=0) :]
+        calls = [call for call, _ in self.stack[max(starts, default=0) :]]
         layer = AttentionLayer(
             index=len(self.layers),
             name=innermost.name,
@@ -276,6 +322,7 @@ class _Recorder:
         self.on_layer(layer)
         traced_layer = TracedLayer(layer, calls, self.call)
         self.newest = (innermost, traced_layer)
+        self.roots.setdefault(id(calls[0]), []).append(traced_layer)
         if self._is_wanted(layer.index):
             for call in calls:
                 call.keep()
