@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.float32_weights import HALF, device_of, stored_dtype
+from howsmooth.models.float32_weights import HALF
 from howsmooth.models.inputs.model_inputs import model_inputs
 from howsmooth.models.measurement_mode import configs, measurement_mode, quiet
 from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import padding_of
 from howsmooth.models.preserved_state import preserved_state
 from howsmooth.models.tolerance import relative_error
-from howsmooth.models.tracing.recorder import own_copies, run
+from howsmooth.models.tracing.recorder import Recorder, own_copies, run
 
 __all__ = ["as_called"]
 
@@ -34,13 +34,18 @@ _CACHES = frozenset({"past_key_values", "cache_params"})
 
 @contextmanager
 def as_called(
-    model: nn.Module, inputs: Tensor | Mapping[str, Any], *, training: bool = True
+    model: nn.Module,
+    inputs: Tensor | Mapping[str, Any],
+    wanted: Sequence[int] | None = (),
+    *,
+    training: bool = True,
 ) -> Iterator[ModelCall]:
     """Return a context manager in which a model runs as it is measured, and that yields its checked inputs.
 
     What ``measurement_mode`` changes may not change the outputs of the model: where a change can matter, the
     model is run once more without this change. A cache that matters stays on, and stores nothing. Without
-    ``training``, training mode is not compared.
+    ``training``, training mode is not compared. If a run shows what the layers ``wanted`` do as they are
+    measured, it is the ``record`` of the call.
 
     Raises
     ------
@@ -50,7 +55,7 @@ def as_called(
         If the outputs differ by more than rounding, or in training mode by more than random numbers.
 
     """
-    given = _compared(model_inputs(model, inputs), training)
+    given = _compared(model_inputs(model, inputs), wanted, training)
     with measurement_mode(model):
         yield given
 
@@ -62,7 +67,7 @@ class _Forgetting(DynamicCache):  # type: ignore[misc]
         return key_states, value_states
 
 
-def _compared(given: ModelCall, training: bool) -> ModelCall:
+def _compared(given: ModelCall, wanted: Sequence[int] | None, training: bool) -> ModelCall:
     """Compare a model as it is measured with the model as called, and return the inputs to measure it with.
 
     A model that raises an error as it is called has nothing to be compared with.
@@ -73,26 +78,32 @@ def _compared(given: ModelCall, training: bool) -> ModelCall:
     cached = any(getattr(config, "use_cache", False) for config in configs(model))
     if known and "use_cache" in named:
         cached, given = named["use_cache"], replace(given, named={**named, "use_cache": False})
-    plain: Any = None  # what the model returns as it is measured
+    plain: tuple[Any, Recorder | None] = None, None  # what the model returns as it is measured
 
-    def returned(named: Mapping[str, Any], keep: Collection[str] = (), drawn: int = 0) -> Any:
-        with preserved_state(model), measurement_mode(model, keep), quiet():
+    def returned(
+        named: Mapping[str, Any], keep: Collection[str] = (), drawn: int = 0
+    ) -> tuple[Any, Recorder | None]:
+        with measurement_mode(model, keep), preserved_state(model), quiet():
             if drawn:  # other random numbers then follow
-                torch.rand(drawn, device=device_of(model)), random.random(), np.random.rand()  # noqa: NPY002
+                torch.rand(drawn, device=given.device), random.random(), np.random.rand()  # noqa: NPY002
             if "precision" in keep:
-                return model(**own_copies(named))
-            return run(replace(given, named=dict(named)))
+                return model(**own_copies(named)), None
+            call = replace(given, named=dict(named))
+            if padding is not None or not {"cache"}.issuperset(keep):
+                return run(call), None
+            record = Recorder(call, wanted, whole=True)
+            return record.run(), record
 
-    def attempt(*how: Any) -> Any:
+    def attempt(*how: Any) -> tuple[Any, Recorder | None]:
         try:
             return returned(*how)
         except Exception:  # any code may run here; the measurement says what is wrong
-            return None
+            return None, None
 
     def error(called: Any) -> float:
         nonlocal plain
-        plain = returned(given.named) if plain is None else plain
-        return _difference(called, plain, None if padding is None else padding.real)
+        plain = returned(given.named) if plain[0] is None else plain
+        return _difference(called, plain[0], None if padding is None else padding.real)
 
     def check(called: Any, user: str, measured: str, remedy: str, allowed: float = _SINGLE) -> None:
         if called is not None and not error(called) <= allowed:
@@ -101,38 +112,40 @@ def _compared(given: ModelCall, training: bool) -> ModelCall:
                 f"is measured (relative difference {error(called):.1e}). {remedy}"
             )
 
-    called = attempt(named, {"cache"}) if cached else None
+    called, record = attempt(named, {"cache"}) if cached else (None, None)
     if known and isinstance(called, Mapping) and not _CACHES & called.keys():
-        plain = called  # no cache was there to be switched off
+        plain = called, record  # no cache was there to be switched off
     elif known and called is not None and error(called) > _SINGLE:
         kept = {**named, "use_cache": True, "past_key_values": _Forgetting()}
-        again = [attempt(kept), attempt(kept)]  # a state that a cache keeps all the same would show
+        again = [attempt(kept)[0], attempt(kept)[0]]  # a state that a cache keeps all the same would show
         if all(one is not None and _difference(called, one) <= _SINGLE for one in again):
-            given, plain = replace(given, named=kept), again[0]
+            given, plain = replace(given, named=kept), (again[0], None)
     remedy = "Call and measure it with use_cache=False, as an argument or in its configuration, or with an "
     check(called, "with its cache", "without one", f"{remedy}attention_mask.")
     of_torch = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
     if not trained and padding is None and any(isinstance(m, of_torch) for m in modules):
-        called = attempt(given.named, {"fast path"})
+        called, _ = attempt(given.named, {"fast path"})
         remedy = "Switch it off: torch.backends.mha.set_fastpath_enabled(False)."
         check(called, "with PyTorch's fast path", "without it", remedy)
-    stored, device = stored_dtype(model), device_of(model).type
+    stored, device = given.stored, given.device.type
     prepared = any("_original_forward" in vars(module) for module in modules)
     if stored in HALF or prepared or torch.is_autocast_enabled(device):
         as_stored = {
             name: value.to(stored) if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in named.items()
         }
-        called = attempt(as_stored, {"cache", "fast path", "precision"})
+        called, _ = attempt(as_stored, {"cache", "fast path", "precision"})
         remedy = "Use and measure model.float(), without autocast."
         check(called, "in half precision", "in float32", remedy, _HALF)
     if training and trained:
-        called = attempt(given.named, {"training"})
+        called, _ = attempt(given.named, {"training"})
         if called is not None and error(called) > _SINGLE:
-            again = attempt(given.named, {"training"}, 1009)
+            again, _ = attempt(given.named, {"training"}, 1009)
             if again is not None and _difference(called, again) <= _SINGLE:
                 remedy = "No random numbers cause this. Call model.eval() first."
                 check(called, "in training mode", "in evaluation mode", remedy)
+    if plain[1] is not None:
+        object.__setattr__(given, "record", (plain[1].layers, plain[1].kept))
     return given
 
 

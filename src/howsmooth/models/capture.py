@@ -154,7 +154,8 @@ def _captured(
             "heads", expected="None unless scope is 'head'", got=f"{heads!r} with scope {scope!r}"
         )
     wanted, chosen = checked_selection("layers", layers), checked_selection("heads", heads)
-    with as_called(model, inputs) as given:
+    record = _traced(wanted) if scope != CROSS_SCOPE else ()
+    with as_called(model, inputs, record) as given:
         if scope == CROSS_SCOPE:
             return list(_cross_sites(given, wanted, side or "joint"))
         if (padding := padding_of(given)) is not None:
@@ -182,7 +183,7 @@ def _cross_sites(given: ModelCall, wanted: _Indices, side: str) -> Iterator[Cros
         found = False
         for index in indices_of(wanted, len(seen), "layer"):
             traced_layer = kept.pop(index)
-            with weights_in_memory(*traced_layer.modules):
+            with weights_in_memory(*traced_layer.owners):
                 try:
                     layer = read_cross_layer(traced_layer)
                 except OneSequence:
@@ -325,9 +326,10 @@ def self_attention_layers(
     the next one is asked for: the weights of a half-precision model are widened for that time only. Arguments
     and errors are those of :func:`capture`; the inputs are one sequence without padding.
     """
-    with as_called(model, inputs) as given:
+    wanted = checked_selection("layers", layers)
+    with as_called(model, inputs, _traced(wanted)) as given:
         check_one_sequence(given)
-        yield from _layers(given, checked_selection("layers", layers))
+        yield from _layers(given, wanted)
 
 
 def _verified(given: ModelCall, wanted: _Indices) -> Iterator[VerifiedLayer]:
@@ -348,14 +350,14 @@ def _layers(given: ModelCall, wanted: _Indices) -> Iterator[tuple[int, VerifiedL
 
     If ``wanted`` is None, layers of cross-attention are left out.
     """
-    seen, kept = trace_forward_pass(given, _traced(wanted))
+    seen, kept = given.record or trace_forward_pass(given, _traced(wanted))
     if not seen:
         raise CaptureError(_nothing_seen(given))
     indices = indices_of(wanted, len(seen), "layer")
     crossed: list[CrossAttention] = []
     for index in indices:
         traced_layer = kept.pop(index)  # frees the arguments of the layer as soon as it is verified
-        with weights_in_memory(*traced_layer.modules):
+        with weights_in_memory(*traced_layer.owners):
             layer: VerifiedLayer | CaptureError
             try:
                 layer = read_layer(traced_layer)

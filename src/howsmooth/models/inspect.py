@@ -155,7 +155,7 @@ def _inspected(given: ModelCall, on_layer: Callable[[int, int], None]) -> Inspec
     for layer in layers:
         on_layer(layer.index, len(layers))
         traced_layer = kept.pop(layer.index)
-        with weights_in_memory(*traced_layer.modules):
+        with weights_in_memory(*traced_layer.owners):
             sites.append(_site(traced_layer, refused))
     on_layer(len(layers), len(layers))
     for one in reversed(non_softmax):  # in the order of the forward pass

@@ -54,6 +54,8 @@ def measurement_mode(model: nn.Module, keep: Collection[str] = ()) -> Iterator[N
     modules.
     """
     changes: list[tuple[Any, str, Any]] = [*wrapped_parts(model)]
+    device = device_of(model)
+    devices = [device] if device.type == "cuda" else []
     for module in model.modules():
         if "training" not in keep:
             changes.append((module, "training", False))
@@ -69,8 +71,6 @@ def measurement_mode(model: nn.Module, keep: Collection[str] = ()) -> Iterator[N
         # transformers' grouped matrix product of experts does not support float64.
         if hasattr(config, "_experts_implementation_internal") and _in_float64(model):
             changes.append((config, "_experts_implementation_internal", "eager"))
-    device = device_of(model)
-    devices = [device] if device.type == "cuda" else []
     with (
         _changed(changes),
         eager(),

@@ -11,7 +11,7 @@ from howsmooth.errors import CaptureError
 from howsmooth.models.tolerance import relative_error
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import ModuleReplay
-from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, is_linear, is_norm
+from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, is_linear, is_norm, output_of
 from howsmooth.models.tracing.softmax_call import SoftmaxCall
 from howsmooth.watching import Call, watched
 
@@ -80,10 +80,10 @@ def recorded_trace(self_attention: SelfAttentionModule, traced_layer: TracedLaye
     for event in traced_layer.events:
         getattr(tracer, event.kind)(event.what)
     # The same softmaxes, as they are read from the attention module by itself.
-    pairs = list(zip(self_attention.softmaxes, tracer.trace.softmaxes, strict=False))
-    if len(pairs) != len(self_attention.softmaxes) or any(a.output.shape != b.output.shape for a, b in pairs):
+    own, seen = self_attention.softmaxes, tracer.trace.softmaxes
+    if [output_of(one).shape for one in own] != [output_of(one).shape for one in seen]:
         return None
-    tracer.trace.softmaxes = [replace(own, output=seen.output) for own, seen in pairs]
+    tracer.trace.softmaxes = [replace(a, output=b.output) for a, b in zip(own, seen, strict=True)]
     return tracer.ended(traced_layer.calls[0].output)
 
 
@@ -110,7 +110,9 @@ def trace_layer(
 class _Tracer:
     """The trace of a layer while it runs, or while the record of its run is read, which needs no copies."""
 
-    def __init__(self, self_attention: SelfAttentionModule, traced_layer: TracedLayer, *, copies: bool) -> None:
+    def __init__(
+        self, self_attention: SelfAttentionModule, traced_layer: TracedLayer, *, copies: bool
+    ) -> None:
         self.alone, self.module = self_attention.alone, self_attention.replay.module
         self.count, self.copies = len(self_attention.softmaxes), copies
         self.trace = LayerTrace(

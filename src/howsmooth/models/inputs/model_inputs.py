@@ -127,6 +127,7 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> ModelC
 
     """
     check_model(model)
+    stored, dtype, device = stored_dtype(model), computing_dtype(model), device_of(model)
     known = isinstance(model, PreTrainedModel)
     named = _named(model, inputs)
     named = {name: value for name, value in named.items() if not (known and name in _FORM)}
@@ -142,7 +143,6 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> ModelC
         named[main] = _token_ids(model, named[main])
     elif known and main == "inputs_embeds":
         _check_length(model, named[main].shape[1] if named[main].ndim == 3 else 0)
-    stored, dtype = stored_dtype(model), computing_dtype(model)
     for name, value in tensors.items():
         if not value.is_floating_point() or value.dtype == dtype:
             continue
@@ -150,7 +150,6 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> ModelC
             named[name] = value.to(dtype)
         elif not (known and "mask" in name):
             raise ArgumentError(f"inputs[{name!r}]", expected=f"{stored} as the model", got=str(value.dtype))
-    device = device_of(model)
     moved: dict[int, Tensor] = {}  # by id: a tensor that is passed twice stays one tensor
     named |= {
         name: moved.setdefault(id(one), one.to(device)) for name, one in named.items() if name in tensors

@@ -28,6 +28,7 @@ from howsmooth.watching import Call, StopForward, watched
 __all__ = [
     "AttentionLayer",
     "Event",
+    "Recorder",
     "TracedLayer",
     "attention_layers",
     "is_linear",
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 
-# How many bytes of activations a record refers to. Layers beyond are run again by themselves when they are read.
+# How many bytes of activations a record refers to. Layers beyond it run again when they are read.
 _MOST = 1 << 28
 
 
@@ -113,7 +114,7 @@ class TracedLayer:
     calls: list[Call]
     model: ModelCall  # in which it ran
     softmaxes: int = 1  # how many of them ran in the innermost call
-    #: What happened in the first of ``calls``, in order; empty if it is not known, such as for want of memory.
+    #: What happened in the first of ``calls``, in order; empty if that took too much memory.
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -122,7 +123,7 @@ class TracedLayer:
         return self.model.stored
 
     @property
-    def modules(self) -> list[nn.Module]:
+    def owners(self) -> list[nn.Module]:
         """The modules whose weights determine the map of the layer, with the norms before it."""
         norms = [call.last_norm.module for call in self.calls if call.last_norm is not None]
         return [self.layer.root, *(call.module for call in self.calls), *norms]
@@ -201,9 +202,8 @@ def trace_forward_pass(
         All layers that ran, in order, and the wanted ones with their calls, by index.
 
     """
-    recorder = _Recorder(call, wanted, on_layer)
-    with recorder.watching(), SoftmaxTracer(recorder.on_softmax):
-        run(call)
+    recorder = Recorder(call, wanted, on_layer)
+    recorder.run()
     return recorder.layers, recorder.kept
 
 
@@ -216,7 +216,7 @@ def run_with_attention(
     ``attend`` is called with each layer, counted as by :func:`trace_forward_pass`, and with each softmax
     attention of the layer. A tensor that ``attend`` returns replaces the output of this attention.
     """
-    recorder = _Recorder(call, (), lambda layer: None)
+    recorder = Recorder(call, ())
 
     def on_softmax(softmax: SoftmaxCall) -> Tensor | None:
         recorder.on_softmax(softmax)
@@ -228,18 +228,27 @@ def run_with_attention(
         return run(call)
 
 
-class _Recorder:
-    """The attention layers that a run has reached so far, and the module calls that have not ended yet."""
+class Recorder:
+    """The attention layers that a run has reached so far, and the module calls that have not ended yet.
+
+    The arguments are those of :func:`trace_forward_pass`. A ``whole`` run does not stop after the last wanted
+    layer.
+    """
 
     def __init__(
-        self, call: ModelCall, wanted: Sequence[int] | None, on_layer: Callable[[AttentionLayer], None]
+        self,
+        call: ModelCall,
+        wanted: Sequence[int] | None,
+        on_layer: Callable[[AttentionLayer], None] = lambda layer: None,
+        *,
+        whole: bool = False,
     ) -> None:
         self.call = call
         self.wanted = wanted
         self.on_layer = on_layer
         self.from_end = max((-i for i in wanted or () if i < 0), default=0)
         # The index of the last wanted layer, after which the pass stops; None if it must run to its end.
-        self.last = None if wanted is None or self.from_end else max(wanted, default=-1)
+        self.last = None if whole or wanted is None or self.from_end else max(wanted, default=-1)
         self.stack: list[tuple[Call, int]] = []  # with the number of events before it
         self.layers: list[AttentionLayer] = []
         self.kept: dict[int, TracedLayer] = {}
@@ -248,8 +257,13 @@ class _Recorder:
         self.newest: tuple[Call, TracedLayer] | None = None
         self.events: list[Event] = []  # outside of the layers that have ended
         self.complete_from = 0  # events of calls that began before this number are missing
-        self.room = _MOST if call.batch == 1 else 0
+        self.room = _MOST if call.batch == 1 and wanted != () else 0
         self.roots: dict[int, list[TracedLayer]] = {}  # the layers in each of their first calls, by its id
+
+    def run(self) -> Any:
+        """Run the model once, and return its output, or None if the pass stops early."""
+        with self.watching(), SoftmaxTracer(self.on_softmax):
+            return run(self.call)
 
     def watching(self) -> Any:
         """Return a context manager in which the calls of all modules of the model are seen."""

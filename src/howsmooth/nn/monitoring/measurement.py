@@ -165,7 +165,7 @@ class Measurement:
             began = time.process_time()
             place = places[index]
             part = _Part(place.name if isinstance(place, OwnAttention) else place.layer.name)
-            modules = [place.module] if isinstance(place, OwnAttention) else place.modules
+            modules = [place.module] if isinstance(place, OwnAttention) else place.owners
             try:
                 with weights_in_memory(*modules):
                     self._fill(part, place, index, key, given, check)
