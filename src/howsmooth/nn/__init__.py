@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from howsmooth.nn.certificates.model_bound import certify as certify
     from howsmooth.nn.deployable_copy import deploy as deploy
     from howsmooth.nn.lipschitz_module import LipschitzModule as LipschitzModule
-    from howsmooth.nn.monitoring.lightning import lightning_callback as lightning_callback
+    from howsmooth.nn.monitoring.callbacks import MonitorCallback as MonitorCallback
+    from howsmooth.nn.monitoring.callbacks import lightning_callback as lightning_callback
     from howsmooth.nn.monitoring.monitor import LipschitzMonitor as LipschitzMonitor
     from howsmooth.nn.monitoring.record import MonitorRecord as MonitorRecord
-    from howsmooth.nn.monitoring.trainer_callback import MonitorCallback as MonitorCallback
     from howsmooth.nn.parts.blocks import AverageResidual as AverageResidual
     from howsmooth.nn.parts.blocks import Residual as Residual
     from howsmooth.nn.parts.blocks import SelfAttentionBlock as SelfAttentionBlock
@@ -53,7 +53,7 @@ _MODULES = {
     "lipschitz_module": ("LipschitzModule",),
     "certificates.evaluation": ("Evaluation", "evaluate"),
     "parts.feed_forward": ("GroupSort", "MaxMin", "OrthogonalLinear", "SpectralLinear"),
-    "monitoring.lightning": ("lightning_callback",),
+    "monitoring.callbacks": ("MonitorCallback", "lightning_callback"),
     "monitoring.monitor": ("LipschitzMonitor",),
     "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
     "monitoring.record": ("MonitorRecord",),
@@ -61,7 +61,6 @@ _MODULES = {
     "parts.embedding_and_pooling": (
         *("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
     ),
-    "monitoring.trainer_callback": ("MonitorCallback",),
 }
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth import watching
 from howsmooth.errors import ArgumentError, DerivativeError
+from howsmooth.nn.checks import check
 from howsmooth.nn.penalty.layer_replica import single
 from howsmooth.nn.penalty.output_projections import OutputProjections, first_output
 
@@ -37,16 +38,11 @@ class LayerCall:
     def of(cls, call: watching.Call) -> LayerCall:
         """Return the recorded form of a call that is about to begin."""
         layer, arguments = call.module, call.arguments()
-        parameters = inspect.signature(layer.forward).parameters
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        for key in arguments:
-            if key in parameters and parameters[key].kind not in named:
-                raise ArgumentError(
-                    "layers",
-                    expected="layers whose arguments have names",
-                    got=f"{type(layer).__name__}, whose forward takes *{key}",
-                    remedy="Name a module around it or inside it.",
-                )
+        for key, parameter in inspect.signature(layer.forward).parameters.items():
+            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            got = f"{type(layer).__name__}, whose forward takes *{key}"
+            remedy = "Name a module around it or inside it."
+            check(named or key not in arguments, "layers", "layers whose arguments have names", got, remedy)
         for key, value in arguments.items():
             # Without its cache, because a repeated call would append the keys and values a second time.
             if hasattr(value, "get_seq_length") and hasattr(value, "update"):
@@ -57,11 +53,9 @@ class LayerCall:
             arguments["need_weights"] = True
         x = next((t for t in _tensors(arguments) if t.is_floating_point() and t.ndim > 1 and t.numel()), None)
         if x is None:
-            raise ArgumentError(
-                "layers",
-                expected="layers that get tokens, a floating-point tensor (..., n, d)",
-                got=f"{call.name} ({type(layer).__name__}), which gets none",
-            )
+            expected = "layers that get tokens, a floating-point tensor (..., n, d)"
+            got = f"{call.name} ({type(layer).__name__}), which gets none"
+            raise ArgumentError("layers", expected=expected, got=got)
         # The batch is the first axis, except for MultiheadAttention's default layout (n, batch, d).
         second = isinstance(layer, nn.MultiheadAttention) and not layer.batch_first
         axis = None if x.ndim == 2 else int(second)
@@ -92,10 +86,7 @@ class LayerCall:
         return t[0] if self.batch_axis is None else self.by_member(t)
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Call a module with other tokens and with all other recorded arguments.
-
-        The batch is the first axis of the tokens and of the result.
-        """
+        """Call a module with other tokens (batch, ...), and all other arguments as they were recorded."""
         given = self.as_given(x)
 
         def as_tokens(leaf: Any) -> Any:
@@ -137,9 +128,7 @@ class LayerCall:
         return replace(self, tokens=tokens, arguments=arguments, versions=_versions(arguments))
 
     def check_first(self, module: nn.Module, members: int) -> None:
-        """Raise ArgumentError if the output for the first ``members`` sequences depends on the other
-        sequences.
-        """
+        """Raise ArgumentError if the output for the first ``members`` sequences depends on the others."""
         alone = self.first(members)
         if alone is self:
             return
@@ -149,13 +138,9 @@ class LayerCall:
                 same = torch.allclose(alone.run(module, alone.members), wanted, rtol=1e-3, atol=1e-5)
             except (RuntimeError, ValueError, IndexError):
                 same = False
-        if not same:
-            raise ArgumentError(
-                "members",
-                expected="layers that can be run on the first sequences of a batch alone",
-                got=f"{self.name} ({type(self.layer).__name__}), whose arguments could not be cut",
-                remedy="Use members=None for a model with this layer.",
-            )
+        expected = "layers that can be run on the first sequences of a batch alone"
+        got = f"{self.name} ({type(self.layer).__name__}), whose arguments could not be cut"
+        check(same, "members", expected, got, "Use members=None for a model with this layer.")
 
     def check_unchanged(self) -> None:
         """Raise DerivativeError if an argument has been changed in place since the call."""
@@ -178,19 +163,26 @@ class Penalty:
     """Base class of penalties, which record the calls of layers while they are attached to a model.
 
     Each forward pass with gradients replaces the calls of the last one. If ``projected`` is True, the calls
-    of attention layers include their output projection, wherever the model applies it.
+    of attention layers include their output projection, wherever the model applies it. ``settings`` are words
+    for ``repr``.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[str] | None, *, projected: bool) -> None:
-        if not isinstance(model, nn.Module):
-            raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+    def __init__(
+        self, model: nn.Module, layers: Sequence[str] | None, *, projected: bool, settings: str
+    ) -> None:
+        check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
         self.layers = _chosen_layers(model, layers)
-        self._model = model
+        self._model, self._settings = model, settings
         self._calls: list[LayerCall] = []
         self._projections = OutputProjections(model, self.layers) if projected else None
         # The calls of the last pass are forgotten only now: penalties use them after the pass has ended.
-        begins = lambda: self._calls.clear()  # noqa: E731
+        begins = self._calls.clear
         self._watch = watching.Watch(model, self.layers, starts=self._record, begins=begins)
+
+    def __repr__(self) -> str:
+        attached = "attached" if self._watch.attached else "not attached"
+        model, layers = type(self._model).__name__, len(self.layers)
+        return f"{type(self).__name__}({model}, {layers} layers, {self._settings}, {attached})"
 
     def attach(self) -> Self:
         """Start the recording of the inputs of the layers in the forward passes of the model."""
@@ -204,7 +196,7 @@ class Penalty:
         if self._projections is not None:
             self._projections.detach()
         self._watch.detach()
-        self._calls = []
+        self._calls.clear()
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -215,22 +207,8 @@ class Penalty:
     def _record(self, call: watching.Call) -> None:
         self._calls.append(LayerCall.of(call))
 
-    def _scope(self, name: str) -> str:
-        """Return ``attention`` for a layer whose output projection is part of its calls, else ``module``."""
-        known = self._projections is not None and name not in self._projections.unknown
-        return "attention" if known else "module"
-
     def _named_calls(self) -> dict[str, LayerCall]:
-        """Return the calls of the last forward pass by the name of the layer.
-
-        The second call of a layer ``name`` has the name ``name[1]``, and so on.
-
-        Raises
-        ------
-        ArgumentError
-            If no call was recorded.
-
-        """
+        """Return the calls of the last forward pass by the name of the layer; ``name[1]`` is its second."""
         if not self._calls:
             attached = self._watch.attached
             raise ArgumentError(
@@ -257,12 +235,6 @@ def _chosen_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, 
     """Return the modules of a model that match a list of paths or patterns.
 
     None selects the innermost modules whose class name contains "attention".
-
-    Raises
-    ------
-    ArgumentError
-        If a path or pattern matches no module, or the model has no module called attention.
-
     """
     modules = dict(model.named_modules())
     if layers is None:
@@ -270,27 +242,20 @@ def _chosen_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, 
             m for m in modules.values() if any("attention" in c.__name__.lower() for c in type(m).__mro__)
         }
         inner = {name: m for name, m in modules.items() if m in named and not named & {*m.modules()} - {m}}
-        if not inner:
-            raise ArgumentError(
-                "layers",
-                expected="a model with modules whose class name contains 'attention'",
-                got=f"none in {type(model).__name__}",
-                remedy="Give the paths of the layers, which model.named_modules() lists.",
-            )
+        expected, got = "a model with modules whose class name contains 'attention'", type(model).__name__
+        remedy = "Give the paths of the layers, which model.named_modules() lists."
+        check(bool(inner), "layers", expected, got, remedy)
         return inner
-    if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
-        raise ArgumentError("layers", expected="a list of paths or patterns", got=repr(layers))
+    several = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
+    check(several, "layers", "a list of paths or patterns", repr(layers))
     found: dict[str, nn.Module] = {}
     for pattern in layers:
         fits = [name for name in modules if name == pattern or _fits(name, str(pattern))]
-        if not fits:
-            raise ArgumentError(
-                "layers",
-                expected="paths or patterns of modules of the model",
-                got=repr(pattern),
-                remedy="model.named_modules() lists the paths; a pattern is 'encoder.layers.*.self_attn', in "
-                "which * stands for what is between two dots.",
-            )
+        remedy = (
+            "model.named_modules() lists the paths; a pattern is 'encoder.layers.*.self_attn', in which * "
+            "stands for what is between two dots."
+        )
+        check(bool(fits), "layers", "paths or patterns of modules of the model", repr(pattern), remedy)
         found |= {name: modules[name] for name in fits}
     return found
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from howsmooth.errors import ArgumentError
+from howsmooth.nn.checks import check
 from howsmooth.plain_modules import unwrapped
 
 __all__ = ["drawing_nothing", "replica", "single"]
@@ -28,28 +28,19 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
 
     The copy is in evaluation mode, so it has no dropout. It has its own buffers and attributes. It has none
     of the layer's hooks, except hooks that compute a weight (``torch.nn.utils.weight_norm``). Half-precision
-    parameters are converted to float32.
-
-    Raises
-    ------
-    ArgumentError
-        If the layer is scripted, or its ``forward`` was replaced on the instance.
-
+    parameters are converted to float32. ArgumentError is raised if the layer is scripted, or its ``forward``
+    was replaced on the instance.
     """
     copies: dict[nn.Module, nn.Module] = {}
     buffers: dict[int, Tensor] = {}
     modules = {path: module for path, module in layer.named_modules() if unwrapped(module) is module}
     for path, module in modules.items():
         own = vars(module)
-        if isinstance(module, torch.jit.ScriptModule) or "forward" in own:
-            scripted = isinstance(module, torch.jit.ScriptModule)
-            what = "scripted" if scripted else "whose forward was replaced on the object"
-            raise ArgumentError(
-                "layers",
-                expected="layers in plain Python",
-                got=f"{'.'.join(filter(None, (name, path)))} ({type(module).__name__}), {what}",
-                remedy="Attach the penalty to the module before it is wrapped.",
-            )
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        what = "scripted" if scripted else "whose forward was replaced on the object"
+        got = f"{'.'.join(filter(None, (name, path)))} ({type(module).__name__}), {what}"
+        remedy = "Attach the penalty to the module before it is wrapped."
+        check(not scripted and "forward" not in own, "layers", "layers in plain Python", got, remedy)
         # copy.deepcopy would copy the parameters, too, and fails for attributes with a graph.
         copy = copies[module] = module.__new__(type(module))
         new: dict[str, Any] = {key: OrderedDict() for key in _HOOKS}
@@ -88,13 +79,10 @@ def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
         before = states()
         yield
         after = states()
-    if not all(map(torch.equal, before, after)):
-        raise ArgumentError(
-            "layers",
-            expected="layers that draw no random numbers in evaluation mode",
-            got=f"{name}, which draws random numbers",
-            remedy="Leave the layer out: dropout that ignores evaluation mode has no singular value.",
-        )
+    expected = "layers that draw no random numbers in evaluation mode"
+    remedy = "Leave the layer out: dropout that ignores evaluation mode has no singular value."
+    same = all(map(torch.equal, before, after))
+    check(same, "layers", expected, f"{name}, which draws random numbers", remedy)
 
 
 def single(t: Tensor) -> Tensor:

@@ -60,9 +60,7 @@ class PenaltyReport:
         return all(bool(layer.converged.all()) for layer in self.layers)
 
     def constants(self) -> dict[str, float]:
-        """Return the largest singular value over all sequences for each layer, by name; NaN where the value
-        for some sequence has not converged.
-        """
+        """Return the largest singular value of each layer, by name, or NaN where one has not converged."""
         return {
             layer.name: float(layer.value.max()) if bool(layer.converged.all()) else float("nan")
             for layer in self.layers
