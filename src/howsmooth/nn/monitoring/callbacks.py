@@ -1,4 +1,4 @@
-"""The training monitor of Lipschitz constants as a callback of two trainers, Hugging Face's and Lightning's."""
+"""The training monitor of Lipschitz constants as a callback of Hugging Face's trainer and of Lightning's."""
 
 from __future__ import annotations
 
