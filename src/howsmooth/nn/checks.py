@@ -22,6 +22,7 @@ __all__ = [
     "check_size",
     "check_tokens",
     "look",
+    "refuse_where",
     "require",
 ]
 
@@ -134,6 +135,16 @@ def require(
             raise error(seen)
 
     look(t, check)
+
+
+def refuse_where(wrong: Tensor, name: str, expected: str, got: str, remedy: str = "") -> None:
+    """Raise an error about the argument ``name`` if any entry of ``wrong`` is True, also inside vmap."""
+    require(
+        wrong,
+        torch.logical_not,
+        lambda _: ArgumentError(name, expected=expected, got=got, remedy=remedy),
+        f"{name}: expected {expected}",
+    )
 
 
 def look(t: Tensor, at: Callable[[Tensor], object]) -> None:

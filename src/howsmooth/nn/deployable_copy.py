@@ -138,18 +138,11 @@ def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
 
 def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
     """Return the norm layer of PyTorch with ε = r²/d and gain γ r/√d, where r is the ``floor``."""
-    d, r = norm.dim, norm.floor
-    like = norm.gain if norm.gain is not None else torch.ones(())
-    gain = torch.ones_like(like).expand(d) if norm.gain is None else norm._gain(norm.gain)
-    keywords = {"eps": r**2 / d, "device": like.device, "dtype": like.dtype}
-    plain: nn.LayerNorm | nn.RMSNorm
-    if isinstance(norm, LipschitzRMSNorm):
-        plain = nn.RMSNorm(d, **keywords)  # type: ignore[arg-type]
-    else:
-        plain = nn.LayerNorm(d, bias=norm.shift is not None, **keywords)  # type: ignore[arg-type]
-        if norm.shift is not None:
-            plain.bias.copy_(norm.shift)
-    plain.weight.copy_(gain * (r / math.sqrt(d)))
+    d, r, gain = norm.dim, norm.floor, norm._gain()
+    kind = nn.RMSNorm if norm.shift is None else nn.LayerNorm
+    plain = kind(d, eps=r**2 / d, device=gain.device, dtype=gain.dtype)
+    weights = {"weight": gain * (r / math.sqrt(d))}
+    plain.load_state_dict(weights if norm.shift is None else weights | {"bias": norm.shift})
     return plain.eval()
 
 

@@ -71,20 +71,12 @@ class SoftmaxAttention(_DotProductAttention):
             got = type(attention).__name__
             raise ArgumentError("attention", expected="a torch.nn.MultiheadAttention", got=got)
         same = attention._qkv_same_embed_dim and attention.bias_k is None and not attention.add_zero_attn
-        check(
-            same,
-            "attention",
-            "kdim and vdim equal to embed_dim, no add_bias_kv, no add_zero_attn",
-            "other settings",
-            "Such an attention has keys that are not tokens, or keys of another dimension.",
-        )
-        check(
-            attention.batch_first,
-            "attention",
-            "batch_first=True, because the new layer takes tokens (batch, n, d)",
-            "batch_first=False, which takes (n, batch, d)",
-            "Set attention.batch_first = True, which keeps the weights, and transpose the tokens.",
-        )
+        expected = "kdim and vdim equal to embed_dim, no add_bias_kv, no add_zero_attn"
+        remedy = "Such an attention has keys that are not tokens, or keys of another dimension."
+        check(same, "attention", expected, "other settings", remedy)
+        expected = "batch_first=True, because the new layer takes tokens (batch, n, d)"
+        remedy = "Set attention.batch_first = True, which keeps the weights, and transpose the tokens."
+        check(attention.batch_first, "attention", expected, "batch_first=False, (n, batch, d)", remedy)
         weight = attention.out_proj.weight
         placed = {"device": weight.device, "dtype": weight.dtype, **settings}
         bias = attention.in_proj_bias is not None
@@ -111,7 +103,7 @@ class QueryKeyNormAttention(_DotProductAttention):
     query and key biases of any size. Values are not normalised, so the layer has a constant on a ball only.
 
     ``temperature`` is the initial value of τ > 0; with the default √head_dim, queries and keys of independent
-    entries have scores of variance one. With ``learn_temperature`` log τ is a trainable weight, else fixed.
+    entries have scores of variance one. log τ is a trainable weight.
     Queries and keys much longer than √ε, with ε = ``eps`` > 0, are normalised; shorter ones hardly change. A
     part of the constant grows like 1/√ε, so the tiny ε of usual norm layers gives a large constant. Other
     parameters are those of :class:`LipschitzAttention`.
@@ -127,23 +119,13 @@ class QueryKeyNormAttention(_DotProductAttention):
     _of_bound: ClassVar[tuple[str, ...]] = ("eps",)
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        temperature: object = None,
-        learn_temperature: bool = True,
-        eps: object = 1.0,
-        **keywords: Any,
+        self, embed_dim: int, num_heads: int, *, temperature: object = None, eps: object = 1.0, **rest: Any
     ) -> None:
-        super().__init__(embed_dim, num_heads, **keywords)
+        super().__init__(embed_dim, num_heads, **rest)
         self.eps = check_number("eps", eps)
         given = math.sqrt(self.head_dim) if temperature is None else temperature
         start = self.in_proj_weight.new_tensor(math.log(check_number("temperature", given)))
-        if learn_temperature:
-            self.log_temperature = nn.Parameter(start)
-        else:
-            self.register_buffer("log_temperature", start)
+        self.log_temperature = nn.Parameter(start)
 
     @property
     def temperature(self) -> float:
@@ -169,13 +151,8 @@ class QueryKeyNormAttention(_DotProductAttention):
         return self._self_attention(scaled, scale=temperature, query_norm=norm, key_norm=norm)
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts = self._parts(weights)
+        parts, t = self._parts(weights), weights["log_temperature"].exp()
+        b_q, b_k = parts.query_bias, parts.key_bias
         return query_key_norm_layer(
-            *parts.matrices,
-            rows,
-            radius,
-            query_bias=parts.query_bias,
-            key_bias=parts.key_bias,
-            temperature=weights["log_temperature"].exp(),
-            eps=self.eps,
+            *parts.matrices, rows, radius, query_bias=b_q, key_bias=b_k, temperature=t, eps=self.eps
         )

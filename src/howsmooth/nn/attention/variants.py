@@ -38,14 +38,8 @@ class L2Attention(LipschitzAttention):
     balls the documentation page "Enforce: layers with a constant that is proved", section "L2 attention on a
     ball".
 
-    Attributes
-    ----------
-    in_proj_weight
-        The weights (2 · embed_dim, embed_dim), Q above V. Query and key biases would have no effect.
-    value_bias
-        The bias of the values (embed_dim,), or None.
-    out_proj
-        The output projection, as in torch.nn.MultiheadAttention.
+    ``in_proj_weight`` (2 · embed_dim, embed_dim) has Q above V, and ``value_bias`` (embed_dim,) is the bias
+    of the values, or None. Query and key biases would have no effect.
     """
 
     _needs_radius = False
@@ -63,13 +57,9 @@ class L2Attention(LipschitzAttention):
         blind = self.masking.kind in ("any", "additive") or (
             hidden is not None and bool(hidden.diagonal().any())
         )
-        check(
-            not blind or self.constant is None,
-            "radius",
-            "a number, because a token may be hidden from itself",
-            "None",
-            "L2 attention is Lipschitz on the whole space only if each token sees itself.",
-        )
+        expected = "a number, because a token may be hidden from itself"
+        remedy = "L2 attention is Lipschitz on the whole space only if each token sees itself."
+        check(not blind or self.constant is None, "radius", expected, "None", remedy)
 
     def _parts(self, weights: Weights) -> Parts:
         """Return queries and keys Q_h (k, d), values V_h Q_hᵀQ_h/√k (k, d) and the rest, for all heads h."""
@@ -163,15 +153,9 @@ class CosineAttention(LipschitzAttention):
         return self.temperature * q @ k.mT
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts = self._parts(weights)
+        parts, t = self._parts(weights), self.temperature
         return scaled_cosine_layer(
-            *parts.matrices,
-            rows,
-            radius,
-            biases=parts.biases,
-            temperature=self.temperature,
-            gain=self.gain,
-            eps=self.eps,
+            *parts.matrices, rows, radius, biases=parts.biases, temperature=t, gain=self.gain, eps=self.eps
         )
 
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:

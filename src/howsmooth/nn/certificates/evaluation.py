@@ -121,10 +121,7 @@ def evaluate(
     ArgumentError
         If inputs or labels have a wrong type, shape or length, if tokens lie beyond the radius (the message
         counts these inputs), or if the outputs are not logits, or others for an input alone than in a batch.
-    NonFiniteError
-        If an input, a weight or a logit is NaN or infinite.
-    CertificateError
-        If the model cannot be certified.
+        NonFiniteError and CertificateError are as for :func:`~howsmooth.nn.certify`.
     """
     import pandas as pd
 
@@ -132,12 +129,9 @@ def evaluate(
     for name, given in (("inputs", inputs), ("labels", inputs if labels is None else labels)):
         remedy = "torch.from_numpy(x) makes one of an array."
         check(isinstance(given, Tensor), name, "a tensor", type(given).__name__, remedy)
-    check(
-        inputs.is_floating_point() and inputs.ndim >= 2 and 0 not in inputs.shape,
-        "inputs",
-        "floating-point numbers of at least one input, scaled as in training",
-        f"{inputs.dtype} of shape {tuple(inputs.shape)}",
-    )
+    fits = inputs.is_floating_point() and inputs.ndim >= 2 and 0 not in inputs.shape
+    expected = "floating-point numbers of at least one input, scaled as in training"
+    check(fits, "inputs", expected, f"{inputs.dtype} of shape {tuple(inputs.shape)}")
     finite = torch.isfinite(inputs).flatten(1).all(dim=1)
     if not bool(finite.all()):
         got = f"NaN or infinity in {int((~finite).sum())} of {len(inputs)} inputs"
@@ -163,13 +157,13 @@ def evaluate(
     radii = certificate.certified_radius(logits, labels)
     last = min(batch, len(x)) - 1
     alone = _logits(exact, x[last : last + 1])
-    check(
-        torch.allclose(logits[last], alone[0], rtol=0.0, atol=1e-6 * float(logits[last].abs().amax())),
-        "model",
+    same = torch.allclose(logits[last], alone[0], rtol=0.0, atol=1e-6 * float(logits[last].abs().amax()))
+    expected, got = (
         "a forward that treats the inputs of a batch one by one",
-        f"other logits for input {last} alone than in a batch",
-        "Let the forward depend on neither the size of the batch nor the other inputs in it.",
+        f"other logits for input {last} alone",
     )
+    remedy = "Let the forward depend on neither the size of the batch nor the other inputs in it."
+    check(same, "model", expected, f"{got} than in a batch", remedy)
     predicted = logits.argmax(dim=1)
     own = predicted if labels is None else labels.detach().to("cpu", torch.int64)
     # The largest logit of another class.
@@ -200,12 +194,11 @@ def _tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
         size = first.kernel_size
         if size[0] <= inputs.shape[2] and size[1] <= inputs.shape[3]:
             return nn.functional.unfold(inputs, size, stride=size).mT
-    raise ArgumentError(
-        "inputs",
-        expected="tokens (batch, n, d) or vectors (batch, d); images (batch, channels, height, width) for a "
-        "model that begins with hs.nn.Patches, torch.nn.Flatten or a Conv2d with kernel_size == stride",
-        got=f"shape {tuple(inputs.shape)}",
+    expected = (
+        "tokens (batch, n, d) or vectors (batch, d); images (batch, channels, height, width) for a model "
+        "that begins with hs.nn.Patches, torch.nn.Flatten or a Conv2d with kernel_size == stride"
     )
+    raise ArgumentError("inputs", expected=expected, got=f"shape {tuple(inputs.shape)}")
 
 
 def _logits(model: nn.Module, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from howsmooth.errors import ArgumentError, CertificateError, HowsmoothError, reason
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.certificates.module_propagation import Row, Walk, attention_block, kind_of, refusal, walk
+from howsmooth.nn.certificates.module_propagation import Row, attention_block, kind_of, refusal, walk
 from howsmooth.nn.certificates.torch_module_constants import Reach, linear_reach, rule_of
 from howsmooth.nn.checks import check, check_ball
 from howsmooth.nn.lipschitz_module import LipschitzModule
@@ -61,7 +61,7 @@ class _Recorder(fx.Tracer):
         return torchs or isinstance(m, LipschitzModule) or rule_of(kind_of(m)) is not None
 
 
-def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> Walk:
+def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> Reach:
     """Propagate Lipschitz constants through the operations of a model's ``forward``, run once on ``inputs``.
 
     CertificateError names an operation that has no rule or depends on values of the input, and ArgumentError
@@ -77,7 +77,7 @@ def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> 
     last = follower.follow()
     if not all(map(torch.equal, random, _random_states(inputs.device))):
         raise refusal(model, "", "draws random numbers, so it is not a fixed function")
-    return Walk(follower.rows(), last.constant, last.length, last.radius)
+    return Reach(last.constant, last.radius, last.length, rows=follower.rows())
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
@@ -87,8 +87,7 @@ def _random_states(device: torch.device) -> list[Tensor]:
 def first_module(model: nn.Module) -> nn.Module | None:
     """Return the first module, apart from identities, that receives the input of the model, or None.
 
-    This is the model itself if the tracer keeps the model whole. CertificateError is raised if the
-    ``forward`` of the model cannot be recorded.
+    This is the model itself if the tracer keeps the model whole.
     """
     nodes = iter(_recorded(nn.Sequential(model)).nodes)
     source = next(nodes)
@@ -158,7 +157,11 @@ class _Follower(fx.Interpreter):
         if n.op == "placeholder":
             if n is not self._nodes[0]:
                 return value  # an optional argument, with its default value
-            self._states[n] = self._first(value)
+            tokens = {2: (), 3: (1,)}.get(value.ndim)
+            self._states[n] = state = _State(1.0, self._radius, tuple(value.shape), tokens)
+            images, fits = value.ndim == 4, tokens is not None and state.length == self._length
+            expected = f"tokens (batch, {self._length}, d), or images (batch, channels, height, width)"
+            check(images or fits, "inputs", expected, f"shape {state.shape}")
         elif n.op != "output" and any(one in self._states for one in n.all_input_nodes) and not _is_shape(n):
             # Shapes are the same for all inputs, so values computed from them alone need no bounds.
             self._states[n] = self._state(n, value)
@@ -197,14 +200,6 @@ class _Follower(fx.Interpreter):
         name = getattr(node.target, "__name__", str(node.target))
         radii, lengths = (first.radius, last.radius), (first.length, last.length)
         return (Row(node.name, name, 0, constant, *radii, *lengths, _SOURCE),)
-
-    def _first(self, value: Tensor) -> _State:
-        tokens = {2: (), 3: (1,)}.get(value.ndim)
-        state = _State(1.0, self._radius, tuple(value.shape), tokens)
-        images, fits = value.ndim == 4, tokens is not None and state.length == self._length
-        expected = f"tokens (batch, {self._length}, d), or images (batch, channels, height, width)"
-        check(images or fits, "inputs", expected, f"shape {state.shape}")
-        return state
 
     def _state(self, node: fx.Node, value: Any) -> _State:
         found: _State | str

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from howsmooth.bounds.radius.pretrained_classifier_reader import foreign_hooks
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import NonFiniteError
 from howsmooth.nn.certificates.graph_propagation import walk_graph
 from howsmooth.nn.certificates.module_propagation import Row, kind_of, refusal, walk
 from howsmooth.nn.checks import check, check_ball, check_length, check_tokens
@@ -74,8 +74,7 @@ class ModelCertificate:
         and ``labels`` the class of each input; None for the class with the largest logit. ArgumentError names
         what has a wrong type, shape or value.
         """
-        if not isinstance(logits, Tensor):
-            raise ArgumentError("logits", expected="a tensor (batch, classes)", got=type(logits).__name__)
+        check(isinstance(logits, Tensor), "logits", "a tensor (batch, classes)", type(logits).__name__)
         z = logits.detach().to(torch.float64)
         classes = z.ndim == 2 and z.shape[1] >= 2
         check(classes, "logits", "shape (batch, classes), classes >= 2", tuple(z.shape))
@@ -83,9 +82,9 @@ class ModelCertificate:
             raise NonFiniteError("logits", expected="finite numbers", got="NaN or infinity")
         if labels is None:
             labels = z.argmax(dim=1)
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
-            got = str(labels.dtype) if isinstance(labels, Tensor) else type(labels).__name__
-            raise ArgumentError("labels", expected="a tensor of whole numbers", got=got)
+        got = str(labels.dtype) if isinstance(labels, Tensor) else type(labels).__name__
+        whole = isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex()
+        check(whole, "labels", "a tensor of whole numbers", got)
         shape = f"shape {tuple(labels.shape)}"
         check(labels.shape == z.shape[:1], "labels", f"one label for each of {len(z)} inputs", shape)
         known = bool(((labels >= 0) & (labels < z.shape[1])).all())
@@ -145,11 +144,7 @@ def certify(
     ------
     CertificateError
         If a module, which the message names, has no constant or is in a mode in which it is no fixed
-        function.
-    NonFiniteError
-        If a weight is NaN or infinite.
-    ArgumentError
-        If an argument has a wrong type or value.
+        function. NonFiniteError names a weight that is NaN or infinite.
     """
     check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     length = check_length(length)
@@ -167,13 +162,12 @@ def certify(
             if not torch.allclose(once, again, rtol=1e-6, equal_nan=True):
                 reason = f"has a parametrized {name} that is another one whenever it is read"
                 raise refusal(module, path, reason, "Remove the parametrization.")
-    if isinstance(inputs, Tensor) and not inputs.is_floating_point():
-        got = f"{inputs.dtype}, shape {tuple(inputs.shape)}"
-        remedy = "Certify the part of the model behind its embedding, on embedded tokens."
-        raise ArgumentError("inputs", expected="floating-point numbers", got=got, remedy=remedy)
     if inputs is None:
         found = walk(model, length, reach)
     else:
+        remedy = "Certify the part of the model behind its embedding, on embedded tokens."
+        whole = isinstance(inputs, Tensor) and not inputs.is_floating_point()
+        check(not whole, "inputs", "floating-point numbers", getattr(inputs, "dtype", ""), remedy)
         found = walk_graph(model, check_tokens("inputs", inputs), length, reach)
     exact = "The constant is that of the model in exact arithmetic, for its weights as they are."
     output = found.length, found.radius

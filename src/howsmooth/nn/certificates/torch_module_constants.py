@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,17 +14,24 @@ from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius, softmax_upper_bound
 from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
 
+if TYPE_CHECKING:
+    from howsmooth.nn.certificates.module_propagation import Row
+
 __all__ = ["Reach", "Rule", "linear_reach", "rule_of"]
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Bounds on the constant of a module and on the norms of its output tokens, with their number."""
+    """Bounds on the constant of a module and on the norms of its output tokens, with their number.
+
+    ``rows`` are those of the module and of the modules inside it, in the order in which tokens pass through.
+    """
 
     constant: float
     radius: float
     length: int
     source: str = 'modules of PyTorch, howsmooth documentation, "Enforce"'
+    rows: tuple[Row, ...] = ()
 
 
 # A rule takes a module and the length and radius of its input. If the module has no constant, the rule

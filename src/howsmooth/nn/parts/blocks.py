@@ -15,7 +15,7 @@ from howsmooth.nn.checks import Placement, check, check_number, check_placement,
 from howsmooth.nn.lipschitz_module import LipschitzModule, TokenModule
 
 if TYPE_CHECKING:
-    from howsmooth.nn.certificates.module_propagation import Row
+    from howsmooth.nn.certificates.torch_module_constants import Reach
 
 __all__ = ["AverageResidual", "BranchModule", "Residual", "SelfAttentionBlock"]
 
@@ -65,16 +65,16 @@ class BranchModule(TokenModule):
         self.inner = inner
 
     def _constant(self, length: int, radius: float) -> float:
-        return self._row(length, radius).constant
+        return self._propagated(length, radius).constant
 
     def _reach(self, length: int, radius: float) -> float:
-        return self._row(length, radius).radius_out
+        return self._propagated(length, radius).radius
 
-    def _row(self, length: int, radius: float) -> Row:
+    def _propagated(self, length: int, radius: float) -> Reach:
         # Residuals are among the modules that this propagation knows, so it imports them.
         from howsmooth.nn.certificates.module_propagation import branched
 
-        return branched(self, length, radius, "", 0)[-1]
+        return branched(self, length, radius, "", 0)
 
     def _branch(self, x: Tensor) -> Tensor:
         check_tokens("x", x)

@@ -1,6 +1,4 @@
-"""1-Lipschitz modules for the first and last steps of a model: patches, positions, class tokens, pooling,
-clipping.
-"""
+"""1-Lipschitz modules for the first and last steps of a model, from patches of images to pooling."""
 
 from __future__ import annotations
 
@@ -64,14 +62,14 @@ class Patches(_SequenceModule):
 class AddPositions(_SequenceModule):
     """A 1-Lipschitz module that adds a learned vector to the token at each position.
 
-    It takes sequences of ``length`` tokens of dimension ``dim``. ``std`` is the standard deviation of the
-    Gaussian numbers that initialise the weight.
+    It takes sequences of ``length`` tokens of dimension ``dim``. The weight begins with Gaussian numbers of
+    standard deviation 0.02.
     """
 
-    def __init__(self, length: int, dim: int, *, std: float = 0.02, **placed: Unpack[Placement]) -> None:
+    def __init__(self, length: int, dim: int, **placed: Unpack[Placement]) -> None:
         super().__init__()
         check_size("length", length)
-        self.positions = _drawn(std, placed, length, dim)
+        self.positions = _drawn(placed, length, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the learned vector of each position to tokens (batch, n, d)."""
@@ -95,12 +93,12 @@ class AddPositions(_SequenceModule):
 class PrependToken(_SequenceModule):
     """A 1-Lipschitz module that puts a learned token before each sequence, like the class token of a ViT.
 
-    ``dim`` and ``std`` are as for :class:`AddPositions`.
+    It has dimension ``dim``, and begins as the weight of :class:`AddPositions`.
     """
 
-    def __init__(self, dim: int, *, std: float = 0.02, **placed: Unpack[Placement]) -> None:
+    def __init__(self, dim: int, **placed: Unpack[Placement]) -> None:
         super().__init__()
-        self.token = _drawn(std, placed, dim)
+        self.token = _drawn(placed, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Put the learned token before the tokens (batch, n, d), with a result (batch, n + 1, d)."""
@@ -184,9 +182,7 @@ class ClipTokens(_SequenceModule):
         return min(check_ball(check_number("radius", self.radius)), radius)
 
 
-def _drawn(std: float, placed: Placement, *shape: int) -> nn.Parameter:
-    """Return a weight (..., dim) of Gaussian numbers with standard deviation ``std``."""
+def _drawn(placed: Placement, *shape: int) -> nn.Parameter:
     check_size("dim", shape[-1])
     check_placement(**placed)
-    scale = check_number("std", std, "a finite number >= 0", lambda number: 0 <= number < math.inf)
-    return nn.Parameter(torch.randn(*shape, **placed) * scale)
+    return nn.Parameter(0.02 * torch.randn(*shape, **placed))
