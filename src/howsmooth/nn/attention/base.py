@@ -351,13 +351,9 @@ class LipschitzAttention(LipschitzModule):
         if there is no ``attn_mask``. The attention weights that are returned, (batch, n, n) or for each head
         (batch, heads, n, n), are not divided, so their rows sum to 1.
 
-        Raises
-        ------
-        ArgumentError
-            If shape, dtype, device or length is wrong, a token is longer than the radius, key or value is
-            another tensor, or the constant does not cover the mask.
-        NonFiniteError
-            If a token or a weight is NaN or infinite, for layers with a radius or a constant.
+        ArgumentError names what has a wrong shape, dtype, device or length, a token that is longer than the
+        radius, and a mask that the constant does not cover; NonFiniteError, in layers with a radius or a
+        constant, a token or a weight that is NaN or infinite.
         """
         x, weights = self._checked(query, key, value)
         if torch.compiler.is_compiling() and self.constant is not None:

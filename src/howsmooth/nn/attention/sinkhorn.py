@@ -40,9 +40,10 @@ class SinkhornAttention(LipschitzAttention):
     """Sinkhorn self-attention, whose attention weights sum to one in every row and every column.
 
     The scores are those of softmax attention. The weights are the limit of Sinkhorn's iterations, computed in
-    float64 up to a tolerance, and derivatives solve n × n systems. The constant on a ball does not depend on
-    n (:func:`howsmooth.bounds.sinkhorn` for one head). It holds for the limit only, so a call raises
-    ArgumentError if the iteration does not converge.
+    float64 up to a tolerance, and derivatives solve n × n systems (Sander, Ablin, Blondel, Peyré,
+    *Sinkformers: Transformers with Doubly Stochastic Attention*, AISTATS 2022). The constant on a ball does
+    not depend on n (:func:`howsmooth.bounds.sinkhorn` for one head). It holds for the limit only, so a call
+    raises ArgumentError if the iteration does not converge.
 
     Masks must be symmetric, and each token must see itself. "any" also permits padding, and "additive" any
     finite numbers. Tokens that are hidden from all others, such as padding, see only one another, so the rows
@@ -51,8 +52,7 @@ class SinkhornAttention(LipschitzAttention):
 
     ``tolerance`` is the largest allowed |Σ_i P_ij − 1| over the columns j, and ``max_iterations`` the number
     of iterations after which the layer raises an error; other parameters are those of
-    :class:`LipschitzAttention`. See Sander, Ablin, Blondel, Peyré, *Sinkformers: Transformers with Doubly
-    Stochastic Attention*, AISTATS 2022.
+    :class:`LipschitzAttention`.
     """
 
     masks = ("none", "fixed", "any", "additive")

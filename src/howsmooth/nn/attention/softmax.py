@@ -45,14 +45,11 @@ class SoftmaxAttention(_DotProductAttention):
 
     The layer is torch.nn.MultiheadAttention, divided by its Lipschitz bound / ``constant``; without
     ``constant`` it is the same function. With ``constant=1`` it is the 1-Lipschitz attention that Castin,
-    Ablin and Peyré suggest for Vision Transformers, whose length is fixed and whose radius is set by a norm
-    layer. The bound is Theorem A for several heads, for the masks that the layer accepts. It is never above
-    the bounds of :func:`~howsmooth.bounds.best`. Parameters and errors are those of
+    Ablin and Peyré suggest for Vision Transformers (*How Smooth Is Attention?*, ICML 2024, Section 6), whose
+    length is fixed and whose radius is set by a norm layer. The bound is Theorem A for several heads, for the
+    masks that the layer accepts (documentation page "Enforce: layers with a constant that is proved"). It is
+    never above the bounds of :func:`~howsmooth.bounds.best`. Parameters and errors are those of
     :class:`LipschitzAttention`.
-
-    See Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Section 6, and the documentation page
-    "Enforce: layers with a constant that is proved", sections "Several heads: Theorem A for the whole layer"
-    and "Masks".
     """
 
     _bound_name = "softmax_layer"
@@ -94,23 +91,20 @@ class SoftmaxAttention(_DotProductAttention):
 
 
 class QueryKeyNormAttention(_DotProductAttention):
-    """Softmax self-attention with normalised queries and keys, whose scores do not grow with the norms of the
-    tokens.
+    """Softmax self-attention with normalised queries and keys, whose scores do not grow with the tokens.
 
     The scores are τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε) and a temperature τ, so they are at most τ. This is the
-    attention of models with QK-norm, with one temperature for all heads. Its constant grows linearly with the
-    radius, while the constant of softmax attention grows with the square of the radius. It stays bounded for
-    query and key biases of any size. Values are not normalised, so the layer has a constant on a ball only.
+    attention of models with QK-norm (Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for
+    Transformers*, EMNLP Findings 2020), with one temperature for all heads. Its constant grows linearly with
+    the radius, while the constant of softmax attention grows with the square of the radius. It stays bounded
+    for query and key biases of any size. Values are not normalised, so the layer has a constant on a ball
+    only.
 
-    ``temperature`` is the initial value of τ > 0; with the default √head_dim, queries and keys of independent
-    entries have scores of variance one. log τ is a trainable weight.
-    Queries and keys much longer than √ε, with ε = ``eps`` > 0, are normalised; shorter ones hardly change. A
-    part of the constant grows like 1/√ε, so the tiny ε of usual norm layers gives a large constant. Other
-    parameters are those of :class:`LipschitzAttention`.
-
-    See Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for Transformers*, EMNLP Findings 2020, and
-    for the constant the documentation page "Enforce: layers with a constant that is proved", section
-    "Normalised queries and keys".
+    ``temperature`` is the initial value of τ > 0, and log τ is a trainable weight; with the default
+    √head_dim, queries and keys of independent entries have scores of variance one. Queries and keys much
+    longer than √ε, with ε = ``eps`` > 0, are normalised; shorter ones hardly change. A part of the constant
+    grows like 1/√ε, so the tiny ε of usual norm layers gives a large constant. Other parameters are those of
+    :class:`LipschitzAttention`.
     """
 
     _bound_name = "query_key_norm_layer"

@@ -29,17 +29,14 @@ class L2Attention(LipschitzAttention):
     """L2 self-attention with one matrix for queries and keys, and with a proved Lipschitz constant.
 
     Head h has queries and keys u_i = Q_h x_i, weights P_ij ∝ exp(−|u_i − u_j|²/√k) and values V_h Q_hᵀ u_j/√k
-    + b_v. Without a radius, the bound is :func:`howsmooth.bounds.l2_attention_upper_bound`, of order √n log
-    n. On a ball it is smaller, and for n above e^{4a}, a = ‖Q_h‖²R²/√k, it does not depend on n.
-    ``constant`` needs no radius; without one it holds on the whole space, and each token must see itself.
-    Parameters and errors are those of :class:`LipschitzAttention`.
-
-    See Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021, and for masks and
-    balls the documentation page "Enforce: layers with a constant that is proved", section "L2 attention on a
-    ball".
+    + b_v (Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021). Without a radius,
+    the bound is :func:`howsmooth.bounds.l2_attention_upper_bound`, of order √n log n. On a ball it is
+    smaller, and for n above e^{4a}, a = ‖Q_h‖²R²/√k, it does not depend on n. ``constant`` needs no radius;
+    without one it holds on the whole space, and each token must see itself.
 
     ``in_proj_weight`` (2 · embed_dim, embed_dim) has Q above V, and ``value_bias`` (embed_dim,) is the bias
-    of the values, or None. Query and key biases would have no effect.
+    of the values, or None. Query and key biases would have no effect. Parameters and errors are those of
+    :class:`LipschitzAttention`.
     """
 
     _needs_radius = False
@@ -107,17 +104,14 @@ class CosineAttention(LipschitzAttention):
     """Scaled cosine self-attention, which is Lipschitz on the whole space under every mask.
 
     In each head, every query, key and value u is normalised to u/√(|u|² + ε), and the output is ν softmax(τ q
-    kᵀ) v. Without a radius, the bound is :func:`howsmooth.bounds.scaled_cosine_upper_bound` of the matrices
-    of all heads together, times ‖W_O‖. On a ball the bound is smaller, because normalised rows are shorter
-    there. ``constant`` needs no radius; without one it holds on the whole space.
+    kᵀ) v (Qi, Wang, Chen, Shi, Zhang, *LipsFormer*, ICLR 2023). Without a radius, the bound is
+    :func:`howsmooth.bounds.scaled_cosine_upper_bound` of the matrices of all heads together, times ‖W_O‖. On
+    a ball the bound is smaller, because normalised rows are shorter there. ``constant`` needs no radius;
+    without one it holds on the whole space.
 
     ``temperature`` is τ; for n above e^{2τ} the bound does not depend on n. ``gain`` is ν. ``eps`` is ε > 0;
     the bound without a radius is proportional to ε^{-1/2}, so LipsFormer's 1e-6 makes it a thousand times
     larger than ε = 1. Other parameters are those of :class:`LipschitzAttention`.
-
-    See Qi, Wang, Chen, Shi, Zhang, *LipsFormer: Introducing Lipschitz Continuity to Vision Transformers*,
-    ICLR 2023, and for several heads, masks and balls the documentation page "Enforce: layers with a constant
-    that is proved", section "Scaled cosine attention on a ball".
     """
 
     _needs_radius = False
@@ -168,18 +162,16 @@ class CosineAttention(LipschitzAttention):
 class LipschitzNormAttention(LipschitzAttention):
     """Self-attention with LipschitzNorm, which is Lipschitz on the whole space under every mask.
 
-    The scores of a head are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|.
-    Their absolute values are at most 1, so no attention weight of a row exceeds e² times another. The
-    constant of a head in (Q, K, V) jointly is :func:`howsmooth.bounds.lipschitz_norm_upper_bound`. The
-    constant of the layer follows from it and the norms of the projections.
+    The scores of a head are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|
+    (Dasoulas, Scaman, Virmaux, *Lipschitz Normalization for Self-Attention Layers with Application to Graph
+    Neural Networks*, ICML 2021). Their absolute values are at most 1, so no attention weight of a row exceeds
+    e² times another. The constant of a head in (Q, K, V) jointly is
+    :func:`howsmooth.bounds.lipschitz_norm_upper_bound`. The constant of the layer follows from it and the
+    norms of the projections.
 
     A token that no query sees, such as padding, counts as absent: its query, key and value are set to zero,
     so that they do not enter the norms. Parameters and errors are those of :class:`LipschitzAttention`;
     ``constant`` needs no radius, because the bound does not depend on it.
-
-    See Dasoulas, Scaman, Virmaux, *Lipschitz Normalization for Self-Attention Layers with Application to
-    Graph Neural Networks*, ICML 2021, and for the constant of the layer the documentation page "Enforce:
-    layers with a constant that is proved", section "LipschitzNorm".
     """
 
     _needs_radius = False
@@ -211,15 +203,14 @@ class SigmoidAttention(LipschitzAttention):
     """Sigmoid self-attention, which has a proved Lipschitz constant on a ball.
 
     The attention weights of a head are σ(⟨q_i, k_j⟩/√k + b), with σ the logistic function, and the output is
-    their sum with the values. The rows do not sum to one. With b = −log n, the initial weights are near 1/n.
+    their sum with the values (Ramapuram et al., *Theory, Analysis, and Best Practices for Sigmoid
+    Self-Attention*, ICLR 2025). The rows do not sum to one, and the weight of a hidden key is zero. ``shift``
+    is b, by default −log ``length``, with which the initial weights are near 1/n; other parameters are those
+    of :class:`LipschitzAttention`.
 
     The bound is proved in the documentation, page "Other attentions", and is ours; the statement of the paper
     could not be read. For one head without biases and masks it is the exact constant if ‖A‖R² <= log n, A =
     KᵀQ/√k, and A and V have leading singular vectors in common. It grows with n beyond that.
-
-    The weight of a hidden key is zero. ``shift`` is b, None for −log ``length``; other parameters are those
-    of :class:`LipschitzAttention`. See Ramapuram et al., *Theory, Analysis, and Best Practices for Sigmoid
-    Self-Attention*, ICLR 2025, for the attention and its b.
     """
 
     _bound_name = "sigmoid_layer"

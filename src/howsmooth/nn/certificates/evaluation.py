@@ -72,9 +72,7 @@ class Evaluation:
         return "\n".join(lines)
 
     def certified(self, radius: float) -> int:
-        """Return the number of inputs that provably keep the class of their label, or the predicted class
-        without labels, within a distance of ``radius``, a finite number >= 0.
-        """
+        """Return the number of inputs that provably keep their class within a distance of ``radius`` >= 0."""
         check_number("radius", radius, "a finite number >= 0", lambda number: 0 <= number < math.inf)
         return int((self.table["certified_radius"] > radius).sum())
 

@@ -33,18 +33,11 @@ class ModelCertificate:
     The bound refers to Frobenius norms and to inputs of ``length`` tokens of norm at most ``radius``. It
     holds in exact arithmetic, for the weights at the time of certification.
 
-    Attributes
-    ----------
-    constant
-        The bound: the product of the constants of all rows of level 0. It is printed rounded up, the rows are
-        printed rounded to the nearest.
-    length, radius, output_length, output_radius
-        Numbers of input and output tokens, and upper bounds on their norms.
-    rows
-        One row for each module, in the order in which tokens pass through them; in a model with a forward of
-        its own also for each operation that changes the constant or the norms.
-    notes
-        Sentences on what the bound does not cover.
+    ``constant`` is the bound, the product of the constants of all ``rows`` of level 0. It is printed rounded
+    up, the rows are printed rounded to the nearest. There is one row for each module, in the order in which
+    tokens pass through them; in a model with a forward of its own also for each operation that changes the
+    constant or the norms. ``output_length`` and ``output_radius`` are the number of output tokens and an
+    upper bound on their norms.
     """
 
     constant: float
@@ -57,9 +50,7 @@ class ModelCertificate:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """The rows as a table: path, kind, level, constant, radius_in, radius_out, length_in, length_out,
-        source.
-        """
+        """The rows as a table, with the fields of a row as columns."""
         import pandas as pd
 
         return pd.DataFrame(map(asdict, self.rows), columns=list(Row.__dataclass_fields__))

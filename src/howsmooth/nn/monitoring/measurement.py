@@ -299,9 +299,7 @@ _OF_EACH = ("value", "lower", "upper", "converged", "iterations")
 
 
 def _places(model: nn.Module, given: ModelCall) -> list[_Place]:
-    """Run the model on one probe input, and return all its attention layers in the order of their calls,
-    those of howsmooth.nn among them.
-    """
+    """Run the model, and return all its attention layers in the order of their calls, those of hs.nn too."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LipschitzAttention)}
     own: dict[str, list[OwnAttention]] = {name: [] for name in layers}
     names: list[str] = []  # of all attention layers in the order of their calls

@@ -98,25 +98,19 @@ class AverageResidual(BranchModule):
     trained as the sigmoid of a parameter, and starts strictly between 0 and 1.
     """
 
+    _shown = ("weight",)
+
     def __init__(
-        self,
-        inner: nn.Module,
-        weight: float = 0.5,
-        *,
-        learnable: bool = False,
-        **placed: Unpack[Placement],
+        self, inner: nn.Module, weight: float = 0.5, *, learnable: bool = False, **placed: Unpack[Placement]
     ) -> None:
         super().__init__(inner)
         self.learnable = bool(learnable)
-        if self.learnable:
-            number = check_number("weight", weight, "a number strictly between 0 and 1", lambda w: 0 < w < 1)
-        else:
-            number = check_number("weight", weight, "a number from 0 to 1", lambda w: 0 <= w <= 1)
+        self._number = check_number("weight", weight, "a number from 0 to 1", lambda w: 0 <= w <= 1)
         check_placement(**placed)
         if self.learnable:
-            logit = math.log(number) - math.log1p(-number)
+            check(0 < self._number < 1, "weight", "a number strictly between 0 and 1", weight)
+            logit = math.log(self._number) - math.log1p(-self._number)
             self.logit = nn.Parameter(torch.tensor(logit, **placed))
-        self._number = number
 
     @property
     def weight(self) -> float:
@@ -127,10 +121,6 @@ class AverageResidual(BranchModule):
         """Return (1 − w) x + w inner(x), where x are tokens (batch, n, d) and w is the weight in [0, 1]."""
         y = self._branch(x)
         return torch.lerp(x, y, torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number)
-
-    def extra_repr(self) -> str:
-        """Return the weight w of the branch of the residual connection as text for ``repr``."""
-        return f"weight={self.weight:g}"
 
     def _weights(self) -> tuple[float, float]:
         w = self.weight

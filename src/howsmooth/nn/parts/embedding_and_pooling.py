@@ -8,7 +8,6 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import (
     Placement,
     check,
@@ -51,10 +50,8 @@ class Patches(_SequenceModule):
         check_tokens("x", x, ndim=4)
         p = self.patch_size
         height, width = x.shape[-2:]
-        if height % p or width % p or not height or not width:
-            raise ArgumentError(
-                "x", expected=f"images whose sides are multiples of {p}", got=f"shape {tuple(x.shape)}"
-            )
+        fits = not (height % p or width % p or not height or not width)
+        check(fits, "x", f"images whose sides are multiples of {p}", x.shape)
         rows = x.unflatten(3, (width // p, p)).unflatten(2, (height // p, p))  # batch, c, h, p, w, p
         patches: Tensor = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         return patches
@@ -76,8 +73,7 @@ class AddPositions(_SequenceModule):
         """Add the learned vector of each position to tokens (batch, n, d)."""
         length, dim = self.positions.shape
         check_tokens("x", x, dim=dim, like=self.positions)
-        if x.ndim < 2 or x.shape[-2] != length:
-            raise ArgumentError("x", expected=f"{length} tokens", got=f"shape {tuple(x.shape)}")
+        check(x.ndim > 1 and x.shape[-2] == length, "x", f"{length} tokens", x.shape)
         return x + self.positions
 
     def _check(self, length: object) -> int:

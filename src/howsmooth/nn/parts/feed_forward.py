@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import Placement, check, check_placement, check_size, check_tokens, norm_above
 from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.rounding import above, times
@@ -58,10 +57,8 @@ class _ConstrainedLinear(TokenModule):
         """Map tokens (..., in_features) to (..., out_features)."""
         stored = self._stored()
         check_tokens("x", x, dim=self.in_features, like=stored)
-        if x.dtype != stored.dtype and not torch.is_autocast_enabled(x.device.type):
-            remedy = "Convert one of the two, with .to(dtype)."
-            expected = f"{stored.dtype} as the weights"
-            raise ArgumentError("x", expected=expected, got=str(x.dtype), remedy=remedy)
+        same = x.dtype == stored.dtype or torch.is_autocast_enabled(x.device.type)
+        check(same, "x", f"{stored.dtype} as the weights", x.dtype, "Convert one, with .to(dtype).")
         y: Tensor = self.linear(x)
         return y
 
@@ -84,10 +81,9 @@ class _ConstrainedLinear(TokenModule):
         """Return the tensor from which PyTorch computes the weight, after checking its dtype."""
         stored = self.linear.parametrizations.weight.original  # type: ignore[union-attr]
         assert isinstance(stored, Tensor)
-        if stored.dtype not in (torch.float32, torch.float64):
-            expected = "float32 or float64, because PyTorch can parametrize only these"
-            remedy = "Convert the model with .float(); autocast may choose a lower precision."
-            raise ArgumentError("weight", expected=expected, got=str(stored.dtype), remedy=remedy)
+        expected = "float32 or float64, because PyTorch can parametrize only these"
+        remedy = "Convert the model with .float(); autocast may choose a lower precision."
+        check(stored.dtype in (torch.float32, torch.float64), "weight", expected, stored.dtype, remedy)
         return stored
 
 
@@ -165,12 +161,9 @@ class GroupSort(TokenModule):
     def forward(self, x: Tensor) -> Tensor:
         """Sort the entries of each token of x (..., d) within groups of ``group_size`` neighbours."""
         check_tokens("x", x)
-        d = x.shape[-1]
-        if d % self.group_size:
-            raise ArgumentError(
-                "x", expected=f"tokens of a multiple of {self.group_size} numbers", got=str(d)
-            )
-        groups: Tensor = x.unflatten(-1, (d // self.group_size, self.group_size)).sort(dim=-1).values
+        d, size = x.shape[-1], self.group_size
+        check(d % size == 0, "x", f"tokens of a multiple of {size} numbers", d)
+        groups: Tensor = x.unflatten(-1, (d // size, size)).sort(dim=-1).values
         return groups.flatten(-2)
 
 

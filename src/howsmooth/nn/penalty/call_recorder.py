@@ -68,12 +68,7 @@ class LayerCall:
     @property
     def members(self) -> Tensor:
         """The tokens with the batch as first axis, in float32 for half precision, detached from the graph."""
-        return self.history.detach()
-
-    @property
-    def history(self) -> Tensor:
-        """As :attr:`members`, still attached to the autograd graph."""
-        return self.by_member(single(self.tokens))
+        return self.by_member(single(self.tokens)).detach()
 
     def by_member(self, t: Tensor) -> Tensor:
         """Move the batch axis of a tensor to the front, or add the axis if the call has none."""
@@ -163,8 +158,7 @@ class Penalty:
     """Base class of penalties, which record the calls of layers while they are attached to a model.
 
     Each forward pass with gradients replaces the calls of the last one. If ``projected`` is True, the calls
-    of attention layers include their output projection, wherever the model applies it. ``settings`` are words
-    for ``repr``.
+    of attention layers include their output projection. ``settings`` are words for ``repr``.
     """
 
     def __init__(

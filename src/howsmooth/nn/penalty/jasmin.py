@@ -78,11 +78,11 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
 
 
 class JasminPenalty(Penalty):
-    """The JaSMin penalty of every attention layer at the current batch, with the interface of
-    :class:`SpectralPenalty`.
+    """The JaSMin penalty of every attention layer at the current batch, used as :class:`SpectralPenalty`.
 
     As there, each layer is run a second time in evaluation mode, without changing the model. Its softmax
-    probabilities are intercepted while it runs. ``k`` is as for :func:`jasmin`.
+    probabilities are intercepted while it runs; ArgumentError is raised if they cannot be read. ``k`` is as
+    for :func:`jasmin`.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str] | None = None, *, k: int = 0) -> None:
@@ -91,11 +91,7 @@ class JasminPenalty(Penalty):
         self._k = k
 
     def __call__(self) -> Tensor:
-        """Return the mean of the penalties of all layers, a scalar to add to the loss.
-
-        ArgumentError says that there was no forward pass with gradients, or that the probabilities of a layer
-        cannot be read.
-        """
+        """Return the mean of the penalties of all layers, a scalar to add to the loss."""
         return torch.stack(list(self.terms().values())).mean()
 
     def terms(self) -> dict[str, Tensor]:

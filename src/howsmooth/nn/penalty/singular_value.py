@@ -122,7 +122,6 @@ class Pair(LinearOperator):
 
     Both products use one autograd graph in reverse mode. Products J v come from differentiating Jᵀu by u.
     Forward mode is not used, because PyTorch's safe softmax cannot be differentiated again in forward mode.
-
     ``f`` maps (members, ...) to (members, ...), each member separately; ``x``, the point, requires gradients.
     ``real`` is a mask (members, n), 1 for tokens that count: others, such as padding, are not perturbed, and
     their outputs are ignored.
