@@ -107,8 +107,7 @@ def check_tokens(
 ) -> Tensor:
     """Return ``x`` after checking that it is a tensor of floating-point tokens.
 
-    If they are given, ``dim`` is the size of the last axis, ``ndim`` is the number of axes, and ``like`` is a
-    tensor on the same device.
+    ``dim`` is the size of the last axis, ``ndim`` the number of axes, ``like`` a tensor on the same device.
     """
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         got = type(x).__name__ if not isinstance(x, Tensor) else str(x.layout)

@@ -120,6 +120,7 @@ class LipschitzAttention(LipschitzModule):
         **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
+        check_placement(**placed)
         self.embed_dim = check_size("embed_dim", embed_dim)
         self.num_heads = check_size("num_heads", num_heads)
         divides = self.embed_dim % self.num_heads == 0
@@ -141,7 +142,6 @@ class LipschitzAttention(LipschitzModule):
         fits = not self.shorter or kind != "fixed"
         check(fits, "shorter", "False for a mask of fixed length", "True")
         self.bias = bool(bias)
-        check_placement(**placed)
         self._make_weights(placed)
         self._log_divisor_of = CachedNumber()
         self.register_load_state_dict_post_hook(_remember_divisor)  # type: ignore[no-untyped-call]

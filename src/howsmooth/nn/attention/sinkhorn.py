@@ -98,9 +98,7 @@ class SinkhornAttention(LipschitzAttention):
 
 
 def _closed(added: Tensor) -> Tensor:
-    """Change a mask (..., n, n) or (..., 1, n) so that padding tokens, which no query sees, see one another
-    alone and are seen by no other token.
-    """
+    """Change a mask (..., n, n) or (..., 1, n) so that tokens that no query sees see one another alone."""
     n = added.shape[-1]
     added = added.expand(*added.shape[:-2], n, n)
     seen = added > -math.inf

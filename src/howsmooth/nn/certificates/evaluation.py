@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError, reason
-from howsmooth.nn.certificates.graph_propagation import first_module
 from howsmooth.nn.certificates.model_bound import ModelCertificate, certify
 from howsmooth.nn.certificates.module_propagation import has_rules
 from howsmooth.nn.checks import check, check_number, check_size
 from howsmooth.nn.parts.embedding_and_pooling import Patches
 from howsmooth.rounding import above, limit_in_digits
+from howsmooth.watching import Call, StopForward, watched
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,7 +72,7 @@ class Evaluation:
         return "\n".join(lines)
 
     def certified(self, radius: float) -> int:
-        """Return the number of inputs that provably keep their class within a distance of ``radius`` >= 0."""
+        """Return how many inputs keep their class, the label or else the prediction, within ``radius``."""
         check_number("radius", radius, "a finite number >= 0", lambda number: 0 <= number < math.inf)
         return int((self.table["certified_radius"] > radius).sum())
 
@@ -89,7 +89,9 @@ def evaluate(
     """Certify a classifier, and compute for each input a distance within which its class cannot change.
 
     All computations use a float64 copy of the model in evaluation mode. Half-precision weights are converted
-    exactly, but outputs that are computed in half precision are not covered.
+    exactly, but outputs that are computed in half precision are not covered. ArgumentError is raised if
+    inputs or labels have a wrong type, shape or length, if tokens lie beyond the radius (the message counts
+    these inputs), or if the outputs are not logits, or others for an input alone than in a batch.
 
     Parameters
     ----------
@@ -110,13 +112,6 @@ def evaluate(
         ``radius=math.inf``.
     batch
         Number of inputs in one forward pass.
-
-    Raises
-    ------
-    ArgumentError
-        If inputs or labels have a wrong type, shape or length, if tokens lie beyond the radius (the message
-        counts these inputs), or if the outputs are not logits, or others for an input alone than in a batch.
-        NonFiniteError and CertificateError are as for :func:`~howsmooth.nn.certify`.
     """
     import pandas as pd
 
@@ -180,7 +175,19 @@ def _tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
         return inputs
     if inputs.ndim == 2:
         return inputs[:, None]
-    first = first_module(model) if inputs.ndim == 4 else None
+    first, one = None, inputs[:1]
+    cutting = {
+        name: m for name, m in model.named_modules() if isinstance(m, Patches | nn.Flatten | nn.Conv2d)
+    }
+
+    def starts(call: Call) -> None:
+        raise StopForward(call.module if call.args and call.args[0] is one else None)
+
+    try:
+        with watched(cutting if inputs.ndim == 4 else {}, starts):
+            _logits(model, one)
+    except StopForward as stop:
+        first = stop.value
     if isinstance(first, Patches):
         return first.forward(inputs)
     if isinstance(first, nn.Flatten):

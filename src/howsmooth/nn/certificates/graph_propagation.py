@@ -27,7 +27,7 @@ from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.embedding_and_pooling import Patches
 from howsmooth.rounding import above, times
 
-__all__ = ["first_module", "walk_graph"]
+__all__ = ["walk_graph"]
 
 _SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce"'
 
@@ -62,11 +62,7 @@ class _Recorder(fx.Tracer):
 
 
 def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> Reach:
-    """Propagate Lipschitz constants through the operations of a model's ``forward``, run once on ``inputs``.
-
-    CertificateError names an operation that has no rule or depends on values of the input, and ArgumentError
-    says that the model does not take ``inputs``.
-    """
+    """Propagate Lipschitz constants through the operations of a model's ``forward``, run on ``inputs``."""
     random = _random_states(inputs.device)
     graph, again = _recorded(model), _recorded(model)
     # Tensors that the forward creates get new names whenever it is recorded.
@@ -82,22 +78,6 @@ def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> 
 
 def _random_states(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def first_module(model: nn.Module) -> nn.Module | None:
-    """Return the first module, apart from identities, that receives the input of the model, or None.
-
-    This is the model itself if the tracer keeps the model whole.
-    """
-    nodes = iter(_recorded(nn.Sequential(model)).nodes)
-    source = next(nodes)
-    for node in nodes:
-        if node.op == "call_module" and source in node.args:
-            module = model.get_submodule(str(node.target).partition(".")[2])
-            if not isinstance(module, nn.Identity):
-                return module
-            source = node
-    return None
 
 
 def _recorded(model: nn.Module) -> fx.Graph:

@@ -46,7 +46,6 @@ class ModelCertificate:
     output_length: int
     output_radius: float
     rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -94,7 +93,8 @@ class ModelCertificate:
         paths = ["  " * row.level + (row.path or "the model") for row in self.rows]
         shown["path"] = [path.ljust(max(map(len, paths))) for path in paths]
         table = shown.to_string(index=False, justify="left", float_format=lambda v: f"{v:.6g}")
-        return "\n".join([self.headline, *([table] if self.rows else []), *self.notes])
+        exact = "The constant is that of the model in exact arithmetic, for its weights as they are."
+        return "\n".join([self.headline, *([table] if self.rows else []), exact])
 
     @property
     def headline(self) -> str:
@@ -115,7 +115,8 @@ def certify(
 
     A model with a ``forward`` of its own is certified with ``inputs``: :mod:`torch.fx` records its
     operations, and each operation needs a rule, too. It is assumed to compute the same in every call; this
-    is checked for two recordings, and parametrized weights are read twice.
+    is checked for two recordings, and parametrized weights are read twice. CertificateError names a module
+    that has no constant, or is in a mode in which it is no fixed function, and NonFiniteError a weight.
 
     Parameters
     ----------
@@ -130,12 +131,6 @@ def certify(
         or images (batch, channels, height, width) for a model that begins with ``Patches`` or a ``Conv2d``
         whose patches do not overlap. The certificate holds for all inputs of this shape, and of another batch
         size if the operations do not depend on it. The model is run once.
-
-    Raises
-    ------
-    CertificateError
-        If a module, which the message names, has no constant or is in a mode in which it is no fixed
-        function. NonFiniteError names a weight that is NaN or infinite.
     """
     check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     length = check_length(length)
@@ -160,9 +155,8 @@ def certify(
         whole = isinstance(inputs, Tensor) and not inputs.is_floating_point()
         check(not whole, "inputs", "floating-point numbers", getattr(inputs, "dtype", ""), remedy)
         found = walk_graph(model, check_tokens("inputs", inputs), length, reach)
-    exact = "The constant is that of the model in exact arithmetic, for its weights as they are."
     output = found.length, found.radius
-    return ModelCertificate(found.constant, length, float(radius), *output, found.rows, (exact,))
+    return ModelCertificate(found.constant, length, float(radius), *output, found.rows)
 
 
 def _check(module: nn.Module, path: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.softmax import SoftmaxAttention
-from howsmooth.nn.certificates.torch_module_constants import Reach, rule_of
+from howsmooth.nn.certificates.torch_module_constants import Reach, Row, rule_of
 from howsmooth.nn.checks import check_ball
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.blocks import BranchModule, Residual, SelfAttentionBlock
@@ -26,35 +26,8 @@ from howsmooth.rounding import above, times
 __all__ = ["Row", "attention_block", "branched", "encoder_layer", "has_rules", "kind_of", "refusal", "walk"]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of the table of a certificate: the Lipschitz constant of one module.
-
-    ``path`` and ``kind`` are the module's name in ``named_modules`` and that of its class; of an operation,
-    its name in the recorded graph and that of its function. ``constant`` is an upper bound on the Lipschitz
-    constant on the tokens that can reach it, from ``source``. ``radius_in`` and ``radius_out`` bound the
-    norms of input and output tokens, whose numbers are ``length_in`` and ``length_out``. Rows of ``level`` 0
-    are the factors of the model's constant. Rows inside a branch have one level more than the row of the
-    residual or sum that the branch ends in, which follows them.
-    """
-
-    path: str
-    kind: str
-    level: int
-    constant: float
-    radius_in: float
-    radius_out: float
-    length_in: int
-    length_out: int
-    source: str
-
-
 def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Reach:
-    """Compute the Lipschitz constant of a module that gets ``length`` tokens of norm at most ``radius``.
-
-    CertificateError names the module for which no constant is known, NonFiniteError a weight that is not
-    finite.
-    """
+    """Compute the Lipschitz constant of a module that gets ``length`` tokens of norm at most ``radius``."""
     kind = kind_of(module)
     if path and isinstance(module, LipschitzAttention):
         remedy = "Put it into hs.nn.SelfAttentionBlock, which returns the tokens alone."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,10 +15,30 @@ from howsmooth.bounds import norm_radius, softmax_upper_bound
 from howsmooth.nn.checks import norm_above
 from howsmooth.rounding import above, times
 
-if TYPE_CHECKING:
-    from howsmooth.nn.certificates.module_propagation import Row
+__all__ = ["Reach", "Row", "Rule", "linear_reach", "rule_of"]
 
-__all__ = ["Reach", "Rule", "linear_reach", "rule_of"]
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table of a certificate: the Lipschitz constant of one module.
+
+    ``path`` and ``kind`` are the module's name in ``named_modules`` and that of its class; of an operation,
+    its name in the recorded graph and that of its function. ``constant`` is an upper bound on the Lipschitz
+    constant on the tokens that can reach it, from ``source``. ``radius_in`` and ``radius_out`` bound the
+    norms of input and output tokens, whose numbers are ``length_in`` and ``length_out``. Rows of ``level`` 0
+    are the factors of the model's constant. Rows inside a branch have one level more than the row of the
+    residual or sum that the branch ends in, which follows them.
+    """
+
+    path: str
+    kind: str
+    level: int
+    constant: float
+    radius_in: float
+    radius_out: float
+    length_in: int
+    length_out: int
+    source: str
 
 
 @dataclass(frozen=True)

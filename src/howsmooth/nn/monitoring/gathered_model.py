@@ -87,7 +87,7 @@ def _inside_wrappers(model: nn.Module) -> Iterator[_Entry]:
 
 
 def _whole_parameters(model: nn.Module, *, keep: bool) -> Iterator[_Entry]:
-    """Gather, in all processes, parameters that ``fully_shard`` has sharded; yield them if ``keep`` is True."""
+    """Gather, in all processes, what ``fully_shard`` has sharded; yield it if ``keep`` is True."""
     whole: dict[int, nn.Parameter] = {}  # by id: a parameter that two modules share is gathered once
     for module in model.modules():
         for name, p in module._parameters.items():

@@ -141,8 +141,8 @@ class Measurement:
     def check_layers(self) -> None:
         """Raise ArgumentError if the model has no attention layer with one of the indices ``layers``.
 
-        The attention layers are counted at the first probe input. A model that cannot be run now is not
-        checked; its measurement says why.
+        They are counted at the first probe input. Of a model that cannot be run now, its measurement says
+        why.
         """
         with preserved_state(self.model), measurement_mode(self.model):
             try:
@@ -157,10 +157,7 @@ class Measurement:
         return sorted(range(count) if self.layers is None else {index % count for index in self.layers})
 
     def _of_probe(self, step: int, number: int, given: ModelCall) -> Iterator[tuple[int, _Part]]:
-        """Measure all layers at one probe input.
-
-        The sequences of a padded input are measured one by one, each without its padding.
-        """
+        """Measure all layers at one probe input, sequence by sequence and without padding if it is padded."""
         padding = padding_of(given)
         if padding is None:
             yield from self._of_layers((step, number, 0), given, lambda layer, index: None)

@@ -33,7 +33,8 @@ class LipschitzMonitor:
 
     Each measurement gives one row for each layer (:class:`MonitorRecord`): the local Lipschitz constant with
     its interval, the norm of the score matrices, the entropy of the attention probabilities, and the norms of
-    the tokens.
+    the tokens. The attribute ``records`` has all of them. ArgumentError names an argument of a wrong type or
+    value.
 
     The monitor does not change the training: losses are the same to the last bit. It restores the random
     states of PyTorch, NumPy and Python, the training flags of all modules, gradients, buffers, hooks and the
@@ -45,11 +46,10 @@ class LipschitzMonitor:
     ----------
     model
         Any model that :func:`~howsmooth.models.capture` supports, or a model with attention layers of
-        :mod:`howsmooth.nn`, which are measured by their ``map``. The model inside DistributedDataParallel,
-        FSDP (``FullyShardedDataParallel``, ``fully_shard``) and ``torch.compile`` is measured. With
-        DistributedDataParallel and FSDP, each process has a monitor and calls it, the first process measures,
-        and the others get no records; for FSDP the parameters are gathered as a whole for this time, so
-        measure after a step of the optimizer. Weights in half precision are measured in float32.
+        :mod:`howsmooth.nn`, which are measured by their ``map``; also inside ``torch.compile``,
+        DistributedDataParallel and FSDP (``FullyShardedDataParallel``, ``fully_shard``). With the latter two,
+        each process has a monitor and calls it, the first process measures, and the others get no records;
+        FSDP gathers the parameters as a whole for this time, so measure after a step of the optimizer.
     probes
         The fixed inputs of the measurements, as for :func:`~howsmooth.models.capture`: a batch of sequences,
         for example of validation data, or a list of batches of different lengths. They are copied. Sequences
@@ -74,10 +74,6 @@ class LipschitzMonitor:
         Whether to raise errors of a measurement. By default a layer that fails gets a row with the reason in
         ``failure``, with a warning at its first failure, and training goes on.
 
-    Notes
-    -----
-    The attribute ``records`` has all records so far. ArgumentError names an argument of a wrong type or
-    value.
     """
 
     def __init__(

@@ -104,9 +104,9 @@ class AverageResidual(BranchModule):
         self, inner: nn.Module, weight: float = 0.5, *, learnable: bool = False, **placed: Unpack[Placement]
     ) -> None:
         super().__init__(inner)
+        check_placement(**placed)
         self.learnable = bool(learnable)
         self._number = check_number("weight", weight, "a number from 0 to 1", lambda w: 0 <= w <= 1)
-        check_placement(**placed)
         if self.learnable:
             check(0 < self._number < 1, "weight", "a number strictly between 0 and 1", weight)
             logit = math.log(self._number) - math.log1p(-self._number)

@@ -88,10 +88,7 @@ class AddPositions(_SequenceModule):
 
 
 class PrependToken(_SequenceModule):
-    """A 1-Lipschitz module that puts a learned token before each sequence, like the class token of a ViT.
-
-    It has dimension ``dim``, and begins as the weight of :class:`AddPositions`.
-    """
+    """A 1-Lipschitz module that puts a learned token before each sequence, like the class token of a ViT."""
 
     def __init__(self, dim: int, **placed: Unpack[Placement]) -> None:
         super().__init__()
@@ -110,10 +107,7 @@ class PrependToken(_SequenceModule):
 
 
 class TakeToken(_SequenceModule):
-    """A 1-Lipschitz module that maps each sequence (batch, n, d) to its token at ``index``, (batch, d).
-
-    Negative indices count from the end.
-    """
+    """A 1-Lipschitz module that maps (batch, n, d) to the tokens at ``index``, which may be negative."""
 
     _shown = ("index",)
 

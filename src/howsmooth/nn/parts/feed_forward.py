@@ -5,6 +5,7 @@ The activations are 1-Lipschitz and, unlike ReLU, preserve the norm of every gra
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -33,11 +34,11 @@ class _ConstrainedLinear(TokenModule):
 
     def __init__(self, in_features: int, out_features: int, bias: bool, placed: Placement) -> None:
         super().__init__()
+        check_placement(**placed)
         self.in_features = check_size("in_features", in_features)
         self.out_features = check_size("out_features", out_features)
         dtype = placed.get("dtype")
         check(dtype in (None, torch.float32, torch.float64), "dtype", "float32 or float64", dtype)
-        check_placement(**placed)
         self.linear = nn.Linear(in_features, out_features, bias=bias, **placed)
         if bias:
             nn.init.zeros_(self.linear.bias)
@@ -63,15 +64,9 @@ class _ConstrainedLinear(TokenModule):
         return y
 
     def _constant(self, length: int, radius: float) -> float:
-        # In training PyTorch updates its estimates of spectral norms whenever a weight is read.
-        training = [module for module in self.linear.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False
-            return norm_above("weight", self.weight.detach())
-        finally:
-            for module in training:
-                module.training = True
+        self._stored()
+        # Of a copy, as PyTorch updates its estimates of norms in training whenever a weight is read.
+        return norm_above("weight", copy.deepcopy(self.linear).eval().weight)
 
     def _reach(self, length: int, radius: float) -> float:
         shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])

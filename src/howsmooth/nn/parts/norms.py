@@ -33,8 +33,8 @@ class _LipschitzNorm(TokenModule):
 
     def __init__(self, dim: int, placed: Placement) -> None:
         super().__init__()
-        self.dim = check_size("dim", dim)
         check_placement(**placed)
+        self.dim = check_size("dim", dim)
         self.gain = nn.Parameter(torch.ones(dim, **placed))
         zeros = torch.zeros(dim, **placed)
         self.register_parameter("shift", nn.Parameter(zeros) if self.centred else None)

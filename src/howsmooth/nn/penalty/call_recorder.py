@@ -1,26 +1,31 @@
-"""The layers of a penalty, and their calls in the last forward pass of a model."""
+"""The layers of a penalty, their calls in the last forward pass of a model, and copies that repeat a call."""
 
 from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth import watching
 from howsmooth.errors import ArgumentError, DerivativeError
 from howsmooth.nn.checks import check
-from howsmooth.nn.penalty.layer_replica import single
 from howsmooth.nn.penalty.output_projections import OutputProjections, first_output
+from howsmooth.plain_modules import unwrapped
 
-__all__ = ["LayerCall", "Penalty"]
+__all__ = ["LayerCall", "Penalty", "drawing_nothing", "replica"]
 
 _X = object()  # stands for the tokens among the stored arguments of a call
+_HOOKS = [key for key in vars(nn.Module()) if "_hooks" in key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +73,7 @@ class LayerCall:
     @property
     def members(self) -> Tensor:
         """The tokens with the batch as first axis, in float32 for half precision, detached from the graph."""
-        return self.by_member(single(self.tokens)).detach()
+        return self.by_member(_single(self.tokens)).detach()
 
     def by_member(self, t: Tensor) -> Tensor:
         """Move the batch axis of a tensor to the front, or add the axis if the call has none."""
@@ -226,10 +231,7 @@ class Penalty:
 
 
 def _chosen_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the modules of a model that match a list of paths or patterns.
-
-    None selects the innermost modules whose class name contains "attention".
-    """
+    """Return the modules of these paths or patterns, or the innermost of those that are called attention."""
     modules = dict(model.named_modules())
     if layers is None:
         named = {
@@ -255,10 +257,70 @@ def _chosen_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, 
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Tell whether a module's path fits a pattern, part by part between the dots.
-
-    So "layers.*" is each layer, and not what is inside of the layers. The empty path of the model itself fits
-    no pattern.
-    """
+    """Tell whether a path fits a pattern, part by part between the dots; an empty path fits none."""
     parts, patterns = name.split("."), pattern.split(".")
     return bool(name) and len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def replica(layer: nn.Module, name: str) -> nn.Module:
+    """Return a copy of the layer that shares its parameters but no other state with the original.
+
+    The copy is in evaluation mode, so it has no dropout. It has its own buffers and attributes. It has none
+    of the layer's hooks, except hooks that compute a weight (``torch.nn.utils.weight_norm``). Half-precision
+    parameters are converted to float32. ArgumentError is raised if the layer is scripted, or its ``forward``
+    was replaced on the instance.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    buffers: dict[int, Tensor] = {}
+    modules = {path: module for path, module in layer.named_modules() if unwrapped(module) is module}
+    for path, module in modules.items():
+        own = vars(module)
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        what = "scripted" if scripted else "whose forward was replaced on the object"
+        got = f"{'.'.join(filter(None, (name, path)))} ({type(module).__name__}), {what}"
+        remedy = "Attach the penalty to the module before it is wrapped."
+        check(not scripted and "forward" not in own, "layers", "layers in plain Python", got, remedy)
+        # copy.deepcopy would copy the parameters, too, and fails for attributes with a graph.
+        copy = copies[module] = module.__new__(type(module))
+        new: dict[str, Any] = {key: OrderedDict() for key in _HOOKS}
+        new["_forward_pre_hooks"].update(
+            (key, hook)
+            for key, hook in module._forward_pre_hooks.items()
+            if isinstance(hook, WeightNorm | SpectralNorm)
+        )
+        new["_parameters"] = {key: p if p is None else _single(p) for key, p in module._parameters.items()}
+        new["_buffers"] = {
+            key: b if b is None else buffers.setdefault(id(b), _single(b.detach().clone()))
+            for key, b in module._buffers.items()
+        }
+        vars(copy).update(own | new | {"_compiled_call_impl": None, "training": False})
+    for module in modules.values():
+        # The copies refer to each other as the originals do, shared modules included.
+        children = module._modules.items()
+        vars(copies[module])["_modules"] = {
+            key: c if c is None else copies[unwrapped(c)] for key, c in children
+        }
+    return copies[unwrapped(layer)]
+
+
+@contextmanager
+def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
+    """Restore the random state at the end, and raise ArgumentError if code inside drew random numbers."""
+    devices = [device] if device.type == "cuda" else []
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in devices)]
+
+    with torch.random.fork_rng(devices):
+        before = states()
+        yield
+        after = states()
+    expected = "layers that draw no random numbers in evaluation mode"
+    remedy = "Leave the layer out: dropout that ignores evaluation mode has no singular value."
+    same = all(map(torch.equal, before, after))
+    check(same, "layers", expected, f"{name}, which draws random numbers", remedy)
+
+
+def _single(t: Tensor) -> Tensor:
+    """Convert half precision to float32."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.nn.checks import check, check_size
-from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty
-from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
+from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty, drawing_nothing, replica
 
 if TYPE_CHECKING:
     from howsmooth.models.tracing.softmax_call import SoftmaxCall
@@ -28,9 +27,7 @@ __all__ = ["JasminPenalty", "jasmin"]
 def _jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
     """Return g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) for each row p, where p₍ₖ₎ is its k-th largest entry, or 0.
 
-    g_1 bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: see
-    :func:`howsmooth.bounds.yudin_theorem_3` and its proof on the documentation page "Certificates at given
-    tokens".
+    g_1 bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: :func:`howsmooth.bounds.yudin_theorem_3`.
     """
     keys = probabilities.shape[-1]
     largest = nn.functional.pad(

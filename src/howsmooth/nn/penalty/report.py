@@ -76,10 +76,7 @@ class PenaltyReport:
         return (
             f"Lower estimates of the local Lipschitz constants of {len(rows)} layers "
             f"(scope {', '.join(sorted(set(rows['scope'])))}), the largest {rows['largest'].max():.4g}; "
-            f"{status if missed else 'all pairs converged'} (relative residual <= {self.rtol:g})"
-        ) + "".join(
-            f"\n  {name}: mean {mean:.4g}, largest {largest:.4g}"
-            for name, mean, largest in zip(rows["layer"], rows["mean"], rows["largest"], strict=True)
+            f"{status if missed else 'all pairs converged'} (relative residual <= {self.rtol:g})\n{rows}"
         )
 
     __repr__ = __str__

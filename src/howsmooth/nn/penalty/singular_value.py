@@ -75,10 +75,7 @@ class Directions:
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
     ) -> tuple[Tensor, Bool[Tensor, " members"]]:
-        """Return the stored singular vectors, and a mask that is True where a batch index has no vector.
-
-        The vectors have shape (members, *shape); a missing vector is zero.
-        """
+        """Return the stored vectors (members, *shape), zero where there is none, and a mask of these."""
         left = self._left
         if left is not None and tuple(left.shape[1:]) != shape:
             left = self._left = self._relengthened(left, shape)
@@ -99,10 +96,7 @@ class Directions:
         return unit(torch.cat((left, left.square().mean().sqrt() * further), dim=1))
 
     def keep(self, left: Tensor) -> None:
-        """Store normalised copies of singular vectors (members, ...) for the next training step.
-
-        A vector that is zero or not finite does not replace the old vector.
-        """
+        """Store singular vectors (members, ...), normalised, but none that is zero or not finite."""
         left = left.detach()
         length = lengths(left)
         good = torch.isfinite(length) & (length > 0)
@@ -198,9 +192,8 @@ class Pair(LinearOperator):
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
     """Return approximate leading left singular vectors of Jacobians, and upper limits of the spectral norms.
 
-    The vectors are computed from the vectors stored in ``state``, or by a few Golub–Kahan steps from a random
-    start for batch indices that have no stored vector. From there, the limits hold with probability 0.999;
-    otherwise they are infinite.
+    They come from the vectors stored in ``state``, or where there is none from a few Golub–Kahan steps after
+    a random start. From there, the limits hold with probability 0.999; otherwise they are infinite.
     """
     u, cold = state.recall(pair.batch, pair.out_shape, pair.y)
     upper = torch.full((pair.batch,), torch.inf, dtype=torch.float64)
@@ -223,10 +216,7 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
 
 
 def relative_residual(jv: Tensor, u: Tensor) -> Tensor:
-    """Return the relative residuals |J v − σ u| / σ of approximate singular triplets of Jacobians J.
-
-    ``jv`` is a positive multiple of J v. Since v is the normalised Jᵀu, σ = ⟨u, J v⟩.
-    """
+    """Return the relative residuals |J v − σ u| / σ of singular triplets; ``jv`` is a multiple of J v > 0."""
     along = (jv * u).flatten(1).sum(1)
     off = lengths(jv - along.view(-1, *(1,) * (jv.ndim - 1)) * u).flatten()
     # The singular pair of a zero Jacobian is exact, so its residual is 0.

@@ -14,8 +14,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.nn.checks import check, check_number, check_size
-from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty
-from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
+from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty, drawing_nothing, replica
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
 from howsmooth.nn.penalty.singular_value import Directions, Pair, begin, relative_residual, unit
 
@@ -46,8 +45,12 @@ class SpectralPenalty(Penalty):
     For this, the layer is run again on a replica with the same weights. The replica is in evaluation mode,
     has its own buffers and none of the user's hooks, and computes in float32 if the model uses half precision
     or autocast. The model, its random numbers and its training mode do not change. Because the replica has no
-    dropout, the penalty is that of the layer without dropout. A layer that is random in evaluation mode
-    raises an error.
+    dropout, the penalty is that of the layer without dropout. The gradient is derived on the documentation
+    page "Enforce: layers with a constant that is proved".
+
+    ArgumentError names an argument of a wrong type or value, says that there was no forward pass with
+    gradients, and names a layer that is random in evaluation mode or cannot be run again; DerivativeError
+    one that cannot be differentiated twice in reverse mode, and NonFiniteError what is NaN or infinite.
 
     Parameters
     ----------
@@ -56,13 +59,12 @@ class SpectralPenalty(Penalty):
     layers
         Paths of modules in ``model.named_modules()``, or patterns such as "encoder.layers.*.self_attn", in
         which * stands for what is between two dots: "encoder.layers.*" is all blocks, each as a whole. The
-        penalty is then that of the named module as it is, with or without output projection, residual or norm
-        (scope ``module``). The default is the innermost modules whose class name contains "attention", with
-        their output projection wherever the model applies it: scope ``attention``, as of
-        :class:`~howsmooth.nn.LipschitzMonitor`. A module whose output projection is not found is taken as it
-        is, with a warning. The tokens are the module's first floating-point argument (..., n, d), and the
-        output is its first floating-point result. If the same tensor is given as queries, keys and values, it
-        is perturbed in all three. All other arguments are constant.
+        penalty is then that of the named module as it is (scope ``module``). The default is the innermost
+        modules whose class name contains "attention", with their output projection wherever the model applies
+        it: scope ``attention``, as of :class:`~howsmooth.nn.LipschitzMonitor`. A module whose output
+        projection is not found is taken as it is, with a warning. The tokens are the module's first
+        floating-point argument (..., n, d), and the output is its first floating-point result. A tensor that
+        is given as queries, keys and values is perturbed in all three. All other arguments are constant.
     on_input
         Whether the gradient also flows to the inputs of the layers, and so to the modules before them.
     members
@@ -84,14 +86,6 @@ class SpectralPenalty(Penalty):
         ``lambda s: (s - 1).clamp(min=0)``.
     seed
         Seed of the random directions. The global random state is not used.
-
-    Notes
-    -----
-    See the documentation pages "Enforce: layers with a constant that is proved" (the gradient) and
-    "Penalties: train smoother attention". ArgumentError names an argument of a wrong type or value, or says
-    that no layer is found or that there was no forward pass with gradients; it and DerivativeError name a
-    layer that is random, cannot be run again or cannot be differentiated twice in reverse mode.
-    NonFiniteError is raised if inputs, outputs or derivatives of a layer contain NaN or infinity.
     """
 
     def __init__(
