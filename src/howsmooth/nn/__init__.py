@@ -44,34 +44,31 @@ if TYPE_CHECKING:
 
 # Modules are imported when one of their names is first used, so that `import howsmooth.nn` is fast.
 _MODULES = {
-    "attention.base": ("LipschitzAttention",),
-    "attention.variants": ("CosineAttention", "L2Attention", "LipschitzNormAttention", "SigmoidAttention"),
-    "attention.sinkhorn": ("SinkhornAttention",),
-    "attention.softmax": ("QueryKeyNormAttention", "SoftmaxAttention"),
-    "certificates.model_bound": ("ModelCertificate", "certify"),
-    "deployable_copy": ("deploy",),
-    "lipschitz_module": ("LipschitzModule",),
-    "certificates.evaluation": ("Evaluation", "evaluate"),
-    "parts.feed_forward": ("GroupSort", "MaxMin", "OrthogonalLinear", "SpectralLinear"),
-    "monitoring.callbacks": ("MonitorCallback", "lightning_callback"),
-    "monitoring.monitor": ("LipschitzMonitor",),
-    "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
-    "monitoring.record": ("MonitorRecord",),
-    "parts.blocks": ("AverageResidual", "Residual", "SelfAttentionBlock"),
-    "parts.embedding_and_pooling": (
-        *("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
-    ),
+    "attention.base": "LipschitzAttention",
+    "attention.variants": "CosineAttention L2Attention LipschitzNormAttention SigmoidAttention",
+    "attention.sinkhorn": "SinkhornAttention",
+    "attention.softmax": "QueryKeyNormAttention SoftmaxAttention",
+    "certificates.model_bound": "ModelCertificate certify",
+    "deployable_copy": "deploy",
+    "lipschitz_module": "LipschitzModule",
+    "certificates.evaluation": "Evaluation evaluate",
+    "parts.feed_forward": "GroupSort MaxMin OrthogonalLinear SpectralLinear",
+    "monitoring.callbacks": "MonitorCallback lightning_callback",
+    "monitoring.monitor": "LipschitzMonitor",
+    "parts.norms": "CenterNorm LipschitzLayerNorm LipschitzRMSNorm",
+    "monitoring.record": "MonitorRecord",
+    "parts.blocks": "AverageResidual Residual SelfAttentionBlock",
+    "parts.embedding_and_pooling": "AddPositions ClipTokens MeanPool Patches PrependToken TakeToken",
 }
 
-
-__all__ = sorted(["penalty", *(name for names in _MODULES.values() for name in names)])
+__all__ = sorted(["penalty", *" ".join(_MODULES.values()).split()])
 
 
 def __getattr__(name: str) -> Any:
     if name == "penalty":
         return import_module("howsmooth.nn.penalty")
     for module, names in _MODULES.items():
-        if name in names:
+        if name in names.split():
             return getattr(import_module(f"howsmooth.nn.{module}"), name)
     raise AttributeError(f"module 'howsmooth.nn' has no attribute '{name}'")
 

@@ -100,7 +100,7 @@ class QueryKeyNormAttention(_DotProductAttention):
     for query and key biases of any size. Values are not normalised, so the layer has a constant on a ball
     only.
 
-    ``temperature`` is the initial value of τ > 0, and log τ is a trainable weight; with the default
+    ``temperature`` is the initial value of τ > 0, and ``log_temperature`` a weight; with the default
     √head_dim, queries and keys of independent entries have scores of variance one. Queries and keys much
     longer than √ε, with ε = ``eps`` > 0, are normalised; shorter ones hardly change. A part of the constant
     grows like 1/√ε, so the tiny ε of usual norm layers gives a large constant. Other parameters are those of
@@ -120,11 +120,6 @@ class QueryKeyNormAttention(_DotProductAttention):
         given = math.sqrt(self.head_dim) if temperature is None else temperature
         start = self.in_proj_weight.new_tensor(math.log(check_number("temperature", given)))
         self.log_temperature = nn.Parameter(start)
-
-    @property
-    def temperature(self) -> float:
-        """The current temperature τ, by which the cosines in the scores are multiplied."""
-        return float(self.log_temperature.detach().double().exp())
 
     def _weights(self) -> dict[str, Tensor]:
         return {**super()._weights(), "log_temperature": self.log_temperature}

@@ -104,9 +104,8 @@ def _without_sharding_hooks(model: nn.Module) -> Iterator[_Entry]:
     for module in model.modules():
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = vars(module)[name]
-            others = {key: hook for key, hook in hooks.items() if not _is_of_sharding(hook)}
+            homes = {key: getattr(hook, "__module__", "") for key, hook in hooks.items()}
+            others = {
+                key: hooks[key] for key, home in homes.items() if not home.startswith("torch.distributed")
+            }
             yield vars(module), name, type(hooks)(others)
-
-
-def _is_of_sharding(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").startswith("torch.distributed")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -17,9 +16,6 @@ from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.nn.checks import check, check_size
 from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty, drawing_nothing, replica
-
-if TYPE_CHECKING:
-    from howsmooth.models.tracing.softmax_call import SoftmaxCall
 
 __all__ = ["JasminPenalty", "jasmin"]
 
@@ -103,7 +99,8 @@ class JasminPenalty(Penalty):
 
 def _probabilities(name: str, call: LayerCall) -> list[Tensor]:
     """Repeat a call of a layer, and return the probabilities (..., queries, keys) of its softmaxes."""
-    # The import takes seconds, since it brings transformers.
+    # The imports take seconds, since they bring transformers.
+    from howsmooth.models.tracing.softmax_call import SoftmaxCall, plain_attention
     from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
 
     call.check_unchanged()
@@ -114,23 +111,21 @@ def _probabilities(name: str, call: LayerCall) -> list[Tensor]:
             call.run(replica(call.layer, call.name), x)
     got = f"{name}, which has no softmax attention"
     check(bool(cores), "layers", "layers with softmax attention", got)
-    return [_of_core(name, core) for core in cores]
-
-
-def _of_core(name: str, core: SoftmaxCall) -> Tensor:
-    from howsmooth.models.tracing.softmax_call import plain_attention
-
-    if core.probabilities is not None:
-        return core.probabilities
-    if core.query is None or core.key is None or core.sinks is not None:
+    found: list[Tensor] = []
+    for core in cores:
+        if core.probabilities is not None:
+            found.append(core.probabilities)
+            continue
         reason = core.obstacle or "its attention sinks take a part of each row"
-        expected = "layers whose probabilities can be read"
-        raise ArgumentError("layers", expected=expected, got=f"{name}: {reason}")
-    # The probabilities are the output for values that are unit vectors.
-    *lead, n, _ = core.key.shape
-    units = torch.eye(n, dtype=core.key.dtype, device=core.key.device).expand(*lead, n, n)
-    # A query that sees no key has NaN probabilities, which become zeros and do not count.
-    return plain_attention(replace(core, value=units)).nan_to_num(nan=0.0)
+        read = core.query is not None and core.key is not None and core.sinks is None
+        check(read, "layers", "layers whose probabilities can be read", f"{name}: {reason}")
+        # The probabilities are the output for values that are unit vectors.
+        _, key, _ = core.operands
+        *lead, n, _ = key.shape
+        units = torch.eye(n, dtype=key.dtype, device=key.device).expand(*lead, n, n)
+        # A query that sees no key has NaN probabilities, which become zeros and do not count.
+        found.append(plain_attention(replace(core, value=units)).nan_to_num(nan=0.0))
+    return found
 
 
 def _check_k(k: int) -> None:
