@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from howsmooth.nn.checks import (
     Placement,
     check,
-    check_ball,
     check_length,
     check_number,
     check_placement,
@@ -170,7 +169,7 @@ class ClipTokens(_SequenceModule):
 
     def _reach(self, length: int, radius: float) -> float:
         # The radius may have been changed since the construction, which checks it.
-        return min(check_ball(check_number("radius", self.radius)), radius)
+        return min(check_number("radius", self.radius), radius)
 
 
 def _drawn(placed: Placement, *shape: int) -> nn.Parameter:

@@ -231,7 +231,7 @@ class Penalty:
 
 
 def _chosen_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the modules of these paths or patterns, or the innermost of those that are called attention."""
+    """Return the modules of these paths or patterns, by default the innermost whose class is an attention."""
     modules = dict(model.named_modules())
     if layers is None:
         named = {

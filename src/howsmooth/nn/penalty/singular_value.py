@@ -216,7 +216,7 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
 
 
 def relative_residual(jv: Tensor, u: Tensor) -> Tensor:
-    """Return the relative residuals |J v − σ u| / σ of singular triplets; ``jv`` is a multiple of J v > 0."""
+    """Return the relative residuals |J v − σ u| / σ; ``jv`` is a positive multiple of J v."""
     along = (jv * u).flatten(1).sum(1)
     off = lengths(jv - along.view(-1, *(1,) * (jv.ndim - 1)) * u).flatten()
     # The singular pair of a zero Jacobian is exact, so its residual is 0.
