@@ -6,7 +6,8 @@ else, by a run on a ``symbolic_tensor`` of ``symbolic_terms``. The margin of its
 ``margin_expansion``: to second order with ``second_order_remainders``, to third order with
 ``third_order_remainders``. The remainders of earlier layers reach later ones along the network's own
 ``error_propagation``, which also bounds how much rounding errors reduce the margin: tensors of
-``howsmooth.rounding`` carry bounds on their own. ``attack`` searches the nearest change of the answer. Proofs: documentation page "A proved radius for a whole network".
+``howsmooth.rounding`` carry bounds on their own. ``attack`` searches the nearest change of the answer.
+Proofs: documentation page "A proved radius for a whole network".
 """
 
 from howsmooth.bounds.radius.robust_radius import RobustRadius, robust_radius
