@@ -11,7 +11,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.lipschitz.singular_value_solver import member_seeds
 from howsmooth.measures import Gaussian
-from howsmooth.nn.penalty.singular_vector_storage import Directions
+from howsmooth.nn.penalty.singular_value import Directions
 from howsmooth.seeds import torch_seed
 from tests._cases import D, random_attention, tokens
 

@@ -56,7 +56,7 @@ def _one_lipschitz() -> nn.Module:
     ]
     return nn.Sequential(
         hs.nn.OrthogonalLinear(D, D),
-        hs.nn.AddPositions(N, D, std=0.1),
+        hs.nn.AddPositions(N, D),
         *blocks,
         hs.nn.LipschitzLayerNorm(D, floor=2.0),
         hs.nn.MeanPool(),

@@ -431,8 +431,8 @@ def test_constant_covers_the_masks_of_a_call(kind: str, mask: str) -> None:
     # At scores this large the sum of the largest weights is far from what one point has.
     assert 1 / (30 if kind == "sigmoid" else 12) < steep <= 1
     if kind == "l2":  # far above the bound for tokens that see themselves
-        without = layer(kind, radius=radius).lipschitz_bound(N, radius).value
-        assert steep * f._undivided_bound(N, radius, f._weights()).value > 1.5 * without
+        bounds = [layer(kind, **of, radius=radius).lipschitz_bound(N, radius) for of in ({"mask": mask}, {})]
+        assert steep * bounds[0].value > 1.5 * bounds[1].value
     if mask == "additive":
         added = 3 * tokens(9, N, N)
         assert steepest(f, N, radius, D, starts=2, steps=6, attn_mask=added) <= 1
@@ -442,7 +442,8 @@ def test_finite_numbers_do_not_change_the_constant_of_sinkhorn() -> None:
     f = layer("sinkhorn", mask="additive", radius=1.0, constant=1.0)
     assert steepest(f, N, 1.0, D, starts=2, steps=8, attn_mask=2 * tokens(3, N, N)) <= 1
     assert f._log_divisor_of is not None
-    assert f._undivided_bound(N, 1.0, f._weights()).value == layer("sinkhorn").lipschitz_bound(N, 1.0).value
+    undivided = layer("sinkhorn", mask="additive", radius=1.0)
+    assert undivided.lipschitz_bound(N, 1.0).value == layer("sinkhorn").lipschitz_bound(N, 1.0).value
 
 
 # ---- the layers' bounds and those of hs.bounds

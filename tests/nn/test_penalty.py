@@ -33,7 +33,7 @@ from howsmooth.nn.penalty import (
     jasmin,
 )
 from howsmooth.nn.penalty.jasmin import _jacobian_bound
-from howsmooth.nn.penalty.singular_vector_storage import Directions
+from howsmooth.nn.penalty.singular_value import Directions
 from tests._monitored_training import gpt2
 from tests._selection import others_slow
 from tests._tiny_models import tiny, token_ids

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from howsmooth.nn.certificates.model_bound import certify as certify
     from howsmooth.nn.deployable_copy import deploy as deploy
     from howsmooth.nn.lipschitz_module import LipschitzModule as LipschitzModule
-    from howsmooth.nn.monitoring.lightning import lightning_callback as lightning_callback
+    from howsmooth.nn.monitoring.callbacks import MonitorCallback as MonitorCallback
+    from howsmooth.nn.monitoring.callbacks import lightning_callback as lightning_callback
     from howsmooth.nn.monitoring.monitor import LipschitzMonitor as LipschitzMonitor
     from howsmooth.nn.monitoring.record import MonitorRecord as MonitorRecord
-    from howsmooth.nn.monitoring.trainer_callback import MonitorCallback as MonitorCallback
     from howsmooth.nn.parts.blocks import AverageResidual as AverageResidual
     from howsmooth.nn.parts.blocks import Residual as Residual
     from howsmooth.nn.parts.blocks import SelfAttentionBlock as SelfAttentionBlock
@@ -44,35 +44,31 @@ if TYPE_CHECKING:
 
 # Modules are imported when one of their names is first used, so that `import howsmooth.nn` is fast.
 _MODULES = {
-    "attention.base": ("LipschitzAttention",),
-    "attention.variants": ("CosineAttention", "L2Attention", "LipschitzNormAttention", "SigmoidAttention"),
-    "attention.sinkhorn": ("SinkhornAttention",),
-    "attention.softmax": ("QueryKeyNormAttention", "SoftmaxAttention"),
-    "certificates.model_bound": ("ModelCertificate", "certify"),
-    "deployable_copy": ("deploy",),
-    "lipschitz_module": ("LipschitzModule",),
-    "certificates.evaluation": ("Evaluation", "evaluate"),
-    "parts.feed_forward": ("GroupSort", "MaxMin", "OrthogonalLinear", "SpectralLinear"),
-    "monitoring.lightning": ("lightning_callback",),
-    "monitoring.monitor": ("LipschitzMonitor",),
-    "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
-    "monitoring.record": ("MonitorRecord",),
-    "parts.blocks": ("AverageResidual", "Residual", "SelfAttentionBlock"),
-    "parts.embedding_and_pooling": (
-        *("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
-    ),
-    "monitoring.trainer_callback": ("MonitorCallback",),
+    "attention.base": "LipschitzAttention",
+    "attention.variants": "CosineAttention L2Attention LipschitzNormAttention SigmoidAttention",
+    "attention.sinkhorn": "SinkhornAttention",
+    "attention.softmax": "QueryKeyNormAttention SoftmaxAttention",
+    "certificates.model_bound": "ModelCertificate certify",
+    "deployable_copy": "deploy",
+    "lipschitz_module": "LipschitzModule",
+    "certificates.evaluation": "Evaluation evaluate",
+    "parts.feed_forward": "GroupSort MaxMin OrthogonalLinear SpectralLinear",
+    "monitoring.callbacks": "MonitorCallback lightning_callback",
+    "monitoring.monitor": "LipschitzMonitor",
+    "parts.norms": "CenterNorm LipschitzLayerNorm LipschitzRMSNorm",
+    "monitoring.record": "MonitorRecord",
+    "parts.blocks": "AverageResidual Residual SelfAttentionBlock",
+    "parts.embedding_and_pooling": "AddPositions ClipTokens MeanPool Patches PrependToken TakeToken",
 }
 
-
-__all__ = sorted(["penalty", *(name for names in _MODULES.values() for name in names)])
+__all__ = sorted(["penalty", *" ".join(_MODULES.values()).split()])
 
 
 def __getattr__(name: str) -> Any:
     if name == "penalty":
         return import_module("howsmooth.nn.penalty")
     for module, names in _MODULES.items():
-        if name in names:
+        if name in names.split():
             return getattr(import_module(f"howsmooth.nn.{module}"), name)
     raise AttributeError(f"module 'howsmooth.nn' has no attribute '{name}'")
 

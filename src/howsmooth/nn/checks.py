@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.bound import check_length as check_whole_length
-from howsmooth.errors import ArgumentError, HowsmoothError, reason
+from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError, reason
+from howsmooth.rounding import spectral_norm_above
 
 __all__ = [
     "Placement",
@@ -22,6 +23,8 @@ __all__ = [
     "check_size",
     "check_tokens",
     "look",
+    "norm_above",
+    "refuse_where",
     "require",
 ]
 
@@ -30,6 +33,13 @@ __all__ = [
 _SMALLEST = 1e-100
 # Larger integers are not exact in float64.
 _LONGEST = 2**53
+
+
+def norm_above(argument: str, matrix: Tensor) -> float:
+    """Return a proved upper bound on the spectral norm of a matrix (m, k), whose numbers must be finite."""
+    if not bool(torch.isfinite(matrix).all()):
+        raise NonFiniteError(argument, expected="finite numbers", got="NaN or infinity")
+    return spectral_norm_above(matrix)
 
 
 def check(ok: bool, argument: str, expected: str, got: object, remedy: str = "") -> None:
@@ -97,8 +107,7 @@ def check_tokens(
 ) -> Tensor:
     """Return ``x`` after checking that it is a tensor of floating-point tokens.
 
-    If they are given, ``dim`` is the size of the last axis, ``ndim`` is the number of axes, and ``like`` is a
-    tensor on the same device.
+    ``dim`` is the size of the last axis, ``ndim`` the number of axes, ``like`` a tensor on the same device.
     """
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         got = type(x).__name__ if not isinstance(x, Tensor) else str(x.layout)
@@ -134,6 +143,16 @@ def require(
             raise error(seen)
 
     look(t, check)
+
+
+def refuse_where(wrong: Tensor, name: str, expected: str, got: str, remedy: str = "") -> None:
+    """Raise an error about the argument ``name`` if any entry of ``wrong`` is True, also inside vmap."""
+    require(
+        wrong,
+        torch.logical_not,
+        lambda _: ArgumentError(name, expected=expected, got=got, remedy=remedy),
+        f"{name}: expected {expected}",
+    )
 
 
 def look(t: Tensor, at: Callable[[Tensor], object]) -> None:

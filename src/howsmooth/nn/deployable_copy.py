@@ -32,8 +32,10 @@ def deploy(model: nn.Module) -> nn.Module:
 
     The divisor of each attention layer is folded into its output projection. Constrained linear maps and
     norms of hs.nn become those of PyTorch, whose parametrizations are removed. What ``beyond="clip"`` clips
-    is clipped by :class:`~howsmooth.nn.ClipTokens`. All else is copied. :func:`~howsmooth.nn.certify`
-    certifies the copy, with the constant of the model up to rounding.
+    is clipped by :class:`~howsmooth.nn.ClipTokens`. All else is copied, and the model is not changed.
+    :func:`~howsmooth.nn.certify` certifies the copy, with the constant of the model up to rounding; if its
+    weights change, its constant changes, too. torch.compile, torch.export and torch.onnx.export record the
+    copy, in evaluation mode, without assertions.
 
     **Nothing in the copy checks the radius.** A layer with ``beyond="refuse"`` refused tokens beyond its
     radius, for which the certificate says nothing; the copy computes an output for them. Put
@@ -42,16 +44,10 @@ def deploy(model: nn.Module) -> nn.Module:
     give inputs that are not trusted to :func:`~howsmooth.nn.evaluate`, which refuses tokens beyond the
     radius. Masks that are arguments of a call are checked as before.
 
-    The ``model``, with weights in float32 or float64, is not changed. torch.compile, torch.export and
-    torch.onnx.export record the copy, in evaluation mode, without assertions. If its weights change, its
-    constant changes, too.
-
-    Raises
-    ------
-    ArgumentError
-        If ``model`` is no module, its weights are in half precision, in which folding would change them, or
-        not finite, an attention layer that clips is not in a :class:`~howsmooth.nn.SelfAttentionBlock`, it
-        shares weights with another module, or a layer has hooks or a forward of its own.
+    ArgumentError is raised if ``model`` is no module, its weights are in half precision, in which folding
+    would change them, or not finite, an attention layer that clips is not in a
+    :class:`~howsmooth.nn.SelfAttentionBlock`, it shares weights with another module, or a layer has hooks or
+    a forward of its own.
     """
     check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     for name, weight in model.named_parameters():
@@ -138,18 +134,11 @@ def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
 
 def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
     """Return the norm layer of PyTorch with ε = r²/d and gain γ r/√d, where r is the ``floor``."""
-    d, r = norm.dim, norm.floor
-    like = norm.gain if norm.gain is not None else torch.ones(())
-    gain = torch.ones_like(like).expand(d) if norm.gain is None else norm._gain(norm.gain)
-    keywords = {"eps": r**2 / d, "device": like.device, "dtype": like.dtype}
-    plain: nn.LayerNorm | nn.RMSNorm
-    if isinstance(norm, LipschitzRMSNorm):
-        plain = nn.RMSNorm(d, **keywords)  # type: ignore[arg-type]
-    else:
-        plain = nn.LayerNorm(d, bias=norm.shift is not None, **keywords)  # type: ignore[arg-type]
-        if norm.shift is not None:
-            plain.bias.copy_(norm.shift)
-    plain.weight.copy_(gain * (r / math.sqrt(d)))
+    d, r, gain = norm.dim, norm.floor, norm._gain()
+    kind = nn.RMSNorm if norm.shift is None else nn.LayerNorm
+    plain = kind(d, eps=r**2 / d, device=gain.device, dtype=gain.dtype)
+    weights = {"weight": gain * (r / math.sqrt(d))}
+    plain.load_state_dict(weights if norm.shift is None else weights | {"bias": norm.shift})
     return plain.eval()
 
 

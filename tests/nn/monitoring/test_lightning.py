@@ -15,7 +15,7 @@ from torch import nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.nn import LipschitzMonitor, lightning_callback
-from howsmooth.nn.monitoring import lightning
+from howsmooth.nn.monitoring import callbacks
 from howsmooth.nn.penalty import SpectralPenalty
 from tests._monitored_training import PROBES, gpt2
 
@@ -79,7 +79,7 @@ def test_without_lightning_the_package_is_named(monkeypatch: pytest.MonkeyPatch)
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(name, name=name.split(".")[0])
 
-    monkeypatch.setattr(lightning, "import_module", missing)
+    monkeypatch.setattr(callbacks, "import_module", missing)
     with pytest.raises(ArgumentError, match="pip install lightning"):
         lightning_callback(LipschitzMonitor(gpt2(), PROBES))
 

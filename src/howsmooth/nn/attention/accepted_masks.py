@@ -16,7 +16,7 @@ from torch import Tensor
 from howsmooth.bounds.differentiable_upper_bounds import any_boolean_mask
 from howsmooth.bounds.visible_key_counts import VisibleRows, visible_rows
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import require
+from howsmooth.nn.checks import refuse_where
 
 __all__ = ["Masking"]
 
@@ -45,11 +45,8 @@ class Masking:
             return cls(mask)
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (length, length):
             got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
-            raise ArgumentError(
-                "mask",
-                expected=f"one of {_KINDS}, or a boolean matrix ({length}, {length}), True where hidden",
-                got=got,
-            )
+            expected = f"one of {_KINDS}, or a boolean matrix ({length}, {length}), True where hidden"
+            raise ArgumentError("mask", expected=expected, got=got)
         _check_rows(mask, "mask")
         hidden = mask.cpu().clone()
         return cls("fixed", hidden, visible_rows(length, ~hidden))
@@ -76,7 +73,6 @@ class Masking:
         attn_mask: Tensor | None,
         key_padding_mask: Tensor | None,
         is_causal: bool,
-        *,
         heads: int,
         x: Tensor,
     ) -> Tensor | None:
@@ -115,23 +111,20 @@ class Masking:
     def _check_covered(self, name: str, mask: Tensor, own: Tensor | None) -> None:
         """Raise ArgumentError if the constant of the layer is not proved for a mask of numbers in a call."""
         if self.kind == "any":
-            _refuse_where(
+            numbers, expected = (
                 (mask != 0) & ~torch.isneginf(mask),
-                name,
-                expected="a boolean mask, or a mask of zeros and -inf",
-                got="other numbers",
-                remedy="Build the layer with mask='additive', whose constant covers such masks.",
+                "a boolean mask, or a mask of zeros and -inf",
             )
+            remedy = "Build the layer with mask='additive', whose constant covers such masks."
+            refuse_where(numbers, name, expected, "other numbers", remedy)
         elif self.kind in _ONE_MASK:
             same = mask == (0.0 if own is None or name != "attn_mask" else own)
-            _refuse_where(
-                ~same,
-                name,
-                expected=f"{_ONE_MASK[self.kind]}, for which the constant was proved",
-                got="another one",
-                remedy="Build the layer with mask='any', whose constant covers all boolean masks, or with "
-                "mask='additive', whose constant covers all masks.",
+            expected = f"{_ONE_MASK[self.kind]}, for which the constant was proved"
+            remedy = (
+                "Build the layer with mask='any', whose constant covers all boolean masks, or with "
+                "mask='additive', whose constant covers all masks."
             )
+            refuse_where(~same, name, expected, "another one", remedy)
 
 
 def _causal(n: int) -> Tensor:
@@ -155,26 +148,11 @@ def _read(name: str, mask: Tensor, shapes: dict[tuple[int, ...], tuple[int, ...]
     shaped = mask.to(x.device).reshape(shapes[tuple(mask.shape)])
     if mask.dtype == torch.bool:
         return _as_numbers(shaped, x.dtype)
-    wrong = (mask != mask) | (mask == math.inf)
-    _refuse_where(wrong, name, expected="finite numbers or -inf", got="NaN or infinity")
+    refuse_where((mask != mask) | (mask == math.inf), name, "finite numbers or -inf", "NaN or infinity")
     return shaped
 
 
 def _check_rows(hidden: Tensor, name: str) -> None:
-    _refuse_where(
-        hidden.all(dim=-1),
-        name,
-        expected="at least one visible key for every query",
-        got="a query that sees no key",
-        remedy="The attention weights of such a query are not defined; leave such tokens out.",
-    )
-
-
-def _refuse_where(wrong: Tensor, name: str, *, expected: str, got: str, remedy: str = "") -> None:
-    """Raise an error about the argument ``name`` if any entry of ``wrong`` is True, also inside vmap."""
-    require(
-        wrong,
-        torch.logical_not,
-        lambda _: ArgumentError(name, expected=expected, got=got, remedy=remedy),
-        f"{name}: expected {expected}",
-    )
+    remedy = "The attention weights of such a query are not defined; leave such tokens out."
+    expected = "at least one visible key for every query"
+    refuse_where(hidden.all(dim=-1), name, expected, "a query that sees no key", remedy)

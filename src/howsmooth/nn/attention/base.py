@@ -34,12 +34,14 @@ from howsmooth.nn.checks import (
     require,
 )
 from howsmooth.nn.lipschitz_module import LipschitzModule
-from howsmooth.nn.upward_rounding import rounded_up
+from howsmooth.rounding import above
 
 __all__ = ["LipschitzAttention"]
 
 # The norm of a token may exceed the radius by this many units of rounding in its dtype.
 _ULPS = 4.0
+# More roundings than the radius of what a layer returns is computed with, norms of vectors among them.
+_ROUNDINGS = 1 << 12
 # Divisors near e^709 overflow float64.
 _LARGEST_LOG = 700.0
 
@@ -118,6 +120,7 @@ class LipschitzAttention(LipschitzModule):
         **placed: Unpack[Placement],
     ) -> None:
         super().__init__()
+        check_placement(**placed)
         self.embed_dim = check_size("embed_dim", embed_dim)
         self.num_heads = check_size("num_heads", num_heads)
         divides = self.embed_dim % self.num_heads == 0
@@ -126,13 +129,10 @@ class LipschitzAttention(LipschitzModule):
         self.length = check_length(length)
         self.radius = None if radius is None else check_radius(radius)
         self.constant = None if constant is None else check_number("constant", constant)
-        check(
-            self.constant is None or self.radius is not None or not self._needs_radius,
-            "radius",
-            "a number, because the layer is divided by its bound on a ball",
-            "None",
-            "hs.bounds.norm_radius gives it after a norm layer; beyond='clip' enforces it.",
-        )
+        bounded = self.constant is None or self.radius is not None or not self._needs_radius
+        expected = "a number, because the layer is divided by its bound on a ball"
+        remedy = "hs.bounds.norm_radius gives it after a norm layer; beyond='clip' enforces it."
+        check(bounded, "radius", expected, "None", remedy)
         check(beyond in ("refuse", "clip"), "beyond", "'refuse' or 'clip'", repr(beyond))
         self.beyond = str(beyond)
         self.shorter = bool(shorter)
@@ -142,7 +142,6 @@ class LipschitzAttention(LipschitzModule):
         fits = not self.shorter or kind != "fixed"
         check(fits, "shorter", "False for a mask of fixed length", "True")
         self.bias = bool(bias)
-        check_placement(**placed)
         self._make_weights(placed)
         self._log_divisor_of = CachedNumber()
         self.register_load_state_dict_post_hook(_remember_divisor)  # type: ignore[no-untyped-call]
@@ -218,10 +217,6 @@ class LipschitzAttention(LipschitzModule):
     def _named_bound(self, log_formula: float, radius: float) -> Bound:
         return Bound.upper(self._bound_name, self._quantity(radius), self._source, log_formula=log_formula)
 
-    def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        log = log_value(lambda given: self._log_bound(length, radius, given), weights)
-        return self._named_bound(log, radius)
-
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
         """Return an upper bound on the norms of the output tokens before the output is divided.
 
@@ -244,7 +239,8 @@ class LipschitzAttention(LipschitzModule):
         """
         n, R = self._claimed(length, radius)
         weights = self._finite_weights()
-        bound = self._undivided_bound(n, R, weights)
+        log = log_value(lambda given: self._log_bound(n, R, given), weights)
+        bound = self._named_bound(log, R)
         if self.constant is None:
             return bound
         source = f"{bound.source}, divided by its value at length {self.length}, over {self.constant:g}"
@@ -252,16 +248,14 @@ class LipschitzAttention(LipschitzModule):
         return Bound.upper(bound.name, bound.quantity, source, log_formula=log, hypotheses=bound.hypotheses)
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of the output tokens, with the arguments and errors of
-        :meth:`lipschitz_bound`.
-        """
+        """Return an upper bound on the norms of the output tokens, as for :meth:`lipschitz_bound`."""
         n, R = self._claimed(length, radius)
         weights = self._finite_weights()
         with torch.no_grad():
             largest = self._undivided_output_radius(n, R, in_double(weights))
         if self.constant is not None:
             largest *= math.exp(-self._log_divisor(weights))
-        return rounded_up(largest)
+        return above(largest, _ROUNDINGS)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
         """Check a number of tokens and a radius; the radius is at most that of a layer that clips."""
@@ -270,13 +264,12 @@ class LipschitzAttention(LipschitzModule):
         everywhere = radius == math.inf and (self.radius is not None or not self._needs_radius)
         R = math.inf if everywhere else check_radius(radius)
         self._check_count(n, "length")
-        if self.radius is not None and rounded_up(self.radius) < R:
-            if self.beyond == "refuse":
-                # Rounding in the layers before may lengthen tokens by less than six digits show.
-                got = repr(R) if f"{R:g}" == f"{self.radius:g}" else f"{R:g}"
-                expected = f"at most {self.radius:g}, the radius of the layer"
-                remedy = "Build the layer with a larger radius, or with beyond='clip'."
-                raise ArgumentError("radius", expected=expected, got=got, remedy=remedy)
+        if self.radius is not None and above(self.radius, _ROUNDINGS) < R:
+            # Rounding in the layers before may lengthen tokens by less than six digits show.
+            got = repr(R) if f"{R:g}" == f"{self.radius:g}" else f"{R:g}"
+            remedy = "Build the layer with a larger radius, or with beyond='clip'."
+            clips = self.beyond == "clip"
+            check(clips, "radius", f"at most {self.radius:g}, the radius of the layer", got, remedy)
             R = self.radius
         return n, R
 
@@ -358,13 +351,9 @@ class LipschitzAttention(LipschitzModule):
         if there is no ``attn_mask``. The attention weights that are returned, (batch, n, n) or for each head
         (batch, heads, n, n), are not divided, so their rows sum to 1.
 
-        Raises
-        ------
-        ArgumentError
-            If shape, dtype, device or length is wrong, a token is longer than the radius, key or value is
-            another tensor, or the constant does not cover the mask.
-        NonFiniteError
-            If a token or a weight is NaN or infinite, for layers with a radius or a constant.
+        ArgumentError names what has a wrong shape, dtype, device or length, a token that is longer than the
+        radius, and a mask that the constant does not cover; NonFiniteError, in layers with a radius or a
+        constant, a token or a weight that is NaN or infinite.
         """
         x, weights = self._checked(query, key, value)
         if torch.compiler.is_compiling() and self.constant is not None:
@@ -448,11 +437,10 @@ class LipschitzAttention(LipschitzModule):
         weights = self._weights()
         weight = next(iter(weights.values()))
         check_tokens("query", query, like=weight)
+        remedy = "The constant is for self-attention; there is none for cross-attention."
         for name, other in (("key", key), ("value", value)):
-            if other is not None and other is not query:
-                expected = "None, or the tensor given as query"
-                remedy = "The constant is for self-attention; there is none for cross-attention."
-                raise ArgumentError(name, expected=expected, got="another tensor", remedy=remedy)
+            same = other is None or other is query
+            check(same, name, "None, or the tensor given as query", "another tensor", remedy)
         d = self.embed_dim
         if query.ndim not in (2, 3) or query.shape[-1] != d or 0 in query.shape[:-1]:
             got = f"shape {tuple(query.shape)}"
@@ -460,10 +448,11 @@ class LipschitzAttention(LipschitzModule):
         self._check_count(query.shape[-2], "query")
         # Mixing float32 and float64 is an error; half precision on either side is converted.
         dtypes = {query.dtype, weight.dtype}
-        if dtypes == {torch.float32, torch.float64}:
-            expected = f"{weight.dtype} like the weights, or half precision"
-            remedy = "Convert one of the two, with .to(dtype)."
-            raise ArgumentError("query", expected=expected, got=str(query.dtype), remedy=remedy)
+        expected, remedy = (
+            f"{weight.dtype} like the weights, or half precision",
+            "Convert one, with .to(dtype).",
+        )
+        check(dtypes != {torch.float32, torch.float64}, "query", expected, query.dtype, remedy)
         x = query.to(torch.float64 if torch.float64 in dtypes else torch.float32)
         return (x if x.ndim == 3 else x[None]), weights
 

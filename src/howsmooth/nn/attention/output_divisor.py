@@ -94,8 +94,7 @@ def divided(
 ) -> Tensor:
     """Return e^(−log_divisor), differentiable in the weights, with the dtype and device of ``like``.
 
-    ``expression`` is the logarithm of the divisor, up to rounding and an additive constant. Only the backward
-    pass calls it.
+    Only the backward pass calls ``expression``, log_divisor up to rounding and an additive constant.
     """
     value = torch.tensor(-log_divisor, dtype=torch.float64).exp().to(like)
     names = [name for name, weight in weights.items() if weight.requires_grad]

@@ -22,7 +22,7 @@ from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.head_weights import Weights, scaled_weights
-from howsmooth.nn.checks import check_number, check_size, require
+from howsmooth.nn.checks import check_number, check_size, refuse_where
 
 __all__ = ["SinkhornAttention", "doubly_stochastic"]
 
@@ -40,9 +40,10 @@ class SinkhornAttention(LipschitzAttention):
     """Sinkhorn self-attention, whose attention weights sum to one in every row and every column.
 
     The scores are those of softmax attention. The weights are the limit of Sinkhorn's iterations, computed in
-    float64 up to a tolerance, and derivatives solve n × n systems. The constant on a ball does not depend on
-    n (:func:`howsmooth.bounds.sinkhorn` for one head). It holds for the limit only, so a call raises
-    ArgumentError if the iteration does not converge.
+    float64 up to a tolerance, and derivatives solve n × n systems (Sander, Ablin, Blondel, Peyré,
+    *Sinkformers: Transformers with Doubly Stochastic Attention*, AISTATS 2022). The constant on a ball does
+    not depend on n (:func:`howsmooth.bounds.sinkhorn` for one head). It holds for the limit only, so a call
+    raises ArgumentError if the iteration does not converge.
 
     Masks must be symmetric, and each token must see itself. "any" also permits padding, and "additive" any
     finite numbers. Tokens that are hidden from all others, such as padding, see only one another, so the rows
@@ -51,8 +52,7 @@ class SinkhornAttention(LipschitzAttention):
 
     ``tolerance`` is the largest allowed |Σ_i P_ij − 1| over the columns j, and ``max_iterations`` the number
     of iterations after which the layer raises an error; other parameters are those of
-    :class:`LipschitzAttention`. See Sander, Ablin, Blondel, Peyré, *Sinkformers: Transformers with Doubly
-    Stochastic Attention*, AISTATS 2022.
+    :class:`LipschitzAttention`.
     """
 
     masks = ("none", "fixed", "any", "additive")
@@ -68,9 +68,9 @@ class SinkhornAttention(LipschitzAttention):
         *,
         tolerance: float = 1e-9,
         max_iterations: int = 1000,
-        **keywords: Any,
+        **rest: Any,
     ) -> None:
-        super().__init__(embed_dim, num_heads, **keywords)
+        super().__init__(embed_dim, num_heads, **rest)
         expected = "a number from 1e-13 up to 1"
         self.tolerance = check_number("tolerance", tolerance, expected, lambda t: 1e-13 <= t < 1)
         self.max_iterations = check_size("max_iterations", max_iterations)
@@ -98,9 +98,7 @@ class SinkhornAttention(LipschitzAttention):
 
 
 def _closed(added: Tensor) -> Tensor:
-    """Change a mask (..., n, n) or (..., 1, n) so that padding tokens, which no query sees, see one another
-    alone and are seen by no other token.
-    """
+    """Change a mask (..., n, n) or (..., 1, n) so that tokens that no query sees see one another alone."""
     n = added.shape[-1]
     added = added.expand(*added.shape[:-2], n, n)
     seen = added > -math.inf
@@ -118,12 +116,7 @@ def _check_pattern(seen: Tensor, name: str) -> None:
     expected = "a symmetric mask in which each token sees itself, apart from padding"
     remedy = "Other masks may have no doubly stochastic matrix; a triangular mask has only the identity."
     symmetric = (seen == seen.mT) & seen.diagonal(dim1=-2, dim2=-1)[..., None]
-    require(
-        symmetric,
-        lambda good: good,
-        lambda _: ArgumentError(name, expected=expected, got="another mask", remedy=remedy),
-        f"{name}: expected {expected}",
-    )
+    refuse_where(~symmetric, name, expected, "another mask", remedy)
 
 
 def doubly_stochastic(scores: Tensor, *, tolerance: float = 1e-10, max_iterations: int = 1000) -> Tensor:
@@ -218,15 +211,20 @@ def _scaled(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:
             return log_p.exp()
         trials = [g - columns]  # the Sinkhorn step
         if step >= _PATIENCE:
-            trials += _newton(g, log_p.exp())
+            # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1. A full Newton step may
+            # overshoot.
+            p = log_p.exp()
+            newton = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
+            largest = newton.abs().amax(dim=-1, keepdim=True)
+            trials += [g - newton, *(g - newton * (length / largest).clamp(max=1) for length in _LENGTHS)]
         g = torch.where(late, _best(scores, trials, near=off < _NEAR), g)
-    raise ArgumentError(
-        "max_iterations",
-        expected=f"enough for columns that sum to one within {tolerance:g}",
-        got=f"{max_iterations}, after which a column is off by {float(off.max()):.2g}",
-        remedy="The bound holds for the limit only. Give more iterations, a larger tolerance, or smaller "
-        "weights: the number grows with the scores.",
+    expected = f"enough for columns that sum to one within {tolerance:g}"
+    got = f"{max_iterations}, after which a column is off by {float(off.max()):.2g}"
+    remedy = (
+        "The bound holds for the limit only. Give more iterations, a larger tolerance, or smaller weights: "
+        "the number grows with the scores."
     )
+    raise ArgumentError("max_iterations", expected=expected, got=got, remedy=remedy)
 
 
 @_scaled.register_fake
@@ -235,14 +233,6 @@ def _shape(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:
 
 
 _scaled.register_autograd(_Scaling.backward, setup_context=_Scaling.setup_context)
-
-
-def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
-    """Return what a Newton step from g and shorter ones reach, because a full one may overshoot."""
-    # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1.
-    step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
-    largest = step.abs().amax(dim=-1, keepdim=True)
-    return [g - step, *(g - step * (length / largest).clamp(max=1) for length in _LENGTHS)]
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:

@@ -45,14 +45,11 @@ class SoftmaxAttention(_DotProductAttention):
 
     The layer is torch.nn.MultiheadAttention, divided by its Lipschitz bound / ``constant``; without
     ``constant`` it is the same function. With ``constant=1`` it is the 1-Lipschitz attention that Castin,
-    Ablin and Peyré suggest for Vision Transformers, whose length is fixed and whose radius is set by a norm
-    layer. The bound is Theorem A for several heads, for the masks that the layer accepts. It is never above
-    the bounds of :func:`~howsmooth.bounds.best`. Parameters and errors are those of
+    Ablin and Peyré suggest for Vision Transformers (*How Smooth Is Attention?*, ICML 2024, Section 6), whose
+    length is fixed and whose radius is set by a norm layer. The bound is Theorem A for several heads, for the
+    masks that the layer accepts (documentation page "Enforce: layers with a constant that is proved"). It is
+    never above the bounds of :func:`~howsmooth.bounds.best`. Parameters and errors are those of
     :class:`LipschitzAttention`.
-
-    See Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Section 6, and the documentation page
-    "Enforce: layers with a constant that is proved", sections "Several heads: Theorem A for the whole layer"
-    and "Masks".
     """
 
     _bound_name = "softmax_layer"
@@ -71,20 +68,12 @@ class SoftmaxAttention(_DotProductAttention):
             got = type(attention).__name__
             raise ArgumentError("attention", expected="a torch.nn.MultiheadAttention", got=got)
         same = attention._qkv_same_embed_dim and attention.bias_k is None and not attention.add_zero_attn
-        check(
-            same,
-            "attention",
-            "kdim and vdim equal to embed_dim, no add_bias_kv, no add_zero_attn",
-            "other settings",
-            "Such an attention has keys that are not tokens, or keys of another dimension.",
-        )
-        check(
-            attention.batch_first,
-            "attention",
-            "batch_first=True, because the new layer takes tokens (batch, n, d)",
-            "batch_first=False, which takes (n, batch, d)",
-            "Set attention.batch_first = True, which keeps the weights, and transpose the tokens.",
-        )
+        expected = "kdim and vdim equal to embed_dim, no add_bias_kv, no add_zero_attn"
+        remedy = "Such an attention has keys that are not tokens, or keys of another dimension."
+        check(same, "attention", expected, "other settings", remedy)
+        expected = "batch_first=True, because the new layer takes tokens (batch, n, d)"
+        remedy = "Set attention.batch_first = True, which keeps the weights, and transpose the tokens."
+        check(attention.batch_first, "attention", expected, "batch_first=False, (n, batch, d)", remedy)
         weight = attention.out_proj.weight
         placed = {"device": weight.device, "dtype": weight.dtype, **settings}
         bias = attention.in_proj_bias is not None
@@ -102,23 +91,20 @@ class SoftmaxAttention(_DotProductAttention):
 
 
 class QueryKeyNormAttention(_DotProductAttention):
-    """Softmax self-attention with normalised queries and keys, whose scores do not grow with the norms of the
-    tokens.
+    """Softmax self-attention with normalised queries and keys, whose scores do not grow with the tokens.
 
     The scores are τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε) and a temperature τ, so they are at most τ. This is the
-    attention of models with QK-norm, with one temperature for all heads. Its constant grows linearly with the
-    radius, while the constant of softmax attention grows with the square of the radius. It stays bounded for
-    query and key biases of any size. Values are not normalised, so the layer has a constant on a ball only.
+    attention of models with QK-norm (Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for
+    Transformers*, EMNLP Findings 2020), with one temperature for all heads. Its constant grows linearly with
+    the radius, while the constant of softmax attention grows with the square of the radius. It stays bounded
+    for query and key biases of any size. Values are not normalised, so the layer has a constant on a ball
+    only.
 
-    ``temperature`` is the initial value of τ > 0; with the default √head_dim, queries and keys of independent
-    entries have scores of variance one. With ``learn_temperature`` log τ is a trainable weight, else fixed.
-    Queries and keys much longer than √ε, with ε = ``eps`` > 0, are normalised; shorter ones hardly change. A
-    part of the constant grows like 1/√ε, so the tiny ε of usual norm layers gives a large constant. Other
-    parameters are those of :class:`LipschitzAttention`.
-
-    See Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for Transformers*, EMNLP Findings 2020, and
-    for the constant the documentation page "Enforce: layers with a constant that is proved", section
-    "Normalised queries and keys".
+    ``temperature`` is the initial value of τ > 0, and ``log_temperature`` a weight; with the default
+    √head_dim, queries and keys of independent entries have scores of variance one. Queries and keys much
+    longer than √ε, with ε = ``eps`` > 0, are normalised; shorter ones hardly change. A part of the constant
+    grows like 1/√ε, so the tiny ε of usual norm layers gives a large constant. Other parameters are those of
+    :class:`LipschitzAttention`.
     """
 
     _bound_name = "query_key_norm_layer"
@@ -127,28 +113,13 @@ class QueryKeyNormAttention(_DotProductAttention):
     _of_bound: ClassVar[tuple[str, ...]] = ("eps",)
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        temperature: object = None,
-        learn_temperature: bool = True,
-        eps: object = 1.0,
-        **keywords: Any,
+        self, embed_dim: int, num_heads: int, *, temperature: object = None, eps: object = 1.0, **rest: Any
     ) -> None:
-        super().__init__(embed_dim, num_heads, **keywords)
+        super().__init__(embed_dim, num_heads, **rest)
         self.eps = check_number("eps", eps)
         given = math.sqrt(self.head_dim) if temperature is None else temperature
         start = self.in_proj_weight.new_tensor(math.log(check_number("temperature", given)))
-        if learn_temperature:
-            self.log_temperature = nn.Parameter(start)
-        else:
-            self.register_buffer("log_temperature", start)
-
-    @property
-    def temperature(self) -> float:
-        """The current temperature τ, by which the cosines in the scores are multiplied."""
-        return float(self.log_temperature.detach().double().exp())
+        self.log_temperature = nn.Parameter(start)
 
     def _weights(self) -> dict[str, Tensor]:
         return {**super()._weights(), "log_temperature": self.log_temperature}
@@ -169,13 +140,8 @@ class QueryKeyNormAttention(_DotProductAttention):
         return self._self_attention(scaled, scale=temperature, query_norm=norm, key_norm=norm)
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts = self._parts(weights)
+        parts, t = self._parts(weights), weights["log_temperature"].exp()
+        b_q, b_k = parts.query_bias, parts.key_bias
         return query_key_norm_layer(
-            *parts.matrices,
-            rows,
-            radius,
-            query_bias=parts.query_bias,
-            key_bias=parts.key_bias,
-            temperature=weights["log_temperature"].exp(),
-            eps=self.eps,
+            *parts.matrices, rows, radius, query_bias=b_q, key_bias=b_k, temperature=t, eps=self.eps
         )

@@ -29,23 +29,14 @@ class L2Attention(LipschitzAttention):
     """L2 self-attention with one matrix for queries and keys, and with a proved Lipschitz constant.
 
     Head h has queries and keys u_i = Q_h x_i, weights P_ij ∝ exp(−|u_i − u_j|²/√k) and values V_h Q_hᵀ u_j/√k
-    + b_v. Without a radius, the bound is :func:`howsmooth.bounds.l2_attention_upper_bound`, of order √n log
-    n. On a ball it is smaller, and for n above e^{4a}, a = ‖Q_h‖²R²/√k, it does not depend on n.
-    ``constant`` needs no radius; without one it holds on the whole space, and each token must see itself.
-    Parameters and errors are those of :class:`LipschitzAttention`.
+    + b_v (Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021). Without a radius,
+    the bound is :func:`howsmooth.bounds.l2_attention_upper_bound`, of order √n log n. On a ball it is
+    smaller, and for n above e^{4a}, a = ‖Q_h‖²R²/√k, it does not depend on n. ``constant`` needs no radius;
+    without one it holds on the whole space, and each token must see itself.
 
-    See Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021, and for masks and
-    balls the documentation page "Enforce: layers with a constant that is proved", section "L2 attention on a
-    ball".
-
-    Attributes
-    ----------
-    in_proj_weight
-        The weights (2 · embed_dim, embed_dim), Q above V. Query and key biases would have no effect.
-    value_bias
-        The bias of the values (embed_dim,), or None.
-    out_proj
-        The output projection, as in torch.nn.MultiheadAttention.
+    ``in_proj_weight`` (2 · embed_dim, embed_dim) has Q above V, and ``value_bias`` (embed_dim,) is the bias
+    of the values, or None. Query and key biases would have no effect. Parameters and errors are those of
+    :class:`LipschitzAttention`.
     """
 
     _needs_radius = False
@@ -63,13 +54,9 @@ class L2Attention(LipschitzAttention):
         blind = self.masking.kind in ("any", "additive") or (
             hidden is not None and bool(hidden.diagonal().any())
         )
-        check(
-            not blind or self.constant is None,
-            "radius",
-            "a number, because a token may be hidden from itself",
-            "None",
-            "L2 attention is Lipschitz on the whole space only if each token sees itself.",
-        )
+        expected = "a number, because a token may be hidden from itself"
+        remedy = "L2 attention is Lipschitz on the whole space only if each token sees itself."
+        check(not blind or self.constant is None, "radius", expected, "None", remedy)
 
     def _parts(self, weights: Weights) -> Parts:
         """Return queries and keys Q_h (k, d), values V_h Q_hᵀQ_h/√k (k, d) and the rest, for all heads h."""
@@ -117,17 +104,14 @@ class CosineAttention(LipschitzAttention):
     """Scaled cosine self-attention, which is Lipschitz on the whole space under every mask.
 
     In each head, every query, key and value u is normalised to u/√(|u|² + ε), and the output is ν softmax(τ q
-    kᵀ) v. Without a radius, the bound is :func:`howsmooth.bounds.scaled_cosine_upper_bound` of the matrices
-    of all heads together, times ‖W_O‖. On a ball the bound is smaller, because normalised rows are shorter
-    there. ``constant`` needs no radius; without one it holds on the whole space.
+    kᵀ) v (Qi, Wang, Chen, Shi, Zhang, *LipsFormer*, ICLR 2023). Without a radius, the bound is
+    :func:`howsmooth.bounds.scaled_cosine_upper_bound` of the matrices of all heads together, times ‖W_O‖. On
+    a ball the bound is smaller, because normalised rows are shorter there. ``constant`` needs no radius;
+    without one it holds on the whole space.
 
     ``temperature`` is τ; for n above e^{2τ} the bound does not depend on n. ``gain`` is ν. ``eps`` is ε > 0;
     the bound without a radius is proportional to ε^{-1/2}, so LipsFormer's 1e-6 makes it a thousand times
     larger than ε = 1. Other parameters are those of :class:`LipschitzAttention`.
-
-    See Qi, Wang, Chen, Shi, Zhang, *LipsFormer: Introducing Lipschitz Continuity to Vision Transformers*,
-    ICLR 2023, and for several heads, masks and balls the documentation page "Enforce: layers with a constant
-    that is proved", section "Scaled cosine attention on a ball".
     """
 
     _needs_radius = False
@@ -163,15 +147,9 @@ class CosineAttention(LipschitzAttention):
         return self.temperature * q @ k.mT
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts = self._parts(weights)
+        parts, t = self._parts(weights), self.temperature
         return scaled_cosine_layer(
-            *parts.matrices,
-            rows,
-            radius,
-            biases=parts.biases,
-            temperature=self.temperature,
-            gain=self.gain,
-            eps=self.eps,
+            *parts.matrices, rows, radius, biases=parts.biases, temperature=t, gain=self.gain, eps=self.eps
         )
 
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
@@ -184,18 +162,16 @@ class CosineAttention(LipschitzAttention):
 class LipschitzNormAttention(LipschitzAttention):
     """Self-attention with LipschitzNorm, which is Lipschitz on the whole space under every mask.
 
-    The scores of a head are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|.
-    Their absolute values are at most 1, so no attention weight of a row exceeds e² times another. The
-    constant of a head in (Q, K, V) jointly is :func:`howsmooth.bounds.lipschitz_norm_upper_bound`. The
-    constant of the layer follows from it and the norms of the projections.
+    The scores of a head are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|
+    (Dasoulas, Scaman, Virmaux, *Lipschitz Normalization for Self-Attention Layers with Application to Graph
+    Neural Networks*, ICML 2021). Their absolute values are at most 1, so no attention weight of a row exceeds
+    e² times another. The constant of a head in (Q, K, V) jointly is
+    :func:`howsmooth.bounds.lipschitz_norm_upper_bound`. The constant of the layer follows from it and the
+    norms of the projections.
 
     A token that no query sees, such as padding, counts as absent: its query, key and value are set to zero,
     so that they do not enter the norms. Parameters and errors are those of :class:`LipschitzAttention`;
     ``constant`` needs no radius, because the bound does not depend on it.
-
-    See Dasoulas, Scaman, Virmaux, *Lipschitz Normalization for Self-Attention Layers with Application to
-    Graph Neural Networks*, ICML 2021, and for the constant of the layer the documentation page "Enforce:
-    layers with a constant that is proved", section "LipschitzNorm".
     """
 
     _needs_radius = False
@@ -227,15 +203,14 @@ class SigmoidAttention(LipschitzAttention):
     """Sigmoid self-attention, which has a proved Lipschitz constant on a ball.
 
     The attention weights of a head are σ(⟨q_i, k_j⟩/√k + b), with σ the logistic function, and the output is
-    their sum with the values. The rows do not sum to one. With b = −log n, the initial weights are near 1/n.
+    their sum with the values (Ramapuram et al., *Theory, Analysis, and Best Practices for Sigmoid
+    Self-Attention*, ICLR 2025). The rows do not sum to one, and the weight of a hidden key is zero. ``shift``
+    is b, by default −log ``length``, with which the initial weights are near 1/n; other parameters are those
+    of :class:`LipschitzAttention`.
 
     The bound is proved in the documentation, page "Other attentions", and is ours; the statement of the paper
     could not be read. For one head without biases and masks it is the exact constant if ‖A‖R² <= log n, A =
     KᵀQ/√k, and A and V have leading singular vectors in common. It grows with n beyond that.
-
-    The weight of a hidden key is zero. ``shift`` is b, None for −log ``length``; other parameters are those
-    of :class:`LipschitzAttention`. See Ramapuram et al., *Theory, Analysis, and Best Practices for Sigmoid
-    Self-Attention*, ICLR 2025, for the attention and its b.
     """
 
     _bound_name = "sigmoid_layer"

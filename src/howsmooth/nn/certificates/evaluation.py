@@ -11,20 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError, reason
-from howsmooth.nn.certificates.graph_propagation import first_module
 from howsmooth.nn.certificates.model_bound import ModelCertificate, certify
 from howsmooth.nn.certificates.module_propagation import has_rules
 from howsmooth.nn.checks import check, check_number, check_size
 from howsmooth.nn.parts.embedding_and_pooling import Patches
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import above, limit_in_digits
+from howsmooth.watching import Call, StopForward, watched
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["Evaluation", "evaluate"]
-
-# Relative allowance for the rounding of a norm in float64.
-_SLACK = 1e-12
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -75,9 +72,7 @@ class Evaluation:
         return "\n".join(lines)
 
     def certified(self, radius: float) -> int:
-        """Return the number of inputs that provably keep the class of their label, or the predicted class
-        without labels, within a distance of ``radius``, a finite number >= 0.
-        """
+        """Return how many inputs keep their class, the label or else the prediction, within ``radius``."""
         check_number("radius", radius, "a finite number >= 0", lambda number: 0 <= number < math.inf)
         return int((self.table["certified_radius"] > radius).sum())
 
@@ -94,7 +89,9 @@ def evaluate(
     """Certify a classifier, and compute for each input a distance within which its class cannot change.
 
     All computations use a float64 copy of the model in evaluation mode. Half-precision weights are converted
-    exactly, but outputs that are computed in half precision are not covered.
+    exactly, but outputs that are computed in half precision are not covered. ArgumentError is raised if
+    inputs or labels have a wrong type, shape or length, if tokens lie beyond the radius (the message counts
+    these inputs), or if the outputs are not logits, or others for an input alone than in a batch.
 
     Parameters
     ----------
@@ -115,16 +112,6 @@ def evaluate(
         ``radius=math.inf``.
     batch
         Number of inputs in one forward pass.
-
-    Raises
-    ------
-    ArgumentError
-        If inputs or labels have a wrong type, shape or length, if tokens lie beyond the radius (the message
-        counts these inputs), or if the outputs are not logits, or others for an input alone than in a batch.
-    NonFiniteError
-        If an input, a weight or a logit is NaN or infinite.
-    CertificateError
-        If the model cannot be certified.
     """
     import pandas as pd
 
@@ -132,12 +119,9 @@ def evaluate(
     for name, given in (("inputs", inputs), ("labels", inputs if labels is None else labels)):
         remedy = "torch.from_numpy(x) makes one of an array."
         check(isinstance(given, Tensor), name, "a tensor", type(given).__name__, remedy)
-    check(
-        inputs.is_floating_point() and inputs.ndim >= 2 and 0 not in inputs.shape,
-        "inputs",
-        "floating-point numbers of at least one input, scaled as in training",
-        f"{inputs.dtype} of shape {tuple(inputs.shape)}",
-    )
+    fits = inputs.is_floating_point() and inputs.ndim >= 2 and 0 not in inputs.shape
+    expected = "floating-point numbers of at least one input, scaled as in training"
+    check(fits, "inputs", expected, f"{inputs.dtype} of shape {tuple(inputs.shape)}")
     finite = torch.isfinite(inputs).flatten(1).all(dim=1)
     if not bool(finite.all()):
         got = f"NaN or infinity in {int((~finite).sum())} of {len(inputs)} inputs"
@@ -150,7 +134,7 @@ def evaluate(
     expected = f"inputs of {length} tokens, the length of the certificate"
     check(tokens.shape[1] == length, "inputs", expected, got)
     norms = torch.linalg.vector_norm(tokens, dim=-1).amax(dim=1)
-    count = int((norms > radius * (1 + _SLACK)).sum())
+    count = int((norms > above(radius, tokens.shape[-1])).sum())
     check(
         count == 0,
         "inputs",
@@ -163,13 +147,13 @@ def evaluate(
     radii = certificate.certified_radius(logits, labels)
     last = min(batch, len(x)) - 1
     alone = _logits(exact, x[last : last + 1])
-    check(
-        torch.allclose(logits[last], alone[0], rtol=0.0, atol=1e-6 * float(logits[last].abs().amax())),
-        "model",
+    same = torch.allclose(logits[last], alone[0], rtol=0.0, atol=1e-6 * float(logits[last].abs().amax()))
+    expected, got = (
         "a forward that treats the inputs of a batch one by one",
-        f"other logits for input {last} alone than in a batch",
-        "Let the forward depend on neither the size of the batch nor the other inputs in it.",
+        f"other logits for input {last} alone",
     )
+    remedy = "Let the forward depend on neither the size of the batch nor the other inputs in it."
+    check(same, "model", expected, f"{got} than in a batch", remedy)
     predicted = logits.argmax(dim=1)
     own = predicted if labels is None else labels.detach().to("cpu", torch.int64)
     # The largest logit of another class.
@@ -191,7 +175,19 @@ def _tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
         return inputs
     if inputs.ndim == 2:
         return inputs[:, None]
-    first = first_module(model) if inputs.ndim == 4 else None
+    first, one = None, inputs[:1]
+    cutting = {
+        name: m for name, m in model.named_modules() if isinstance(m, Patches | nn.Flatten | nn.Conv2d)
+    }
+
+    def starts(call: Call) -> None:
+        raise StopForward(call.module if call.args and call.args[0] is one else None)
+
+    try:
+        with watched(cutting if inputs.ndim == 4 else {}, starts):
+            _logits(model, one)
+    except StopForward as stop:
+        first = stop.value
     if isinstance(first, Patches):
         return first.forward(inputs)
     if isinstance(first, nn.Flatten):
@@ -200,12 +196,11 @@ def _tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
         size = first.kernel_size
         if size[0] <= inputs.shape[2] and size[1] <= inputs.shape[3]:
             return nn.functional.unfold(inputs, size, stride=size).mT
-    raise ArgumentError(
-        "inputs",
-        expected="tokens (batch, n, d) or vectors (batch, d); images (batch, channels, height, width) for a "
-        "model that begins with hs.nn.Patches, torch.nn.Flatten or a Conv2d with kernel_size == stride",
-        got=f"shape {tuple(inputs.shape)}",
+    expected = (
+        "tokens (batch, n, d) or vectors (batch, d); images (batch, channels, height, width) for a model "
+        "that begins with hs.nn.Patches, torch.nn.Flatten or a Conv2d with kernel_size == stride"
     )
+    raise ArgumentError("inputs", expected=expected, got=f"shape {tuple(inputs.shape)}")
 
 
 def _logits(model: nn.Module, x: Tensor) -> Tensor:

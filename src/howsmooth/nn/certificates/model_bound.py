@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from howsmooth.bounds.radius.pretrained_classifier_reader import foreign_hooks
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import NonFiniteError
 from howsmooth.nn.certificates.graph_propagation import walk_graph
 from howsmooth.nn.certificates.module_propagation import Row, kind_of, refusal, walk
 from howsmooth.nn.checks import check, check_ball, check_length, check_tokens
 from howsmooth.nn.lipschitz_module import LipschitzModule
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import below, limit_in_digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,18 +33,11 @@ class ModelCertificate:
     The bound refers to Frobenius norms and to inputs of ``length`` tokens of norm at most ``radius``. It
     holds in exact arithmetic, for the weights at the time of certification.
 
-    Attributes
-    ----------
-    constant
-        The bound: the product of the constants of all rows of level 0. It is printed rounded up, the rows are
-        printed rounded to the nearest.
-    length, radius, output_length, output_radius
-        Numbers of input and output tokens, and upper bounds on their norms.
-    rows
-        One row for each module, in the order in which tokens pass through them; in a model with a forward of
-        its own also for each operation that changes the constant or the norms.
-    notes
-        Sentences on what the bound does not cover.
+    ``constant`` is the bound, the product of the constants of all ``rows`` of level 0. It is printed rounded
+    up, the rows are printed rounded to the nearest. There is one row for each module, in the order in which
+    tokens pass through them; in a model with a forward of its own also for each operation that changes the
+    constant or the norms. ``output_length`` and ``output_radius`` are the number of output tokens and an
+    upper bound on their norms.
     """
 
     constant: float
@@ -53,13 +46,10 @@ class ModelCertificate:
     output_length: int
     output_radius: float
     rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """The rows as a table: path, kind, level, constant, radius_in, radius_out, length_in, length_out,
-        source.
-        """
+        """The rows as a table, with the fields of a row as columns."""
         import pandas as pd
 
         return pd.DataFrame(map(asdict, self.rows), columns=list(Row.__dataclass_fields__))
@@ -74,8 +64,7 @@ class ModelCertificate:
         and ``labels`` the class of each input; None for the class with the largest logit. ArgumentError names
         what has a wrong type, shape or value.
         """
-        if not isinstance(logits, Tensor):
-            raise ArgumentError("logits", expected="a tensor (batch, classes)", got=type(logits).__name__)
+        check(isinstance(logits, Tensor), "logits", "a tensor (batch, classes)", type(logits).__name__)
         z = logits.detach().to(torch.float64)
         classes = z.ndim == 2 and z.shape[1] >= 2
         check(classes, "logits", "shape (batch, classes), classes >= 2", tuple(z.shape))
@@ -83,9 +72,9 @@ class ModelCertificate:
             raise NonFiniteError("logits", expected="finite numbers", got="NaN or infinity")
         if labels is None:
             labels = z.argmax(dim=1)
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
-            got = str(labels.dtype) if isinstance(labels, Tensor) else type(labels).__name__
-            raise ArgumentError("labels", expected="a tensor of whole numbers", got=got)
+        got = str(labels.dtype) if isinstance(labels, Tensor) else type(labels).__name__
+        whole = isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex()
+        check(whole, "labels", "a tensor of whole numbers", got)
         shape = f"shape {tuple(labels.shape)}"
         check(labels.shape == z.shape[:1], "labels", f"one label for each of {len(z)} inputs", shape)
         known = bool(((labels >= 0) & (labels < z.shape[1])).all())
@@ -96,7 +85,7 @@ class ModelCertificate:
         others = z.scatter(1, labels[:, None], -math.inf).amax(dim=1)
         margin = (own - others).clamp(min=0.0)
         # The radii are rounded down. If the constant is zero, every positive margin gives an infinite radius.
-        radii = margin / (math.sqrt(2) * self.constant) * (1 - 1e-12) if self.constant else margin * math.inf
+        radii = below(margin / (math.sqrt(2) * self.constant), 8) if self.constant else margin * math.inf
         return torch.where(margin > 0, radii, 0.0)
 
     def __str__(self) -> str:
@@ -104,7 +93,8 @@ class ModelCertificate:
         paths = ["  " * row.level + (row.path or "the model") for row in self.rows]
         shown["path"] = [path.ljust(max(map(len, paths))) for path in paths]
         table = shown.to_string(index=False, justify="left", float_format=lambda v: f"{v:.6g}")
-        return "\n".join([self.headline, *([table] if self.rows else []), *self.notes])
+        exact = "The constant is that of the model in exact arithmetic, for its weights as they are."
+        return "\n".join([self.headline, *([table] if self.rows else []), exact])
 
     @property
     def headline(self) -> str:
@@ -125,7 +115,8 @@ def certify(
 
     A model with a ``forward`` of its own is certified with ``inputs``: :mod:`torch.fx` records its
     operations, and each operation needs a rule, too. It is assumed to compute the same in every call; this
-    is checked for two recordings, and parametrized weights are read twice.
+    is checked for two recordings, and parametrized weights are read twice. CertificateError names a module
+    that has no constant, or is in a mode in which it is no fixed function, and NonFiniteError a weight.
 
     Parameters
     ----------
@@ -140,16 +131,6 @@ def certify(
         or images (batch, channels, height, width) for a model that begins with ``Patches`` or a ``Conv2d``
         whose patches do not overlap. The certificate holds for all inputs of this shape, and of another batch
         size if the operations do not depend on it. The model is run once.
-
-    Raises
-    ------
-    CertificateError
-        If a module, which the message names, has no constant or is in a mode in which it is no fixed
-        function.
-    NonFiniteError
-        If a weight is NaN or infinite.
-    ArgumentError
-        If an argument has a wrong type or value.
     """
     check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     length = check_length(length)
@@ -167,17 +148,15 @@ def certify(
             if not torch.allclose(once, again, rtol=1e-6, equal_nan=True):
                 reason = f"has a parametrized {name} that is another one whenever it is read"
                 raise refusal(module, path, reason, "Remove the parametrization.")
-    if isinstance(inputs, Tensor) and not inputs.is_floating_point():
-        got = f"{inputs.dtype}, shape {tuple(inputs.shape)}"
-        remedy = "Certify the part of the model behind its embedding, on embedded tokens."
-        raise ArgumentError("inputs", expected="floating-point numbers", got=got, remedy=remedy)
     if inputs is None:
         found = walk(model, length, reach)
     else:
+        remedy = "Certify the part of the model behind its embedding, on embedded tokens."
+        whole = isinstance(inputs, Tensor) and not inputs.is_floating_point()
+        check(not whole, "inputs", "floating-point numbers", getattr(inputs, "dtype", ""), remedy)
         found = walk_graph(model, check_tokens("inputs", inputs), length, reach)
-    exact = "The constant is that of the model in exact arithmetic, for its weights as they are."
     output = found.length, found.radius
-    return ModelCertificate(found.constant, length, float(radius), *output, found.rows, (exact,))
+    return ModelCertificate(found.constant, length, float(radius), *output, found.rows)
 
 
 def _check(module: nn.Module, path: str) -> None:

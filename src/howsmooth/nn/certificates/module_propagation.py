@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,66 +17,17 @@ from torch.nn.utils import parametrize
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.softmax import SoftmaxAttention
-from howsmooth.nn.certificates.torch_module_constants import Reach, rule_of
+from howsmooth.nn.certificates.torch_module_constants import Reach, Row, rule_of
 from howsmooth.nn.checks import check_ball
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.blocks import BranchModule, Residual, SelfAttentionBlock
-from howsmooth.nn.upward_rounding import rounded_up, times
+from howsmooth.rounding import above, times
 
-__all__ = [
-    "Row",
-    "Walk",
-    "attention_block",
-    "branched",
-    "encoder_layer",
-    "has_rules",
-    "kind_of",
-    "refusal",
-    "walk",
-]
+__all__ = ["Row", "attention_block", "branched", "encoder_layer", "has_rules", "kind_of", "refusal", "walk"]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of the table of a certificate: the Lipschitz constant of one module.
-
-    ``path`` and ``kind`` are the module's name in ``named_modules`` and that of its class; of an operation,
-    its name in the recorded graph and that of its function. ``constant`` is an upper bound on the Lipschitz
-    constant on the tokens that can reach it, from ``source``. ``radius_in`` and ``radius_out`` bound the
-    norms of input and output tokens, whose numbers are ``length_in`` and ``length_out``. Rows of ``level`` 0
-    are the factors of the model's constant. Rows inside a branch have one level more than the row of the
-    residual or sum that the branch ends in, which follows them.
-    """
-
-    path: str
-    kind: str
-    level: int
-    constant: float
-    radius_in: float
-    radius_out: float
-    length_in: int
-    length_out: int
-    source: str
-
-
-@dataclass(frozen=True)
-class Walk:
-    """The rows of a module and those inside it, in the order in which tokens pass through them; the product
-    of the constants of its own level; and the number of output tokens, with a bound on their norms.
-    """
-
-    rows: tuple[Row, ...]
-    constant: float
-    length: int
-    radius: float
-
-
-def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Walk:
-    """Compute the Lipschitz constant of a module that gets ``length`` tokens of norm at most ``radius``.
-
-    CertificateError names the module for which no constant is known, NonFiniteError a weight that is not
-    finite.
-    """
+def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Reach:
+    """Compute the Lipschitz constant of a module that gets ``length`` tokens of norm at most ``radius``."""
     kind = kind_of(module)
     if path and isinstance(module, LipschitzAttention):
         remedy = "Put it into hs.nn.SelfAttentionBlock, which returns the tokens alone."
@@ -94,18 +45,30 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
         return _rewritten(module, length, radius, path, level)
     # A subclass may have a theorem of its own.
     if isinstance(module, BranchModule) and type(module).lipschitz_bound is BranchModule.lipschitz_bound:
-        rows = branched(module, length, radius, path, level)
-        return Walk(rows, rows[-1].constant, length, rows[-1].radius_out)
+        return branched(module, length, radius, path, level)
     if isinstance(module, LipschitzModule):
         reach = _of_layer(module, length, radius, path)
     else:
-        reach = _of_torch(module, length, radius, path)
+        rule = rule_of(kind)
+        if rule is None:
+            hint = next((words for one, words in _HINTS.items() if isinstance(module, one)), _HINT)
+            raise refusal(module, path, "is of a kind without a rule", hint)
+        found = rule(module, length, radius)
+        if isinstance(found, str):
+            raise refusal(module, path, found)
+        reach = found
     if math.isnan(reach.constant) or math.isnan(reach.radius):
         raise refusal(module, path, "gave a constant or a radius that is not a number")
-    row = Row(
-        path, kind.__name__, level, reach.constant, radius, reach.radius, length, reach.length, reach.source
+    return _with_row(reach, (), path, kind.__name__, level, length, radius)
+
+
+def _with_row(
+    reach: Reach, inside: tuple[Row, ...], path: str, kind: str, level: int, length: int, radius: float
+) -> Reach:
+    radii, lengths = (radius, reach.radius), (length, reach.length)
+    return replace(
+        reach, rows=(*inside, Row(path, kind, level, reach.constant, *radii, *lengths, reach.source))
     )
-    return Walk((row,), row.constant, row.length_out, row.radius_out)
 
 
 def has_rules(module: nn.Module) -> bool:
@@ -130,46 +93,41 @@ def refusal(module: nn.Module, path: str, reason: str, remedy: str = "") -> Cert
 
 def _through(
     modules: Mapping[str, nn.Module | None], length: int, radius: float, path: str, level: int
-) -> Walk:
+) -> Reach:
     rows: tuple[Row, ...] = ()
     constants = []
     for name, module in modules.items():
         own = f"{path}.{name}" if path else name
         if module is None:
+            reason = "is no module, and cannot be called"
             remedy = "Delete it, or put torch.nn.Identity() in its place."
-            raise CertificateError(
-                own, kind="None", reason="is no module, and cannot be called", remedy=remedy
-            )
+            raise CertificateError(own, kind="None", reason=reason, remedy=remedy)
         step = walk(module, length, radius, own, level)
         rows += step.rows
         constants.append(step.constant)
         # The outputs of one module are the inputs of the next.
         length, radius = step.length, check_ball(step.radius)
     # The product is zero if one constant is zero, even if another one is infinite.
-    constant = 0.0 if 0.0 in constants else rounded_up(math.prod(constants, start=1.0))
-    return Walk(rows, constant, length, radius)
+    constant = 0.0 if 0.0 in constants else above(math.prod(constants, start=1.0), len(constants))
+    return Reach(constant, radius, length, rows=rows)
 
 
-def branched(module: BranchModule, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-    """Return the rows of the branch of a residual, one level deeper, and then its own row."""
+def branched(module: BranchModule, length: int, radius: float, path: str, level: int) -> Reach:
+    """Return the reach of a residual, with the rows of its branch, one level deeper, before its own row."""
     branch = walk(module.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
     if branch.length != length:
         raise refusal(module, path, f"adds {length} tokens to the {branch.length} that its branch returns")
     p, q = module._weights()
     # The norm of p x + q y is at most p |x| + q |y|.
-    reach = rounded_up(times(p, radius) + times(q, branch.radius))
-    constant = rounded_up(p + times(q, branch.constant))
-    kind = type(module).__name__
-    own = Row(path, kind, level, constant, radius, reach, length, length, module._source)
-    return (*branch.rows, own)
+    reach = above(times(p, radius) + times(q, branch.radius), 8)
+    found = Reach(above(p + times(q, branch.constant), 8), reach, length, module._source)
+    return _with_row(found, branch.rows, path, type(module).__name__, level, length, radius)
 
 
 def _of_layer(module: LipschitzModule, length: int, radius: float, path: str) -> Reach:
     try:
         bound = module.lipschitz_bound(length, radius)
-        reach = Reach(
-            bound.value, module.output_radius(length, radius), module.output_length(length), bound.source
-        )
+        reached, count = module.output_radius(length, radius), module.output_length(length)
     except NonFiniteError:
         raise
     except ArgumentError as error:
@@ -179,7 +137,7 @@ def _of_layer(module: LipschitzModule, length: int, radius: float, path: str) ->
         failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)
         reason = f"has no constant here: its bound needs {failed or 'to be an upper bound'}"
         raise refusal(module, path, reason)
-    return reach
+    return Reach(bound.value, reached, count, bound.source)
 
 
 _HINT = (
@@ -194,17 +152,6 @@ _HINTS = {
     nn.DataParallel: "Certify its .module.",
     nn.parallel.DistributedDataParallel: "Certify its .module.",
 }
-
-
-def _of_torch(module: nn.Module, length: int, radius: float, path: str) -> Reach:
-    rule = rule_of(kind_of(module))
-    if rule is None:
-        hint = next((words for kind, words in _HINTS.items() if isinstance(module, kind)), _HINT)
-        raise refusal(module, path, "is of a kind without a rule", hint)
-    reach = rule(module, length, radius)
-    if isinstance(reach, str):
-        raise refusal(module, path, reach)
-    return reach
 
 
 # ---- PyTorch's attention and encoder layers, rewritten as layers of hs.nn
@@ -264,7 +211,7 @@ def encoder_layer(layer: nn.TransformerEncoderLayer, length: int) -> nn.Sequenti
     return nn.Sequential(parts)
 
 
-def _rewritten(layer: nn.Module, length: int, radius: float, path: str, level: int) -> Walk:
+def _rewritten(layer: nn.Module, length: int, radius: float, path: str, level: int) -> Reach:
     assert isinstance(layer, nn.TransformerEncoderLayer)
     parts = encoder_layer(layer, length)
     if isinstance(parts, str):
@@ -278,7 +225,6 @@ def _rewritten(layer: nn.Module, length: int, radius: float, path: str, level: i
     try:
         step = walk(parts, length, radius, "", level)
     except CertificateError as error:
-        raise CertificateError(
-            own(error.path), kind=error.kind, reason=error.reason, remedy=error.remedy
-        ) from error
+        told = {"kind": error.kind, "reason": error.reason, "remedy": error.remedy}
+        raise CertificateError(own(error.path), **told) from error
     return replace(step, rows=tuple(replace(row, path=own(row.path)) for row in step.rows))

@@ -21,12 +21,12 @@ __all__ = ["ScoreStatistics", "score_norm"]
 
 
 def score_norm(f: TokenMap | None, unknown: str) -> dict[str, float | str]:
-    """Return the largest spectral norm of the score matrices of all heads, or why there is none, as a field
-    of a record.
+    """Return the largest spectral norm of the score matrices of all heads, or why there is none, for a
+    record.
 
-    The score matrix of head h is A_h, and the scores are ⟨A_h x_i + b_h, x_j⟩. For softmax attention,
-    A_h = scale · K_hᵀ Q_h. For L2 attention, A_h = 2 · scale · K_hᵀ Q_h, which is the part of
-    −scale · |Q x_i − K x_j|² that depends on both tokens. ``unknown`` is the reason for other maps.
+    The score matrix of head h is A_h, and the scores are ⟨A_h x_i + b_h, x_j⟩. For softmax attention, A_h =
+    scale · K_hᵀ Q_h. For L2 attention, A_h = 2 · scale · K_hᵀ Q_h, which is the part of −scale · |Q x_i − K
+    x_j|² that depends on both tokens. ``unknown`` is the reason for other maps.
     """
     if not isinstance(f, HeadsAttention):
         return {"score_norm_missing": unknown}

@@ -26,9 +26,7 @@ def without_wrappers(model: nn.Module) -> nn.Module:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP (``FullyShardedDataParallel`` or ``fully_shard``) shards parameters of
-    the model.
-    """
+    """Return whether ``FullyShardedDataParallel`` or ``fully_shard`` shards parameters of the model."""
     return any(map(_is_fsdp_wrapper, model.modules())) or any(map(_is_shard, model.parameters()))
 
 
@@ -89,9 +87,7 @@ def _inside_wrappers(model: nn.Module) -> Iterator[_Entry]:
 
 
 def _whole_parameters(model: nn.Module, *, keep: bool) -> Iterator[_Entry]:
-    """Gather the parameters that ``fully_shard`` has sharded, in which every process must take part, and
-    yield them if ``keep`` is True.
-    """
+    """Gather, in all processes, what ``fully_shard`` has sharded; yield it if ``keep`` is True."""
     whole: dict[int, nn.Parameter] = {}  # by id: a parameter that two modules share is gathered once
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -108,9 +104,8 @@ def _without_sharding_hooks(model: nn.Module) -> Iterator[_Entry]:
     for module in model.modules():
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = vars(module)[name]
-            others = {key: hook for key, hook in hooks.items() if not _is_of_sharding(hook)}
+            homes = {key: getattr(hook, "__module__", "") for key, hook in hooks.items()}
+            others = {
+                key: hooks[key] for key, home in homes.items() if not home.startswith("torch.distributed")
+            }
             yield vars(module), name, type(hooks)(others)
-
-
-def _is_of_sharding(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").startswith("torch.distributed")

@@ -1,11 +1,10 @@
-"""One measurement of a model during training: the Lipschitz constant of every attention layer at the probe
-inputs.
-"""
+"""One measurement of a model during training: its attention layers at fixed inputs, the probes."""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from howsmooth.attention import TokenMap
-from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFiniteError
+from howsmooth.errors import CaptureError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.models.as_called import as_called
 from howsmooth.models.capture import capture
@@ -25,17 +25,20 @@ from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.inputs.model_inputs import model_inputs
 from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.model_call import ModelCall
-from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
+from howsmooth.models.padded_sequences import padding_of, reproduces, without_padding
 from howsmooth.models.preserved_state import preserved_state
 from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
 from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.checks import check
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
 from howsmooth.nn.monitoring.own_attention import OwnAttention
-from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.watching import Call, first_tokens, watched
 
-__all__ = ["Measurement"]
+__all__ = ["Measurement", "ProbeInputs", "Probes"]
+
+#: The types of probe inputs: token ids (batch, n), the model's inputs by name, or a list of these.
+ProbeInputs = Tensor | Mapping[str, Any] | list[Tensor | Mapping[str, Any]]
 
 _Place = OwnAttention | TracedLayer
 #: Raises _Moved if a layer of this index has other tokens or outputs without padding than with padding.
@@ -44,6 +47,40 @@ _Check = Callable[[OwnAttention | VerifiedLayer, int], None]
 
 class _Moved(Exception):  # noqa: N818 - not a failure: other inputs without padding may follow
     """The exception that names a layer whose tokens or output change when the padding is removed."""
+
+
+class Probes:
+    """Copies of the fixed inputs of a monitor, so that later changes of the originals have no effect.
+
+    ``inputs`` are the copies, ``sequences`` is the number of sequences, and ``words`` are the sizes of the
+    inputs and a checksum. ArgumentError is raised if the model does not accept the inputs.
+    """
+
+    def __init__(self, model: nn.Module, given: ProbeInputs) -> None:
+        expected = "token ids, inputs of the model by name, or a list of these"
+        remedy = "Give the inputs of one call as a dict, and several inputs as a list."
+        check(not isinstance(given, tuple), "probes", expected, "a tuple", remedy)
+        several: list[Any] = given if isinstance(given, list) else [given]
+        check(bool(several), "probes", "inputs of the model, at least one sequence", "none")
+        self.inputs: list[Tensor | dict[str, Any]] = []
+        self.sequences = 0
+        checksum, shapes = hashlib.sha256(), []
+        for one in several:
+            checked = model_inputs(model, one)
+            padding_of(checked)  # raises an error for a sequence of nothing but padding
+            self.sequences += checked.batch
+            for name, value in checked.named.items():
+                if not isinstance(value, Tensor):
+                    checksum.update(f"{name} {value!r}".encode())
+                    shapes.append(f"{name}={value!r}")
+                    continue
+                raw = value.detach().cpu().contiguous()
+                checksum.update(f"{name} {raw.dtype} {tuple(raw.shape)}".encode())
+                checksum.update(raw.reshape(-1).view(torch.uint8).numpy().tobytes())
+                shapes.append(f"{name} {' x '.join(map(str, raw.shape))}")
+            given = one if isinstance(one, Tensor) else dict(one)
+            self.inputs.append(tree_map_only(Tensor, lambda t: t.detach().clone(), given))
+        self.words = f"{', '.join(shapes)}; sha256 {checksum.hexdigest()[:12]}"
 
 
 @dataclass(eq=False)
@@ -104,8 +141,8 @@ class Measurement:
     def check_layers(self) -> None:
         """Raise ArgumentError if the model has no attention layer with one of the indices ``layers``.
 
-        The attention layers are counted at the first probe input. A model that cannot be run now is not
-        checked; its measurement says why.
+        They are counted at the first probe input. Of a model that cannot be run now, its measurement says
+        why.
         """
         with preserved_state(self.model), measurement_mode(self.model):
             try:
@@ -116,17 +153,11 @@ class Measurement:
 
     def _indices(self, count: int) -> list[int]:
         for index in self.layers or ():
-            if not -count <= index < count:
-                raise ArgumentError(
-                    "layers", expected=f"indices from {-count} to {count - 1}", got=str(index)
-                )
+            check(-count <= index < count, "layers", f"indices from {-count} to {count - 1}", index)
         return sorted(range(count) if self.layers is None else {index % count for index in self.layers})
 
     def _of_probe(self, step: int, number: int, given: ModelCall) -> Iterator[tuple[int, _Part]]:
-        """Measure all layers at one probe input.
-
-        The sequences of a padded input are measured one by one, each without its padding.
-        """
+        """Measure all layers at one probe input, sequence by sequence and without padding if it is padded."""
         padding = padding_of(given)
         if padding is None:
             yield from self._of_layers((step, number, 0), given, lambda layer, index: None)
@@ -134,16 +165,21 @@ class Measurement:
         whole = cache(lambda: _places(self.model, padding.whole))
         for sequence in range(given.batch):
 
-            def check(layer: OwnAttention | VerifiedLayer, index: int, sequence: int = sequence) -> None:
+            def compare(layer: OwnAttention | VerifiedLayer, index: int, sequence: int = sequence) -> None:
                 place = dict(enumerate(whole())).get(index)
-                if not _same(layer, place, padding, sequence):
-                    own = isinstance(layer, OwnAttention)
-                    raise _Moved(str(layer if own else layer.self_attention.layer))  # type: ignore[union-attr]
+                if isinstance(layer, OwnAttention):
+                    same = isinstance(place, OwnAttention) and layer.reproduces(place, padding, sequence)
+                else:
+                    same = isinstance(place, TracedLayer) and reproduces(layer, place, padding, sequence)
+                if not same:
+                    raise _Moved(
+                        str(layer if isinstance(layer, OwnAttention) else layer.self_attention.layer)
+                    )
 
             moved = ""
             for alone in without_padding(padding, sequence):
                 try:
-                    yield from [*self._of_layers((step, number, sequence), alone, check)]
+                    yield from [*self._of_layers((step, number, sequence), alone, compare)]
                     break
                 except _Moved as error:
                     moved = str(error)
@@ -155,7 +191,7 @@ class Measurement:
                 )
 
     def _of_layers(
-        self, key: tuple[int, int, int], given: ModelCall, check: _Check
+        self, key: tuple[int, int, int], given: ModelCall, compare: _Check
     ) -> Iterator[tuple[int, _Part]]:
         """Run the model on inputs without padding, and measure its layers, each before the next is read."""
         began = time.process_time()
@@ -168,7 +204,7 @@ class Measurement:
             modules = [place.module] if isinstance(place, OwnAttention) else place.owners
             try:
                 with weights_in_memory(*modules):
-                    self._fill(part, place, index, key, given, check)
+                    self._fill(part, place, index, key, compare)
             except _Moved:
                 raise
             except CrossAttention as error:
@@ -181,37 +217,25 @@ class Measurement:
             yield index, part
 
     def _fill(
-        self,
-        part: _Part,
-        place: _Place,
-        index: int,
-        key: tuple[int, int, int],
-        given: ModelCall,
-        check: _Check,
+        self, part: _Part, place: _Place, index: int, key: tuple[int, int, int], compare: _Check
     ) -> None:
         f: Callable[[Tensor], Tensor]
         if isinstance(place, OwnAttention):
             f, x = place.read(self.scope)
-            check(place, index)
+            compare(place, index)
         else:
             _check_finite(place)
             read = read_layer(place)
-            check(read, index)
+            compare(read, index)
             part.name = read.self_attention.layer.name
             site = read.sites(self.scope)[0]
             f, x = site.map, site.x
             inner = site if self.scope == "attention" else read.sites("attention")[0]
         step, *rest = key
-        words = np.random.SeedSequence([self.seed, step, index, *rest]).generate_state(1, np.uint64)
+        seed = int(np.random.SeedSequence([self.seed, step, index, *rest]).generate_state(1, np.uint64)[0])
+        accuracy: dict[str, Any] = {"rtol": self.rtol, "confidence": self.confidence}
         try:
-            part.estimate = local_lipschitz(
-                f,
-                x,
-                rtol=self.rtol,
-                confidence=self.confidence,
-                max_iterations=self.max_iterations,
-                seed=int(words[0]),
-            )
+            part.estimate = local_lipschitz(f, x, **accuracy, max_iterations=self.max_iterations, seed=seed)
         except Exception as error:  # the scores of a layer that diverges are known all the same
             part.failure = error
         if isinstance(place, OwnAttention):
@@ -272,15 +296,7 @@ _OF_EACH = ("value", "lower", "upper", "converged", "iterations")
 
 
 def _places(model: nn.Module, given: ModelCall) -> list[_Place]:
-    """Run the model on one probe input, and return all its attention layers in the order of their calls,
-    those of howsmooth.nn among them.
-
-    Raises
-    ------
-    CaptureError
-        If the model has no attention that is captured; the message says why.
-
-    """
+    """Run the model, and return all its attention layers in the order of their calls, those of hs.nn too."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LipschitzAttention)}
     own: dict[str, list[OwnAttention]] = {name: [] for name in layers}
     names: list[str] = []  # of all attention layers in the order of their calls
@@ -311,25 +327,17 @@ def _places(model: nn.Module, given: ModelCall) -> list[_Place]:
     return places
 
 
-def _same(layer: OwnAttention | VerifiedLayer, place: _Place | None, padding: Padding, sequence: int) -> bool:
-    if isinstance(layer, OwnAttention):
-        return isinstance(place, OwnAttention) and layer.reproduces(place, padding, sequence)
-    return isinstance(place, TracedLayer) and reproduces(layer, place, padding, sequence)
-
-
 def _check_finite(place: TracedLayer) -> None:
     """Raise NonFiniteError with the cause if the weights or tokens of a layer are not finite."""
     layer = place.layer
     for name, weight in layer.root.named_parameters():
         if not bool(weight.isfinite().all()):
-            raise NonFiniteError(
-                "model", expected=f"finite weights in {layer}", got=f"NaN or infinity in its {name}"
-            )
+            got = f"NaN or infinity in its {name}"
+            raise NonFiniteError("model", expected=f"finite weights in {layer}", got=got)
     tokens = (first_tokens(call.arguments()) for call in place.calls)
     if any(x is not None and not bool(x.isfinite().all()) for x in tokens):
-        raise NonFiniteError(
-            "model", expected=f"finite tokens for {layer}", got="NaN or infinity from an earlier layer"
-        )
+        got = "NaN or infinity from an earlier layer"
+        raise NonFiniteError("model", expected=f"finite tokens for {layer}", got=got)
 
 
 def _reason(error: Exception) -> str:

@@ -1,12 +1,9 @@
-"""The class ``LipschitzMonitor``, which measures local Lipschitz constants of attention layers during
-training.
-"""
+"""The class ``LipschitzMonitor``, which measures local Lipschitz constants of attention during training."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pandas as pd
 import torch
@@ -14,12 +11,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from howsmooth.accuracy_limits import check_accuracy
-from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.nn.checks import check_size
+from howsmooth.nn.checks import check, check_size
 from howsmooth.nn.monitoring.gathered_model import gathered, without_wrappers
-from howsmooth.nn.monitoring.measurement import Measurement
-from howsmooth.nn.monitoring.probe_inputs import ProbeInputs, Probes
+from howsmooth.nn.monitoring.measurement import Measurement, ProbeInputs, Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.printed_table import PrintedTable
 from howsmooth.scopes import SCOPES
@@ -38,7 +33,8 @@ class LipschitzMonitor:
 
     Each measurement gives one row for each layer (:class:`MonitorRecord`): the local Lipschitz constant with
     its interval, the norm of the score matrices, the entropy of the attention probabilities, and the norms of
-    the tokens.
+    the tokens. The attribute ``records`` has all of them. ArgumentError names an argument of a wrong type or
+    value.
 
     The monitor does not change the training: losses are the same to the last bit. It restores the random
     states of PyTorch, NumPy and Python, the training flags of all modules, gradients, buffers, hooks and the
@@ -50,11 +46,10 @@ class LipschitzMonitor:
     ----------
     model
         Any model that :func:`~howsmooth.models.capture` supports, or a model with attention layers of
-        :mod:`howsmooth.nn`, which are measured by their ``map``. The model inside DistributedDataParallel,
-        FSDP (``FullyShardedDataParallel``, ``fully_shard``) and ``torch.compile`` is measured. With
-        DistributedDataParallel and FSDP, each process has a monitor and calls it, the first process measures,
-        and the others get no records; for FSDP the parameters are gathered as a whole for this time, so
-        measure after a step of the optimizer. Weights in half precision are measured in float32.
+        :mod:`howsmooth.nn`, which are measured by their ``map``; also inside ``torch.compile``,
+        DistributedDataParallel and FSDP (``FullyShardedDataParallel``, ``fully_shard``). With the latter two,
+        each process has a monitor and calls it, the first process measures, and the others get no records;
+        FSDP gathers the parameters as a whole for this time, so measure after a step of the optimizer.
     probes
         The fixed inputs of the measurements, as for :func:`~howsmooth.models.capture`: a batch of sequences,
         for example of validation data, or a list of batches of different lengths. They are copied. Sequences
@@ -79,16 +74,6 @@ class LipschitzMonitor:
         Whether to raise errors of a measurement. By default a layer that fails gets a row with the reason in
         ``failure``, with a warning at its first failure, and training goes on.
 
-    Attributes
-    ----------
-    records
-        All records so far.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument has a wrong type or value; the message names the argument.
-
     """
 
     def __init__(
@@ -108,35 +93,23 @@ class LipschitzMonitor:
     ) -> None:
         if isinstance(model, LoadedModel):
             model = model.model
-        if not isinstance(model, nn.Module):
-            raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
-        if getattr(model.forward, "__qualname__", "") in _NO_FORWARD:
-            raise ArgumentError(
-                "model",
-                expected="a module with a forward of its own, which takes the probes",
-                got=f"{type(model).__name__}, which has none",
-                remedy="Give the module inside of it that does, such as module.model.",
-            )
-        for name, number, least in (
-            ("every", every, 1),
-            ("max_iterations", max_iterations, 1),
-            ("seed", seed, 0),
-        ):
-            check_size(name, number, least=least)
-        if scope not in _SCOPES:
-            single = "A row is a whole layer; hs.profile measures each head." if scope == "head" else ""
-            raise ArgumentError(
-                "scope", expected=f"one of {', '.join(_SCOPES)}", got=repr(scope), remedy=single
-            )
-        if callback is not None and not callable(callback):
-            raise ArgumentError("callback", expected="a function of a record", got=type(callback).__name__)
-        if layers is not None and (
-            not isinstance(layers, Sequence)
-            or isinstance(layers, str)
-            or not layers
-            or any(type(index) is not int for index in layers)
-        ):
-            raise ArgumentError("layers", expected="a list of layer indices, or None", got=repr(layers))
+        kind = type(model).__name__
+        check(isinstance(model, nn.Module), "model", "a torch.nn.Module", kind)
+        own = getattr(model.forward, "__qualname__", "") not in _NO_FORWARD
+        expected = "a module with a forward of its own, which takes the probes"
+        remedy = "Give the module inside of it that does, such as module.model."
+        check(own, "model", expected, f"{kind}, which has none", remedy)
+        check_size("every", every)
+        check_size("max_iterations", max_iterations)
+        check_size("seed", seed, least=0)
+        single = "A row is a whole layer; hs.profile measures each head." if scope == "head" else ""
+        check(scope in _SCOPES, "scope", f"one of {', '.join(_SCOPES)}", repr(scope), single)
+        known = callback is None or callable(callback)
+        check(known, "callback", "a function of a record", type(callback).__name__)
+        if layers is not None:
+            several = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
+            indices = several and all(type(index) is int for index in layers)
+            check(indices, "layers", "a list of layer indices, or None", repr(layers))
         #: The model as it is trained, inside the wrappers of distributed training.
         self.trained = model
         self.model = without_wrappers(model)
@@ -147,31 +120,22 @@ class LipschitzMonitor:
         self.callback = callback
         self.layers = None if layers is None else tuple(layers)
         self.scope = scope
-        self.strict = bool(strict)
         self.records: list[MonitorRecord] = []
-        accuracy = {"rtol": float(rtol), "confidence": float(confidence)}
-        self._accuracy: dict[str, Any] = accuracy | {"max_iterations": max_iterations, "seed": seed}
+        accuracy = float(rtol), float(confidence), max_iterations, seed
+        self._measurement = Measurement(self.model, self.probes, self.layers, scope, *accuracy, bool(strict))
         self._steps = 0
         self._failed: set[int | None] = set()
         if self.layers is not None:
             with gathered(self.trained, self.model) as runs_here:
                 if runs_here:
-                    self._measurement().check_layers()
+                    self._measurement.check_layers()
 
     def step(self, step: int | None = None) -> list[MonitorRecord]:
         """Count an optimizer step, and measure the model if the number of steps is a multiple of ``every`` or
         has passed one since the last call.
 
-        Parameters
-        ----------
-        step
-            Number of steps so far; by default one more than at the last call.
-
-        Returns
-        -------
-        list of MonitorRecord
-            The records of this measurement; empty if nothing was measured.
-
+        ``step`` is the number of steps so far, by default one more than at the last call. The result has the
+        records of this measurement, and is empty if nothing was measured.
         """
         before = self._steps
         self._steps = self._steps + 1 if step is None else check_size("step", step, least=0)
@@ -180,20 +144,15 @@ class LipschitzMonitor:
         return self.measure(self._steps) if self._steps % self.every == 0 or passed else []
 
     def measure(self, step: int | None = None) -> list[MonitorRecord]:
-        """Measure the attention layers of the model now, for instance before training, and return the
-        records.
+        """Measure the attention layers of the model now, for instance before training.
 
-        Parameters
-        ----------
-        step
-            Number of steps so far, from which :meth:`step` goes on; by default the steps that were counted.
-
+        ``step`` is the number of steps so far, from which :meth:`step` goes on, by default those counted.
         """
         self._steps = at = self._steps if step is None else check_size("step", step, least=0)
         with gathered(self.trained, self.model) as runs_here:
             if not runs_here:
                 return []
-            rows = self._measurement().at(at)
+            rows = self._measurement.at(at)
         for record in rows:
             self.records.append(record)
             if self.callback is not None:
@@ -207,18 +166,9 @@ class LipschitzMonitor:
         return rows
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Register the monitor with an optimizer, so that each optimizer step calls :meth:`step`.
-
-        A call of ``remove()`` on the returned handle ends this.
-
-        Raises
-        ------
-        ArgumentError
-            If ``optimizer`` is no optimizer of PyTorch.
-
-        """
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ArgumentError("optimizer", expected="a torch.optim.Optimizer", got=type(optimizer).__name__)
+        """Let each step of an optimizer call :meth:`step`, until ``remove()`` of the result is called."""
+        known = isinstance(optimizer, torch.optim.Optimizer)
+        check(known, "optimizer", "a torch.optim.Optimizer", type(optimizer).__name__)
 
         def stepped(*_: object) -> None:
             self.step()
@@ -226,21 +176,13 @@ class LipschitzMonitor:
         return optimizer.register_step_post_hook(stepped)
 
     def table(self) -> pd.DataFrame:
-        """Return all records of the monitor so far as a table.
-
-        The table does not contain the constants of single sequences (``each``).
-        """
+        """Return all records so far as a table, without the constants of single sequences (``each``)."""
         columns = {
             name: one.type for name, one in MonitorRecord.__dataclass_fields__.items() if name != "each"
         }
         frame = PrintedTable([record.as_dict() for record in self.records], columns=[*columns])
         kinds = {"int | None": "Int64", "bool | None": "boolean", "float | None": "float", "float": "float"}
         return frame.astype({name: kinds[kind] for name, kind in columns.items() if kind in kinds})
-
-    def _measurement(self) -> Measurement:
-        return Measurement(
-            self.model, self.probes, self.layers, self.scope, strict=self.strict, **self._accuracy
-        )
 
     def __repr__(self) -> str:
         layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"

@@ -38,10 +38,7 @@ class OwnAttention:
     plain: bool = False
 
     def read(self, scope: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """Return the function that the layer computed in this call, and the tokens (batch, n, d) that it got.
-
-        CaptureError is raised if the scope is not ``attention``, or the call did not return.
-        """
+        """Return the function that the layer computed in this call, and the tokens (batch, n, d) it got."""
         if scope != "attention":
             raise CaptureError(f"{self} is measured in scope 'attention' only.")
         if self.output is None:
@@ -60,9 +57,7 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Return whether this call, which has no padding, has the tokens and outputs of the real tokens of
-        one sequence of a call with padding.
-        """
+        """Return whether this call, without padding, is as a sequence of another call at its real tokens."""
 
         def same(whole: Tensor | None, alone: Tensor | None) -> bool:
             if whole is None or alone is None or whole.shape[:2] != padding.real.shape:
@@ -110,13 +105,8 @@ class OwnAttention:
             "key": None, "value": None, "need_weights": True, "average_attn_weights": False,
         }  # fmt: skip
         _, weights = self.module(**told)
-        added = self.module.masking.scores(
-            attn_mask=told.get("attn_mask"),
-            key_padding_mask=told.get("key_padding_mask"),
-            is_causal=bool(told.get("is_causal", False)),
-            heads=self.module.num_heads,
-            x=x,
-        )
+        masks = told.get("attn_mask"), told.get("key_padding_mask"), bool(told.get("is_causal", False))
+        added = self.module.masking.scores(*masks, heads=self.module.num_heads, x=x)
         p = weights.reshape(x.shape[0], -1, *weights.shape[-2:])
         scores.add_probabilities(p, None if added is None else (~added.isneginf()).expand(p.shape))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["MonitorRecord", "tagged"]
+__all__ = ["MonitorRecord"]
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,3 @@ class MonitorRecord:
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names} | {"failed": 1.0 if self.failure else None}
         return {f"{name}/{place}": float(value) for name, value in values.items() if value is not None}
-
-
-def tagged(records: list[MonitorRecord]) -> dict[str, float]:
-    """Return the numbers of several records together, as :meth:`MonitorRecord.tagged`."""
-    return {tag: value for record in records for tag, value in record.tagged().items()}

@@ -15,7 +15,7 @@ from howsmooth.nn.checks import Placement, check, check_number, check_placement,
 from howsmooth.nn.lipschitz_module import LipschitzModule, TokenModule
 
 if TYPE_CHECKING:
-    from howsmooth.nn.certificates.module_propagation import Row
+    from howsmooth.nn.certificates.torch_module_constants import Reach
 
 __all__ = ["AverageResidual", "BranchModule", "Residual", "SelfAttentionBlock"]
 
@@ -65,16 +65,16 @@ class BranchModule(TokenModule):
         self.inner = inner
 
     def _constant(self, length: int, radius: float) -> float:
-        return self._row(length, radius).constant
+        return self._propagated(length, radius).constant
 
     def _reach(self, length: int, radius: float) -> float:
-        return self._row(length, radius).radius_out
+        return self._propagated(length, radius).radius
 
-    def _row(self, length: int, radius: float) -> Row:
+    def _propagated(self, length: int, radius: float) -> Reach:
         # Residuals are among the modules that this propagation knows, so it imports them.
         from howsmooth.nn.certificates.module_propagation import branched
 
-        return branched(self, length, radius, "", 0)[-1]
+        return branched(self, length, radius, "", 0)
 
     def _branch(self, x: Tensor) -> Tensor:
         check_tokens("x", x)
@@ -98,25 +98,19 @@ class AverageResidual(BranchModule):
     trained as the sigmoid of a parameter, and starts strictly between 0 and 1.
     """
 
+    _shown = ("weight",)
+
     def __init__(
-        self,
-        inner: nn.Module,
-        weight: float = 0.5,
-        *,
-        learnable: bool = False,
-        **placed: Unpack[Placement],
+        self, inner: nn.Module, weight: float = 0.5, *, learnable: bool = False, **placed: Unpack[Placement]
     ) -> None:
         super().__init__(inner)
-        self.learnable = bool(learnable)
-        if self.learnable:
-            number = check_number("weight", weight, "a number strictly between 0 and 1", lambda w: 0 < w < 1)
-        else:
-            number = check_number("weight", weight, "a number from 0 to 1", lambda w: 0 <= w <= 1)
         check_placement(**placed)
+        self.learnable = bool(learnable)
+        self._number = check_number("weight", weight, "a number from 0 to 1", lambda w: 0 <= w <= 1)
         if self.learnable:
-            logit = math.log(number) - math.log1p(-number)
+            check(0 < self._number < 1, "weight", "a number strictly between 0 and 1", weight)
+            logit = math.log(self._number) - math.log1p(-self._number)
             self.logit = nn.Parameter(torch.tensor(logit, **placed))
-        self._number = number
 
     @property
     def weight(self) -> float:
@@ -127,10 +121,6 @@ class AverageResidual(BranchModule):
         """Return (1 − w) x + w inner(x), where x are tokens (batch, n, d) and w is the weight in [0, 1]."""
         y = self._branch(x)
         return torch.lerp(x, y, torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number)
-
-    def extra_repr(self) -> str:
-        """Return the weight w of the branch of the residual connection as text for ``repr``."""
-        return f"weight={self.weight:g}"
 
     def _weights(self) -> tuple[float, float]:
         w = self.weight

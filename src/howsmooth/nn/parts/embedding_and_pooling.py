@@ -1,6 +1,4 @@
-"""1-Lipschitz modules for the first and last steps of a model: patches, positions, class tokens, pooling,
-clipping.
-"""
+"""1-Lipschitz modules for the first and last steps of a model, from patches of images to pooling."""
 
 from __future__ import annotations
 
@@ -10,20 +8,19 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import (
     Placement,
     check,
-    check_ball,
     check_length,
     check_number,
     check_placement,
     check_size,
     check_tokens,
+    norm_above,
 )
 from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.nn.parts.norms import norm_with_one
-from howsmooth.nn.upward_rounding import norm_above, rounded_up
+from howsmooth.rounding import above
 
 __all__ = ["AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"]
 
@@ -52,10 +49,8 @@ class Patches(_SequenceModule):
         check_tokens("x", x, ndim=4)
         p = self.patch_size
         height, width = x.shape[-2:]
-        if height % p or width % p or not height or not width:
-            raise ArgumentError(
-                "x", expected=f"images whose sides are multiples of {p}", got=f"shape {tuple(x.shape)}"
-            )
+        fits = not (height % p or width % p or not height or not width)
+        check(fits, "x", f"images whose sides are multiples of {p}", x.shape)
         rows = x.unflatten(3, (width // p, p)).unflatten(2, (height // p, p))  # batch, c, h, p, w, p
         patches: Tensor = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         return patches
@@ -64,21 +59,20 @@ class Patches(_SequenceModule):
 class AddPositions(_SequenceModule):
     """A 1-Lipschitz module that adds a learned vector to the token at each position.
 
-    It takes sequences of ``length`` tokens of dimension ``dim``. ``std`` is the standard deviation of the
-    Gaussian numbers that initialise the weight.
+    It takes sequences of ``length`` tokens of dimension ``dim``. The weight begins with Gaussian numbers of
+    standard deviation 0.02.
     """
 
-    def __init__(self, length: int, dim: int, *, std: float = 0.02, **placed: Unpack[Placement]) -> None:
+    def __init__(self, length: int, dim: int, **placed: Unpack[Placement]) -> None:
         super().__init__()
         check_size("length", length)
-        self.positions = _drawn(std, placed, length, dim)
+        self.positions = _drawn(placed, length, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the learned vector of each position to tokens (batch, n, d)."""
         length, dim = self.positions.shape
         check_tokens("x", x, dim=dim, like=self.positions)
-        if x.ndim < 2 or x.shape[-2] != length:
-            raise ArgumentError("x", expected=f"{length} tokens", got=f"shape {tuple(x.shape)}")
+        check(x.ndim > 1 and x.shape[-2] == length, "x", f"{length} tokens", x.shape)
         return x + self.positions
 
     def _check(self, length: object) -> int:
@@ -89,18 +83,15 @@ class AddPositions(_SequenceModule):
     def _reach(self, length: int, radius: float) -> float:
         positions = self.positions.detach().to("cpu", torch.float64)
         longest = torch.linalg.vector_norm(positions, dim=1).argmax()
-        return rounded_up(radius + norm_above("positions", positions[longest, None]))
+        return above(radius + norm_above("positions", positions[longest, None]), 8)
 
 
 class PrependToken(_SequenceModule):
-    """A 1-Lipschitz module that puts a learned token before each sequence, like the class token of a ViT.
+    """A 1-Lipschitz module that puts a learned token before each sequence, like the class token of a ViT."""
 
-    ``dim`` and ``std`` are as for :class:`AddPositions`.
-    """
-
-    def __init__(self, dim: int, *, std: float = 0.02, **placed: Unpack[Placement]) -> None:
+    def __init__(self, dim: int, **placed: Unpack[Placement]) -> None:
         super().__init__()
-        self.token = _drawn(std, placed, dim)
+        self.token = _drawn(placed, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Put the learned token before the tokens (batch, n, d), with a result (batch, n + 1, d)."""
@@ -115,10 +106,7 @@ class PrependToken(_SequenceModule):
 
 
 class TakeToken(_SequenceModule):
-    """A 1-Lipschitz module that maps each sequence (batch, n, d) to its token at ``index``, (batch, d).
-
-    Negative indices count from the end.
-    """
+    """A 1-Lipschitz module that maps (batch, n, d) to the tokens at ``index``, which may be negative."""
 
     _shown = ("index",)
 
@@ -159,7 +147,7 @@ class MeanPool(_SequenceModule):
         return 1
 
     def _reach(self, length: int, radius: float) -> float:
-        return rounded_up(math.sqrt(length) * radius)
+        return above(math.sqrt(length) * radius, 8)
 
 
 class ClipTokens(_SequenceModule):
@@ -181,12 +169,10 @@ class ClipTokens(_SequenceModule):
 
     def _reach(self, length: int, radius: float) -> float:
         # The radius may have been changed since the construction, which checks it.
-        return min(check_ball(check_number("radius", self.radius)), radius)
+        return min(check_number("radius", self.radius), radius)
 
 
-def _drawn(std: float, placed: Placement, *shape: int) -> nn.Parameter:
-    """Return a weight (..., dim) of Gaussian numbers with standard deviation ``std``."""
+def _drawn(placed: Placement, *shape: int) -> nn.Parameter:
     check_size("dim", shape[-1])
     check_placement(**placed)
-    scale = check_number("std", std, "a finite number >= 0", lambda number: 0 <= number < math.inf)
-    return nn.Parameter(torch.randn(*shape, **placed) * scale)
+    return nn.Parameter(0.02 * torch.randn(*shape, **placed))

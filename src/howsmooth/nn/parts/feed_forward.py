@@ -5,16 +5,16 @@ The activations are 1-Lipschitz and, unlike ReLU, preserve the norm of every gra
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import Placement, check, check_placement, check_size, check_tokens
+from howsmooth.nn.checks import Placement, check, check_placement, check_size, check_tokens, norm_above
 from howsmooth.nn.lipschitz_module import TokenModule
-from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
+from howsmooth.rounding import above, times
 
 __all__ = ["GroupSort", "MaxMin", "OrthogonalLinear", "SpectralLinear"]
 
@@ -34,11 +34,11 @@ class _ConstrainedLinear(TokenModule):
 
     def __init__(self, in_features: int, out_features: int, bias: bool, placed: Placement) -> None:
         super().__init__()
+        check_placement(**placed)
         self.in_features = check_size("in_features", in_features)
         self.out_features = check_size("out_features", out_features)
         dtype = placed.get("dtype")
         check(dtype in (None, torch.float32, torch.float64), "dtype", "float32 or float64", dtype)
-        check_placement(**placed)
         self.linear = nn.Linear(in_features, out_features, bias=bias, **placed)
         if bias:
             nn.init.zeros_(self.linear.bias)
@@ -58,36 +58,27 @@ class _ConstrainedLinear(TokenModule):
         """Map tokens (..., in_features) to (..., out_features)."""
         stored = self._stored()
         check_tokens("x", x, dim=self.in_features, like=stored)
-        if x.dtype != stored.dtype and not torch.is_autocast_enabled(x.device.type):
-            remedy = "Convert one of the two, with .to(dtype)."
-            expected = f"{stored.dtype} as the weights"
-            raise ArgumentError("x", expected=expected, got=str(x.dtype), remedy=remedy)
+        same = x.dtype == stored.dtype or torch.is_autocast_enabled(x.device.type)
+        check(same, "x", f"{stored.dtype} as the weights", x.dtype, "Convert one, with .to(dtype).")
         y: Tensor = self.linear(x)
         return y
 
     def _constant(self, length: int, radius: float) -> float:
-        # In training PyTorch updates its estimates of spectral norms whenever a weight is read.
-        training = [module for module in self.linear.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False
-            return norm_above("weight", self.weight.detach())
-        finally:
-            for module in training:
-                module.training = True
+        self._stored()
+        # Of a copy, as PyTorch updates its estimates of norms in training whenever a weight is read.
+        return norm_above("weight", copy.deepcopy(self.linear).eval().weight)
 
     def _reach(self, length: int, radius: float) -> float:
         shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])
-        return rounded_up(times(self._constant(length, radius), radius) + shift)
+        return above(times(self._constant(length, radius), radius) + shift, 8)
 
     def _stored(self) -> Tensor:
         """Return the tensor from which PyTorch computes the weight, after checking its dtype."""
         stored = self.linear.parametrizations.weight.original  # type: ignore[union-attr]
         assert isinstance(stored, Tensor)
-        if stored.dtype not in (torch.float32, torch.float64):
-            expected = "float32 or float64, because PyTorch can parametrize only these"
-            remedy = "Convert the model with .float(); autocast may choose a lower precision."
-            raise ArgumentError("weight", expected=expected, got=str(stored.dtype), remedy=remedy)
+        expected = "float32 or float64, because PyTorch can parametrize only these"
+        remedy = "Convert the model with .float(); autocast may choose a lower precision."
+        check(stored.dtype in (torch.float32, torch.float64), "weight", expected, stored.dtype, remedy)
         return stored
 
 
@@ -165,12 +156,9 @@ class GroupSort(TokenModule):
     def forward(self, x: Tensor) -> Tensor:
         """Sort the entries of each token of x (..., d) within groups of ``group_size`` neighbours."""
         check_tokens("x", x)
-        d = x.shape[-1]
-        if d % self.group_size:
-            raise ArgumentError(
-                "x", expected=f"tokens of a multiple of {self.group_size} numbers", got=str(d)
-            )
-        groups: Tensor = x.unflatten(-1, (d // self.group_size, self.group_size)).sort(dim=-1).values
+        d, size = x.shape[-1], self.group_size
+        check(d % size == 0, "x", f"tokens of a multiple of {size} numbers", d)
+        groups: Tensor = x.unflatten(-1, (d // size, size)).sort(dim=-1).values
         return groups.flatten(-2)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius
-from howsmooth.nn.checks import Placement, check_number, check_placement, check_size, check_tokens
+from howsmooth.nn.checks import Placement, check_number, check_placement, check_size, check_tokens, norm_above
 from howsmooth.nn.lipschitz_module import TokenModule
-from howsmooth.nn.upward_rounding import norm_above, rounded_up
+from howsmooth.rounding import above
 
 __all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm", "norm_with_one"]
 
@@ -21,41 +21,37 @@ __all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm", "norm_with_on
 class _LipschitzNorm(TokenModule):
     """The base class of norm layers x ↦ Γ φ(Hx) + β of constant ‖ΓH‖ ≤ 1.
 
-    H is the identity or subtracts the mean, φ is a function that subclasses define, β is the shift, and Γ is
-    the diagonal matrix of the gain that is applied, gain / max(1, max |gain|). ``dim`` is the dimension of a
-    token, and ``affine`` says whether gain and shift are learned.
+    H is the identity or subtracts the mean, φ is a function that subclasses define, β is the learned shift,
+    and Γ is the diagonal matrix of the gain that is applied, gain / max(1, max |gain|). ``dim`` is the
+    dimension of a token.
     """
 
     _source = 'norm layers, howsmooth documentation, "Enforce"'
     _shown: ClassVar[tuple[str, ...]] = ("dim",)
     centred: bool
-    gain: nn.Parameter | None
     shift: nn.Parameter | None
 
-    def __init__(self, dim: int, affine: bool, placed: Placement) -> None:
+    def __init__(self, dim: int, placed: Placement) -> None:
         super().__init__()
-        self.dim = check_size("dim", dim)
         check_placement(**placed)
-        ones = torch.ones(dim, **placed)
-        self.register_parameter("gain", nn.Parameter(ones) if affine else None)
-        shifted = affine and self.centred
-        self.register_parameter("shift", nn.Parameter(torch.zeros_like(ones)) if shifted else None)
+        self.dim = check_size("dim", dim)
+        self.gain = nn.Parameter(torch.ones(dim, **placed))
+        zeros = torch.zeros(dim, **placed)
+        self.register_parameter("shift", nn.Parameter(zeros) if self.centred else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the norm layer to each token of x (..., dim)."""
         check_tokens("x", x, dim=self.dim, like=self.gain)
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
-        u = self._shorten(h)
-        if self.gain is None:
-            return u
-        return u * self._gain(self.gain) if self.shift is None else u * self._gain(self.gain) + self.shift
+        u = self._shorten(h) * self._gain()
+        return u if self.shift is None else u + self.shift
 
     def _reach(self, length: int, radius: float) -> float:
-        reach = rounded_up(self._longest(radius))
+        reach = above(self._longest(radius), 8)
         if math.isinf(reach):
             return math.inf
         # norm_radius takes outputs β + √d ΓH u with |u| ≤ 1. Here |u| ≤ reach, so the gain is scaled.
-        gain = self._gain_in_double() * (reach / math.sqrt(self.dim))
+        gain = self._gain().detach().to("cpu", torch.float64) * (reach / math.sqrt(self.dim))
         if not self.centred:
             return norm_radius(RMSNorm(gain))
         shift = None if self.shift is None else self.shift.detach().to("cpu", torch.float64)
@@ -67,22 +63,18 @@ class _LipschitzNorm(TokenModule):
     def _longest(self, radius: float) -> float:
         return radius
 
-    def _gain(self, gain: Tensor) -> Tensor:
+    def _gain(self) -> Tensor:
         # Dividing by the largest gain, if that is above one, keeps the constant at most 1 during training.
-        return gain / gain.abs().amax(dim=0).clamp(min=1.0)
-
-    def _gain_in_double(self) -> Tensor:
-        if self.gain is None:
-            return torch.ones(self.dim, dtype=torch.float64)
-        return self._gain(self.gain).detach().to("cpu", torch.float64)
+        return self.gain / self.gain.abs().amax(dim=0).clamp(min=1.0)
 
     def _constant(self, length: int, radius: float) -> float:
-        gain = self._gain_in_double()
+        gain = self._gain().detach().to("cpu", torch.float64)
         if not self.centred:
             return norm_above("gain", gain.abs().amax()[None, None])
         # The norm of ΓH, computed from the matrix.
         centre = torch.eye(self.dim, dtype=torch.float64) - 1 / self.dim
-        return norm_above("gain", gain[:, None] * centre)
+        # Entries round by 3 u, in the spectral norm by 3 u √d times as much as the largest.
+        return above(norm_above("gain", gain[:, None] * centre), 4 * self.dim)
 
 
 class CenterNorm(_LipschitzNorm):
@@ -90,22 +82,20 @@ class CenterNorm(_LipschitzNorm):
 
     The layer is x ↦ ΓHx + β = γ ∘ (x − mean(x)) + β with |γ| ≤ 1, and its constant is ‖ΓH‖ ≤ 1. H = I − 11ᵀ/d
     is a projection. LipsFormer (Qi et al. 2023) also multiplies by d/(d−1). With ``scaled`` the layer does
-    so, too, and its constant is larger by this factor. With ``affine`` gain and shift are learned; the gain
-    that is applied is gain / max(1, max |gain|).
+    so, too, and its constant is larger by this factor. Gain and shift are learned; the gain that is applied
+    is gain / max(1, max |gain|).
     """
 
     centred = True
 
-    def __init__(
-        self, dim: int, *, affine: bool = True, scaled: bool = False, **placed: Unpack[Placement]
-    ) -> None:
-        super().__init__(dim, affine, placed)
+    def __init__(self, dim: int, *, scaled: bool = False, **placed: Unpack[Placement]) -> None:
+        super().__init__(dim, placed)
         if scaled:
             check_size("dim", dim, least=2)
         self._factor = dim / (dim - 1) if scaled else 1.0
 
     def _constant(self, length: int, radius: float) -> float:
-        return rounded_up(self._factor * super()._constant(length, radius))
+        return above(self._factor * super()._constant(length, radius), 8)
 
     def _shorten(self, h: Tensor) -> Tensor:
         return h if self._factor == 1.0 else self._factor * h
@@ -123,10 +113,8 @@ class _SmoothedNorm(_LipschitzNorm):
 
     _shown = ("dim", "floor")
 
-    def __init__(
-        self, dim: int, *, floor: float = 1.0, affine: bool = True, **placed: Unpack[Placement]
-    ) -> None:
-        super().__init__(dim, affine, placed)
+    def __init__(self, dim: int, *, floor: float = 1.0, **placed: Unpack[Placement]) -> None:
+        super().__init__(dim, placed)
         self.floor = check_number("floor", floor)
 
     def _shorten(self, h: Tensor) -> Tensor:
@@ -144,8 +132,8 @@ class LipschitzLayerNorm(_SmoothedNorm):
 
     N(x) = γ ∘ r h/√(|h|² + r²) + β, where h = x − mean(x) and r is the floor. This is LayerNorm with ε =
     r²/d, times r/√d. Long tokens get a norm near r, and short centred tokens hardly change. The constant of
-    LayerNorm itself is about max|γ|/√ε, which is 316 for its default settings. With ``affine`` gain and shift
-    are learned; the gain that is applied is gain / max(1, max |gain|).
+    LayerNorm itself is about max|γ|/√ε, which is 316 for its default settings. Gain and shift are learned;
+    the gain that is applied is gain / max(1, max |gain|).
     """
 
     centred = True

@@ -1,25 +1,31 @@
-"""The layers of a penalty, and their calls in the last forward pass of a model."""
+"""The layers of a penalty, their calls in the last forward pass of a model, and copies that repeat a call."""
 
 from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from howsmooth import watching
 from howsmooth.errors import ArgumentError, DerivativeError
-from howsmooth.nn.penalty.layer_replica import single
+from howsmooth.nn.checks import check
 from howsmooth.nn.penalty.output_projections import OutputProjections, first_output
+from howsmooth.plain_modules import unwrapped
 
-__all__ = ["LayerCall", "Penalty"]
+__all__ = ["LayerCall", "Penalty", "drawing_nothing", "replica"]
 
 _X = object()  # stands for the tokens among the stored arguments of a call
+_HOOKS = [key for key in vars(nn.Module()) if "_hooks" in key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,16 +43,11 @@ class LayerCall:
     def of(cls, call: watching.Call) -> LayerCall:
         """Return the recorded form of a call that is about to begin."""
         layer, arguments = call.module, call.arguments()
-        parameters = inspect.signature(layer.forward).parameters
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        for key in arguments:
-            if key in parameters and parameters[key].kind not in named:
-                raise ArgumentError(
-                    "layers",
-                    expected="layers whose arguments have names",
-                    got=f"{type(layer).__name__}, whose forward takes *{key}",
-                    remedy="Name a module around it or inside it.",
-                )
+        for key, parameter in inspect.signature(layer.forward).parameters.items():
+            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            got = f"{type(layer).__name__}, whose forward takes *{key}"
+            remedy = "Name a module around it or inside it."
+            check(named or key not in arguments, "layers", "layers whose arguments have names", got, remedy)
         for key, value in arguments.items():
             # Without its cache, because a repeated call would append the keys and values a second time.
             if hasattr(value, "get_seq_length") and hasattr(value, "update"):
@@ -57,11 +58,9 @@ class LayerCall:
             arguments["need_weights"] = True
         x = next((t for t in _tensors(arguments) if t.is_floating_point() and t.ndim > 1 and t.numel()), None)
         if x is None:
-            raise ArgumentError(
-                "layers",
-                expected="layers that get tokens, a floating-point tensor (..., n, d)",
-                got=f"{call.name} ({type(layer).__name__}), which gets none",
-            )
+            expected = "layers that get tokens, a floating-point tensor (..., n, d)"
+            got = f"{call.name} ({type(layer).__name__}), which gets none"
+            raise ArgumentError("layers", expected=expected, got=got)
         # The batch is the first axis, except for MultiheadAttention's default layout (n, batch, d).
         second = isinstance(layer, nn.MultiheadAttention) and not layer.batch_first
         axis = None if x.ndim == 2 else int(second)
@@ -74,12 +73,7 @@ class LayerCall:
     @property
     def members(self) -> Tensor:
         """The tokens with the batch as first axis, in float32 for half precision, detached from the graph."""
-        return self.history.detach()
-
-    @property
-    def history(self) -> Tensor:
-        """As :attr:`members`, still attached to the autograd graph."""
-        return self.by_member(single(self.tokens))
+        return self.by_member(_single(self.tokens)).detach()
 
     def by_member(self, t: Tensor) -> Tensor:
         """Move the batch axis of a tensor to the front, or add the axis if the call has none."""
@@ -92,10 +86,7 @@ class LayerCall:
         return t[0] if self.batch_axis is None else self.by_member(t)
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Call a module with other tokens and with all other recorded arguments.
-
-        The batch is the first axis of the tokens and of the result.
-        """
+        """Call a module with other tokens (batch, ...), and all other arguments as they were recorded."""
         given = self.as_given(x)
 
         def as_tokens(leaf: Any) -> Any:
@@ -137,9 +128,7 @@ class LayerCall:
         return replace(self, tokens=tokens, arguments=arguments, versions=_versions(arguments))
 
     def check_first(self, module: nn.Module, members: int) -> None:
-        """Raise ArgumentError if the output for the first ``members`` sequences depends on the other
-        sequences.
-        """
+        """Raise ArgumentError if the output for the first ``members`` sequences depends on the others."""
         alone = self.first(members)
         if alone is self:
             return
@@ -149,13 +138,9 @@ class LayerCall:
                 same = torch.allclose(alone.run(module, alone.members), wanted, rtol=1e-3, atol=1e-5)
             except (RuntimeError, ValueError, IndexError):
                 same = False
-        if not same:
-            raise ArgumentError(
-                "members",
-                expected="layers that can be run on the first sequences of a batch alone",
-                got=f"{self.name} ({type(self.layer).__name__}), whose arguments could not be cut",
-                remedy="Use members=None for a model with this layer.",
-            )
+        expected = "layers that can be run on the first sequences of a batch alone"
+        got = f"{self.name} ({type(self.layer).__name__}), whose arguments could not be cut"
+        check(same, "members", expected, got, "Use members=None for a model with this layer.")
 
     def check_unchanged(self) -> None:
         """Raise DerivativeError if an argument has been changed in place since the call."""
@@ -178,19 +163,25 @@ class Penalty:
     """Base class of penalties, which record the calls of layers while they are attached to a model.
 
     Each forward pass with gradients replaces the calls of the last one. If ``projected`` is True, the calls
-    of attention layers include their output projection, wherever the model applies it.
+    of attention layers include their output projection. ``settings`` are words for ``repr``.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[str] | None, *, projected: bool) -> None:
-        if not isinstance(model, nn.Module):
-            raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+    def __init__(
+        self, model: nn.Module, layers: Sequence[str] | None, *, projected: bool, settings: str
+    ) -> None:
+        check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
         self.layers = _chosen_layers(model, layers)
-        self._model = model
+        self._model, self._settings = model, settings
         self._calls: list[LayerCall] = []
         self._projections = OutputProjections(model, self.layers) if projected else None
         # The calls of the last pass are forgotten only now: penalties use them after the pass has ended.
-        begins = lambda: self._calls.clear()  # noqa: E731
+        begins = self._calls.clear
         self._watch = watching.Watch(model, self.layers, starts=self._record, begins=begins)
+
+    def __repr__(self) -> str:
+        attached = "attached" if self._watch.attached else "not attached"
+        model, layers = type(self._model).__name__, len(self.layers)
+        return f"{type(self).__name__}({model}, {layers} layers, {self._settings}, {attached})"
 
     def attach(self) -> Self:
         """Start the recording of the inputs of the layers in the forward passes of the model."""
@@ -204,7 +195,7 @@ class Penalty:
         if self._projections is not None:
             self._projections.detach()
         self._watch.detach()
-        self._calls = []
+        self._calls.clear()
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -215,22 +206,8 @@ class Penalty:
     def _record(self, call: watching.Call) -> None:
         self._calls.append(LayerCall.of(call))
 
-    def _scope(self, name: str) -> str:
-        """Return ``attention`` for a layer whose output projection is part of its calls, else ``module``."""
-        known = self._projections is not None and name not in self._projections.unknown
-        return "attention" if known else "module"
-
     def _named_calls(self) -> dict[str, LayerCall]:
-        """Return the calls of the last forward pass by the name of the layer.
-
-        The second call of a layer ``name`` has the name ``name[1]``, and so on.
-
-        Raises
-        ------
-        ArgumentError
-            If no call was recorded.
-
-        """
+        """Return the calls of the last forward pass by the name of the layer; ``name[1]`` is its second."""
         if not self._calls:
             attached = self._watch.attached
             raise ArgumentError(
@@ -254,52 +231,96 @@ class Penalty:
 
 
 def _chosen_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the modules of a model that match a list of paths or patterns.
-
-    None selects the innermost modules whose class name contains "attention".
-
-    Raises
-    ------
-    ArgumentError
-        If a path or pattern matches no module, or the model has no module called attention.
-
-    """
+    """Return the modules of these paths or patterns, by default the innermost whose class is an attention."""
     modules = dict(model.named_modules())
     if layers is None:
         named = {
             m for m in modules.values() if any("attention" in c.__name__.lower() for c in type(m).__mro__)
         }
         inner = {name: m for name, m in modules.items() if m in named and not named & {*m.modules()} - {m}}
-        if not inner:
-            raise ArgumentError(
-                "layers",
-                expected="a model with modules whose class name contains 'attention'",
-                got=f"none in {type(model).__name__}",
-                remedy="Give the paths of the layers, which model.named_modules() lists.",
-            )
+        expected, got = "a model with modules whose class name contains 'attention'", type(model).__name__
+        remedy = "Give the paths of the layers, which model.named_modules() lists."
+        check(bool(inner), "layers", expected, got, remedy)
         return inner
-    if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
-        raise ArgumentError("layers", expected="a list of paths or patterns", got=repr(layers))
+    several = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
+    check(several, "layers", "a list of paths or patterns", repr(layers))
     found: dict[str, nn.Module] = {}
     for pattern in layers:
         fits = [name for name in modules if name == pattern or _fits(name, str(pattern))]
-        if not fits:
-            raise ArgumentError(
-                "layers",
-                expected="paths or patterns of modules of the model",
-                got=repr(pattern),
-                remedy="model.named_modules() lists the paths; a pattern is 'encoder.layers.*.self_attn', in "
-                "which * stands for what is between two dots.",
-            )
+        remedy = (
+            "model.named_modules() lists the paths; a pattern is 'encoder.layers.*.self_attn', in which * "
+            "stands for what is between two dots."
+        )
+        check(bool(fits), "layers", "paths or patterns of modules of the model", repr(pattern), remedy)
         found |= {name: modules[name] for name in fits}
     return found
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Tell whether a module's path fits a pattern, part by part between the dots.
-
-    So "layers.*" is each layer, and not what is inside of the layers. The empty path of the model itself fits
-    no pattern.
-    """
+    """Tell whether a path fits a pattern, part by part between the dots; an empty path fits none."""
     parts, patterns = name.split("."), pattern.split(".")
     return bool(name) and len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def replica(layer: nn.Module, name: str) -> nn.Module:
+    """Return a copy of the layer that shares its parameters but no other state with the original.
+
+    The copy is in evaluation mode, so it has no dropout. It has its own buffers and attributes. It has none
+    of the layer's hooks, except hooks that compute a weight (``torch.nn.utils.weight_norm``). Half-precision
+    parameters are converted to float32. ArgumentError is raised if the layer is scripted, or its ``forward``
+    was replaced on the instance.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    buffers: dict[int, Tensor] = {}
+    modules = {path: module for path, module in layer.named_modules() if unwrapped(module) is module}
+    for path, module in modules.items():
+        own = vars(module)
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        what = "scripted" if scripted else "whose forward was replaced on the object"
+        got = f"{'.'.join(filter(None, (name, path)))} ({type(module).__name__}), {what}"
+        remedy = "Attach the penalty to the module before it is wrapped."
+        check(not scripted and "forward" not in own, "layers", "layers in plain Python", got, remedy)
+        # copy.deepcopy would copy the parameters, too, and fails for attributes with a graph.
+        copy = copies[module] = module.__new__(type(module))
+        new: dict[str, Any] = {key: OrderedDict() for key in _HOOKS}
+        new["_forward_pre_hooks"].update(
+            (key, hook)
+            for key, hook in module._forward_pre_hooks.items()
+            if isinstance(hook, WeightNorm | SpectralNorm)
+        )
+        new["_parameters"] = {key: p if p is None else _single(p) for key, p in module._parameters.items()}
+        new["_buffers"] = {
+            key: b if b is None else buffers.setdefault(id(b), _single(b.detach().clone()))
+            for key, b in module._buffers.items()
+        }
+        vars(copy).update(own | new | {"_compiled_call_impl": None, "training": False})
+    for module in modules.values():
+        # The copies refer to each other as the originals do, shared modules included.
+        children = module._modules.items()
+        vars(copies[module])["_modules"] = {
+            key: c if c is None else copies[unwrapped(c)] for key, c in children
+        }
+    return copies[unwrapped(layer)]
+
+
+@contextmanager
+def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
+    """Restore the random state at the end, and raise ArgumentError if code inside drew random numbers."""
+    devices = [device] if device.type == "cuda" else []
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in devices)]
+
+    with torch.random.fork_rng(devices):
+        before = states()
+        yield
+        after = states()
+    expected = "layers that draw no random numbers in evaluation mode"
+    remedy = "Leave the layer out: dropout that ignores evaluation mode has no singular value."
+    same = all(map(torch.equal, before, after))
+    check(same, "layers", expected, f"{name}, which draws random numbers", remedy)
+
+
+def _single(t: Tensor) -> Tensor:
+    """Convert half precision to float32."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

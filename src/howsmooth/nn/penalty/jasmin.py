@@ -6,7 +6,7 @@ It depends on attention probabilities alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -14,12 +14,8 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
-from howsmooth.nn.checks import check_size
-from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty
-from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
-
-if TYPE_CHECKING:
-    from howsmooth.models.tracing.softmax_call import SoftmaxCall
+from howsmooth.nn.checks import check, check_size
+from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty, drawing_nothing, replica
 
 __all__ = ["JasminPenalty", "jasmin"]
 
@@ -27,9 +23,7 @@ __all__ = ["JasminPenalty", "jasmin"]
 def _jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
     """Return g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) for each row p, where p₍ₖ₎ is its k-th largest entry, or 0.
 
-    g_1 bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: see
-    :func:`howsmooth.bounds.yudin_theorem_3` and its proof on the documentation page "Certificates at given
-    tokens".
+    g_1 bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: :func:`howsmooth.bounds.yudin_theorem_3`.
     """
     keys = probabilities.shape[-1]
     largest = nn.functional.pad(
@@ -46,41 +40,20 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
     max_i log(g_1(P_i) / g_k(P_i)), which also keeps rows from becoming uniform. It ignores values, keys and
     queries, so it is not a bound on a local Lipschitz constant.
 
-    Parameters
-    ----------
-    probabilities
-        Attention probabilities, whose rows sum to one; masked entries are zero.
-    k
-        0, or an integer >= 2.
+    Each row of the ``probabilities`` sums to one; masked entries are zero. Rows that see a single key, or
+    fewer than k keys, have g = 0 and are left out. The maximum over rows and the mean over heads follow a
+    public implementation of equations (8) and (9). ArgumentError is raised for other numbers, and other k.
 
-    Raises
-    ------
-    ArgumentError
-        If the numbers are not probabilities, or k has another value.
-
-    Notes
-    -----
-    Rows that see a single key, or fewer than k keys, have g = 0 and are left out. The maximum over rows and
-    the mean over heads follow a public implementation of equations (8) and (9).
-
-    References
-    ----------
-    Yudin, Gaponov, Kudriashov, Rakhuba, *Pay Attention to Attention Distribution: A New Local Lipschitz Bound
-    for Transformers*, 2025 (arXiv 2507.07814).
-
+    See Yudin, Gaponov, Kudriashov, Rakhuba, *Pay Attention to Attention Distribution: A New Local Lipschitz
+    Bound for Transformers*, 2025 (arXiv 2507.07814).
     """
     _check_k(k)
     p = probabilities
     if not isinstance(p, Tensor) or not p.is_floating_point() or p.ndim < 1 or p.numel() == 0:
         got = f"{p.dtype} of shape {tuple(p.shape)}" if isinstance(p, Tensor) else type(p).__name__
         raise ArgumentError("probabilities", expected="probabilities (..., queries, keys)", got=got)
-    if not bool(((p >= 0) & (p <= 1 + 1e-3)).all()):
-        raise ArgumentError(
-            "probabilities",
-            expected="numbers between 0 and 1",
-            got="other numbers",
-            remedy="Give the output of a softmax.",
-        )
+    remedy, good = "Give the output of a softmax.", bool(((p >= 0) & (p <= 1 + 1e-3)).all())
+    check(good, "probabilities", "numbers between 0 and 1", "other numbers", remedy)
     # Rows with smaller g are left out: the product in g has no accurate digits there.
     least = torch.finfo(probabilities.dtype).tiny ** 0.5
     g = _jacobian_bound(probabilities)
@@ -98,100 +71,61 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
 
 
 class JasminPenalty(Penalty):
-    """The JaSMin penalty of every attention layer at the current batch, with the interface of
-    :class:`SpectralPenalty`.
+    """The JaSMin penalty of every attention layer at the current batch, used as :class:`SpectralPenalty`.
 
     As there, each layer is run a second time in evaluation mode, without changing the model. Its softmax
-    probabilities are intercepted while it runs.
-
-    Parameters
-    ----------
-    model, layers
-        As for :class:`SpectralPenalty`.
-    k
-        As for :func:`jasmin`.
-    on_input
-        Whether the gradient also flows to the inputs of the layers.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument has a wrong type or value, or no layer is found.
-
+    probabilities are intercepted while it runs; ArgumentError is raised if they cannot be read. ``k`` is as
+    for :func:`jasmin`.
     """
 
-    def __init__(
-        self, model: nn.Module, layers: Sequence[str] | None = None, *, k: int = 0, on_input: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[str] | None = None, *, k: int = 0) -> None:
         _check_k(k)
-        super().__init__(model, layers, projected=False)
-        self._k, self._on_input = k, bool(on_input)
-
-    def __repr__(self) -> str:
-        attached = "attached" if self._watch.attached else "not attached"
-        return (
-            f"JasminPenalty({type(self._model).__name__}, {len(self.layers)} layers, "
-            f"attention probabilities, k={self._k}, {attached})"
-        )
+        super().__init__(model, layers, projected=False, settings=f"attention probabilities, k={k}")
+        self._k = k
 
     def __call__(self) -> Tensor:
-        """Return the mean of the penalties of all layers, a scalar to add to the loss.
-
-        Raises
-        ------
-        ArgumentError
-            If there was no forward pass with gradients, or the probabilities of a layer cannot be read.
-
-        """
+        """Return the mean of the penalties of all layers, a scalar to add to the loss."""
         return torch.stack(list(self.terms().values())).mean()
 
     def terms(self) -> dict[str, Tensor]:
         """Return the JaSMin penalty of each layer by name."""
         terms: dict[str, Tensor] = {}
         for name, call in self._named_calls().items():
-            found = [jasmin(p, self._k) for p in _probabilities(name, call, self._on_input)]
+            found = [jasmin(p, self._k) for p in _probabilities(name, call)]
             terms[name] = torch.stack(found).mean()
         first = next(iter(terms.values()))
         return {name: term.to(first) for name, term in terms.items()}
 
 
-def _probabilities(name: str, call: LayerCall, on_input: bool) -> list[Tensor]:
+def _probabilities(name: str, call: LayerCall) -> list[Tensor]:
     """Repeat a call of a layer, and return the probabilities (..., queries, keys) of its softmaxes."""
-    # The import takes seconds, since it brings transformers.
+    # The imports take seconds, since they bring transformers.
+    from howsmooth.models.tracing.softmax_call import SoftmaxCall, plain_attention
     from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
 
     call.check_unchanged()
     cores: list[SoftmaxCall] = []
-    x = call.history if on_input else call.members
+    x = call.members
     with torch.enable_grad(), torch.autocast(x.device.type, enabled=False), one_backend():  # noqa: SIM117
         with drawing_nothing(name, x.device), SoftmaxTracer(lambda core: cores.append(core), check=False):
             call.run(replica(call.layer, call.name), x)
-    if not cores:
-        raise ArgumentError(
-            "layers", expected="layers with softmax attention", got=f"{name}, which has no softmax attention"
-        )
-    return [_of_core(name, core) for core in cores]
-
-
-def _of_core(name: str, core: SoftmaxCall) -> Tensor:
-    if core.probabilities is not None:
-        return core.probabilities
-    if core.query is None or core.key is None or core.sinks is not None:
+    got = f"{name}, which has no softmax attention"
+    check(bool(cores), "layers", "layers with softmax attention", got)
+    found: list[Tensor] = []
+    for core in cores:
+        if core.probabilities is not None:
+            found.append(core.probabilities)
+            continue
         reason = core.obstacle or "its attention sinks take a part of each row"
-        raise ArgumentError(
-            "layers", expected="layers whose probabilities can be read", got=f"{name}: {reason}"
-        )
-    # With grouped queries, several query heads share one key head.
-    key = core.key.repeat_interleave(core.query.shape[-3] // core.key.shape[-3], dim=-3)
-    scores = core.query @ key.mT * core.scale
-    scores = scores if core.softcap is None else core.softcap * torch.tanh(scores / core.softcap)
-    order = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    for mask in (order if core.causal else None, core.mask):
-        if mask is not None:
-            boolean = mask.dtype == torch.bool
-            scores = scores.masked_fill(~mask, -torch.inf) if boolean else scores + mask
-    # A query that sees no key has NaN probabilities, which become zeros and do not count.
-    return scores.softmax(dim=-1).nan_to_num(nan=0.0)
+        read = core.query is not None and core.key is not None and core.sinks is None
+        check(read, "layers", "layers whose probabilities can be read", f"{name}: {reason}")
+        # The probabilities are the output for values that are unit vectors.
+        _, key, _ = core.operands
+        *lead, n, _ = key.shape
+        units = torch.eye(n, dtype=key.dtype, device=key.device).expand(*lead, n, n)
+        # A query that sees no key has NaN probabilities, which become zeros and do not count.
+        found.append(plain_attention(replace(core, value=units)).nan_to_num(nan=0.0))
+    return found
 
 
 def _check_k(k: int) -> None:

@@ -15,26 +15,15 @@ __all__ = ["LayerReport", "PenaltyReport"]
 
 @dataclass(frozen=True, eq=False)
 class LayerReport:
-    """Estimates of the leading singular value of the Jacobian of one layer at each sequence of the batch.
+    """Estimates of the leading singular value of the Jacobian J of one layer at each sequence of the batch.
 
-    Attributes
-    ----------
-    name
-        Path of the layer in the model, followed by ``[i]`` for its further calls.
-    value
-        Lower estimates of ‖J‖ at each sequence, (members,).
-    residual
-        Relative residuals |J v − σ u| / σ, (members,).
-    converged
-        Whether residual <= rtol, (members,). If so, the value differs from some singular value of J by at
-        most residual · value. This is usually the leading one, but only :meth:`SpectralPenalty.measure`
-        certifies it.
-    upper
-        Upper limits of ‖J‖ with probability 0.999, (members,), for directions that started at random in this
-        step; infinite for the others.
-    scope
-        The part of the model whose Jacobian J is: ``attention``, all heads with the output projection, or
-        ``module``, the module of this name as it is.
+    ``name`` is the path of the layer in the model, followed by ``[i]`` for its further calls. ``scope`` is
+    the part of the model: ``attention``, all heads with the output projection, or ``module``, the module of
+    this name as it is. Each tensor has the shape (members,): ``value`` are lower estimates of ‖J‖,
+    ``residual`` the relative residuals |J v − σ u| / σ, and ``converged`` says whether they are at most rtol.
+    If so, the value differs from some singular value of J by at most residual · value. This is usually the
+    leading one, but only :meth:`SpectralPenalty.measure` certifies it. ``upper`` are upper limits of ‖J‖ with
+    probability 0.999 for directions that started at random in this step; infinite for the others.
     """
 
     name: str
@@ -47,9 +36,7 @@ class LayerReport:
 
 @dataclass(frozen=True, eq=False)
 class PenaltyReport:
-    """The leading singular values of all layers in one evaluation of a penalty, which are lower estimates
-    until they have converged.
-    """
+    """The leading singular values of all layers in one call of a penalty, lower estimates until converged."""
 
     layers: tuple[LayerReport, ...]
     rtol: float
@@ -60,18 +47,14 @@ class PenaltyReport:
         return all(bool(layer.converged.all()) for layer in self.layers)
 
     def constants(self) -> dict[str, float]:
-        """Return the largest singular value over all sequences for each layer, by name; NaN where the value
-        for some sequence has not converged.
-        """
+        """Return the largest singular value of each layer, by name, or NaN where one has not converged."""
         return {
             layer.name: float(layer.value.max()) if bool(layer.converged.all()) else float("nan")
             for layer in self.layers
         }
 
     def table(self) -> pd.DataFrame:
-        """Return a table with one row for each layer; ``residual`` is its largest one, and ``converged`` the
-        number of converged pairs.
-        """
+        """Return a row for each layer: its largest ``residual``, and the number of ``converged`` pairs."""
         rows = [
             {
                 "layer": layer.name,
@@ -93,10 +76,7 @@ class PenaltyReport:
         return (
             f"Lower estimates of the local Lipschitz constants of {len(rows)} layers "
             f"(scope {', '.join(sorted(set(rows['scope'])))}), the largest {rows['largest'].max():.4g}; "
-            f"{status if missed else 'all pairs converged'} (relative residual <= {self.rtol:g})"
-        ) + "".join(
-            f"\n  {name}: mean {mean:.4g}, largest {largest:.4g}"
-            for name, mean, largest in zip(rows["layer"], rows["mean"], rows["largest"], strict=True)
+            f"{status if missed else 'all pairs converged'} (relative residual <= {self.rtol:g})\n{rows}"
         )
 
     __repr__ = __str__

@@ -13,21 +13,15 @@ from torch.autograd.function import once_differentiable
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
-from howsmooth.nn.checks import check_size
-from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty
-from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
+from howsmooth.nn.checks import check, check_number, check_size
+from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty, drawing_nothing, replica
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
-from howsmooth.nn.penalty.singular_value import Pair, begin, relative_residual
-from howsmooth.nn.penalty.singular_vector_storage import Directions, unit
+from howsmooth.nn.penalty.singular_value import Directions, Pair, begin, relative_residual, unit
 
 __all__ = ["SpectralPenalty"]
 
 Reduction = Literal["mean", "max", "sum"]
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": torch.mean,
-    "max": torch.max,
-    "sum": torch.sum,
-}
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "max": torch.max, "sum": torch.sum}
 
 
 class SpectralPenalty(Penalty):
@@ -51,8 +45,12 @@ class SpectralPenalty(Penalty):
     For this, the layer is run again on a replica with the same weights. The replica is in evaluation mode,
     has its own buffers and none of the user's hooks, and computes in float32 if the model uses half precision
     or autocast. The model, its random numbers and its training mode do not change. Because the replica has no
-    dropout, the penalty is that of the layer without dropout. A layer that is random in evaluation mode
-    raises an error.
+    dropout, the penalty is that of the layer without dropout. The gradient is derived on the documentation
+    page "Enforce: layers with a constant that is proved".
+
+    ArgumentError names an argument of a wrong type or value, says that there was no forward pass with
+    gradients, and names a layer that is random in evaluation mode or cannot be run again; DerivativeError
+    one that cannot be differentiated twice in reverse mode, and NonFiniteError what is NaN or infinite.
 
     Parameters
     ----------
@@ -61,14 +59,12 @@ class SpectralPenalty(Penalty):
     layers
         Paths of modules in ``model.named_modules()``, or patterns such as "encoder.layers.*.self_attn", in
         which * stands for what is between two dots: "encoder.layers.*" is all blocks, each as a whole. The
-        penalty is then that of the named module as it is, with or without output projection, residual or norm
-        (scope ``module``). The default is the innermost modules whose class name contains "attention", with
-        their output projection wherever the model applies it: scope ``attention``, as of
-        :class:`~howsmooth.nn.LipschitzMonitor`. A module whose output projection is not found is taken as it
-        is, with a warning. The tokens are the module's first
-        floating-point argument (..., n, d), and the output is its first floating-point result. If the same
-        tensor is given as queries, keys and values, it is perturbed in all three. All other arguments are
-        constant.
+        penalty is then that of the named module as it is (scope ``module``). The default is the innermost
+        modules whose class name contains "attention", with their output projection wherever the model applies
+        it: scope ``attention``, as of :class:`~howsmooth.nn.LipschitzMonitor`. A module whose output
+        projection is not found is taken as it is, with a warning. The tokens are the module's first
+        floating-point argument (..., n, d), and the output is its first floating-point result. A tensor that
+        is given as queries, keys and values is perturbed in all three. All other arguments are constant.
     on_input
         Whether the gradient also flows to the inputs of the layers, and so to the modules before them.
     members
@@ -90,17 +86,6 @@ class SpectralPenalty(Penalty):
         ``lambda s: (s - 1).clamp(min=0)``.
     seed
         Seed of the random directions. The global random state is not used.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument has a wrong type or value, or no layer is found.
-
-    References
-    ----------
-    Documentation pages "Enforce: layers with a constant that is proved" (the gradient) and "Penalties: train
-    smoother attention".
-
     """
 
     def __init__(
@@ -122,16 +107,16 @@ class SpectralPenalty(Penalty):
         check_size("first_steps", first_steps, least=2)
         if members is not None:
             check_size("members", members)
-        if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 < rtol < 1:
-            raise ArgumentError("rtol", expected="a number between 0 and 1", got=repr(rtol))
+        check_number("rtol", rtol, "a number between 0 and 1", lambda number: 0 < number < 1)
         for name, given in (("over_members", over_members), ("over_layers", over_layers)):
-            if given not in _REDUCTIONS:
-                raise ArgumentError(name, expected="'mean', 'max' or 'sum'", got=repr(given))
-        if transform is not None and not callable(transform):
-            raise ArgumentError("transform", expected="a function of tensors, or None", got=repr(transform))
-        super().__init__(model, layers, projected=layers is None)
+            check(given in _REDUCTIONS, name, "'mean', 'max' or 'sum'", repr(given))
+        known = transform is None or callable(transform)
+        check(known, "transform", "a function of tensors, or None", repr(transform))
         #: The scope that is asked for; the report has the scope of each layer.
         self.scope = "module" if layers else "attention"
+        first = "" if members is None else f"the first {members} sequences, "
+        settings = f"scope {self.scope}, {first}steps={steps}"
+        super().__init__(model, layers, projected=layers is None, settings=settings)
         self._on_input = bool(on_input)
         self._members = members
         self._checked: set[str] = set()
@@ -145,29 +130,13 @@ class SpectralPenalty(Penalty):
     def __call__(self, tokens: Tensor | None = None) -> Tensor:
         """Return the penalty at the inputs of the last forward pass, a scalar to add to the loss.
 
-        Parameters
-        ----------
-        tokens
-            Mask (batch, n), True or 1 for tokens that count, such as the ``attention_mask`` of padded
-            sequences. Other tokens are not perturbed, and their outputs are ignored.
-
-        Raises
-        ------
-        ArgumentError
-            If there was no forward pass with gradients, or a layer is random or cannot be run again.
-        DerivativeError
-            If a layer cannot be differentiated twice in reverse mode.
-        NonFiniteError
-            If inputs, outputs or derivatives of a layer contain NaN or infinity.
-
+        ``tokens`` is a mask (batch, n), True or 1 for tokens that count, such as the ``attention_mask`` of
+        padded sequences. Other tokens are not perturbed, and their outputs are ignored.
         """
         return self._over_layers(torch.stack(list(self.terms(tokens).values())))
 
     def terms(self, tokens: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the penalty of each layer by name, so that the caller can weight the layers.
-
-        Arguments and errors are as for calling the penalty.
-        """
+        """Return the penalty of each layer by name, so that the caller can weight the layers."""
         calls = self._named_calls()
         terms: dict[str, Tensor] = {}
         reports: list[LayerReport] = []
@@ -181,14 +150,7 @@ class SpectralPenalty(Penalty):
 
     @property
     def report(self) -> PenaltyReport:
-        """The singular values in the last evaluation of the penalty, and whether they have converged.
-
-        Raises
-        ------
-        ArgumentError
-            If the penalty was not called yet.
-
-        """
+        """The singular values in the last evaluation of the penalty, and whether they have converged."""
         if self._report is None:
             raise ArgumentError("report", expected="a penalty that was called", got="no call yet")
         return self._report
@@ -204,23 +166,10 @@ class SpectralPenalty(Penalty):
     ) -> dict[str, LipschitzEstimate]:
         """Measure the local Lipschitz constant of each layer, with an interval of given confidence.
 
-        The constant is measured at the inputs of the last forward pass. The measurement is
-        :func:`howsmooth.local_lipschitz` from random starts, on the same replicas as the penalty and in
-        evaluation mode. It costs about ten to a hundred products with JᵀJ. The directions of the penalty do
-        not change.
-
-        Parameters
-        ----------
-        tokens
-            Mask of the tokens that count, as for calling the penalty; by default all count.
-        rtol, confidence, max_iterations, seed
-            As for :func:`howsmooth.local_lipschitz`.
-
-        Returns
-        -------
-        dict
-            One estimate of shape (members,) for each layer.
-
+        The result has one estimate of shape (members,) for each layer, at the inputs of the last forward
+        pass. The measurement is :func:`howsmooth.local_lipschitz`, with its arguments, from random starts, on
+        the same replicas as the penalty. It costs about ten to a hundred products with JᵀJ. The directions of
+        the penalty do not change. ``tokens`` is as for calling the penalty.
         """
         found: dict[str, LipschitzEstimate] = {}
         for name, call in self._named_calls().items():
@@ -241,36 +190,17 @@ class SpectralPenalty(Penalty):
         return {name: directions.state_dict() for name, directions in self._directions.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the estimated singular vectors from the result of :meth:`state_dict`.
-
-        Raises
-        ------
-        ArgumentError
-            If it is no such result, or names a layer that the penalty does not have.
-
-        """
-        if not isinstance(state, Mapping):
-            raise ArgumentError("state", expected="what state_dict() returned", got=type(state).__name__)
-        unknown = [name for name in state if name.partition("[")[0] not in self.layers]
-        if unknown:
-            raise ArgumentError(
-                "state",
-                expected=f"the state of a penalty with the layers {', '.join(self.layers)}",
-                got=f"a layer {unknown[0]!r}",
-                remedy="Wrapped models, as by DistributedDataParallel, name them otherwise.",
-            )
+        """Restore the estimated singular vectors of these layers from the result of :meth:`state_dict`."""
+        check(isinstance(state, Mapping), "state", "what state_dict() returned", type(state).__name__)
+        expected = f"the state of a penalty with the layers {', '.join(self.layers)}"
+        remedy = "Wrapped models, as by DistributedDataParallel, name them otherwise."
+        for name in state:
+            own = name.partition("[")[0] in self.layers
+            check(own, "state", expected, f"a layer {name!r}", remedy)
         self._directions = {}
         for name, kept in state.items():
             self._directions[name] = Directions(self._seed)
             self._directions[name].load_state_dict(kept)
-
-    def __repr__(self) -> str:
-        members = "" if self._members is None else f"the first {self._members} sequences, "
-        attached = "attached" if self._watch.attached else "not attached"
-        return (
-            f"SpectralPenalty({type(self._model).__name__}, {len(self.layers)} layers, scope {self.scope}, "
-            f"{members}steps={self._steps}, {attached})"
-        )
 
     def _of_layer(
         self, name: str, call: LayerCall, directions: Directions, tokens: Tensor | None
@@ -301,10 +231,8 @@ class SpectralPenalty(Penalty):
             if not bool(sigma.isfinite().all()):
                 raise NonFiniteError("X", expected="finite derivatives", got="NaN or infinity")
             changed = sigma if self._transform is None else self._transform(sigma)
-            if not isinstance(changed, Tensor):
-                raise ArgumentError(
-                    "transform", expected="a function that returns a tensor", got=type(changed).__name__
-                )
+            kind = type(changed).__name__
+            check(isinstance(changed, Tensor), "transform", "a function that returns a tensor", kind)
             term = self._over_members(changed)
             # The share of a member is the derivative of the reduced term by its singular value.
             (shares,) = torch.autograd.grad(term, sigma)
@@ -321,15 +249,16 @@ class SpectralPenalty(Penalty):
         jv = jv.detach()
         residual = relative_residual(jv, u.detach())
         directions.keep(jv)
-        scope = self._scope(call.name)
+        known = self._projections is not None and call.name not in self._projections.unknown
+        scope = "attention" if known else "module"
         report = LayerReport(name, sigma.detach(), residual, residual <= self._rtol, upper, scope)
         inputs = list(weights)
         if on_input and (by_input := gradients.pop()) is not None:
             inputs.append(call.tokens)
             gradients.append(call.as_given(by_input))
         # The result is a number whose backward pass hands out these gradients.
-        known: Tensor = _Known.apply(term.detach(), gradients, *inputs)  # type: ignore[no-untyped-call]
-        return known, report
+        result: Tensor = _Known.apply(term.detach(), gradients, *inputs)  # type: ignore[no-untyped-call]
+        return result, report
 
 
 def _gradients(g: Tensor, v: Tensor, shares: Tensor, by: list[Tensor]) -> list[Tensor | None]:
@@ -363,22 +292,14 @@ def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
     """Return the checked mask of tokens that count, as numbers 1 and 0; None for all tokens."""
     if tokens is None:
         return None
-    if not isinstance(tokens, Tensor) or tokens.shape != x.shape[:2]:
-        got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ArgumentError(
-            "tokens",
-            expected=f"a mask of shape {tuple(x.shape[:2])}",
-            got=got,
-            remedy="Where layers see sequences of other lengths, make one penalty for each, by layers=.",
-        )
-    if not bool(((tokens == 0) | (tokens == 1)).all()):
-        raise ArgumentError("tokens", expected="booleans, or ones and zeros", got="other numbers")
+    got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+    fits = isinstance(tokens, Tensor) and tokens.shape == x.shape[:2]
+    remedy = "Where layers see sequences of other lengths, make one penalty for each, by layers=."
+    check(fits, "tokens", f"a mask of shape {tuple(x.shape[:2])}", got, remedy)
+    binary = bool(((tokens == 0) | (tokens == 1)).all())
+    check(binary, "tokens", "booleans, or ones and zeros", "other numbers")
     empty = int((~tokens.bool().any(dim=1)).sum())
-    if empty:
-        raise ArgumentError(
-            "tokens",
-            expected="a mask that is true at the tokens that count, at least one in each sequence",
-            got=f"{empty} of {len(tokens)} sequences without one",
-            remedy="For a key_padding_mask, which is true at padding, give ~key_padding_mask.",
-        )
+    expected = "a mask that is true at the tokens that count, at least one in each sequence"
+    remedy = "For a key_padding_mask, which is true at padding, give ~key_padding_mask."
+    check(not empty, "tokens", expected, f"{empty} of {len(tokens)} sequences without one", remedy)
     return tokens.to(device=x.device).bool().to(x.dtype)
