@@ -81,11 +81,11 @@ def _compared(given: ModelCall, wanted: Sequence[int] | None, training: bool) ->
     plain: tuple[Any, Recorder | None] = None, None  # what the model returns as it is measured
 
     def returned(
-        named: Mapping[str, Any], keep: Collection[str] = (), drawn: int = 0
+        named: Mapping[str, Any], keep: Collection[str] = (), drawn: int = 1
     ) -> tuple[Any, Recorder | None]:
         with measurement_mode(model, keep), preserved_state(model), quiet():
-            if drawn:  # other random numbers then follow
-                torch.rand(drawn, device=given.device), random.random(), np.random.rand()  # noqa: NPY002
+            # Random numbers are other ones than in the layers that run by themselves later.
+            torch.rand(drawn, device=given.device), random.random(), np.random.rand()  # noqa: NPY002
             if "precision" in keep:
                 return model(**own_copies(named)), None
             call = replace(given, named=dict(named))

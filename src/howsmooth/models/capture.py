@@ -58,7 +58,7 @@ def capture(
 
     The model runs in evaluation mode (no dropout), without gradients and without a cache; afterwards its
     settings are restored. Where these settings can matter, one run more shows whether the model gives the
-    same as it is called; a cache that matters stays on. Then each layer runs by itself. Its structure is
+    same as it is called; a cache that matters stays on. Then each attention runs by itself. Its structure is
     found by comparing numbers, and its map is compared with the layer's own output, at these tokens and at
     changed ones. So every map that is returned agrees with the model to float precision, including the mask.
 
