@@ -9,7 +9,9 @@ where q_i = s R_i N(Q x_i + b_q), s is the scale of the scores, R_i the rotary m
 norm of queries, if there are any. T'_i and T_j are the derivatives of R_i N and of its like for keys. M_ij is
 P_ij times the derivative of the soft cap. c_i is any vector without a cap and sinks, and zero with one. The
 rounded weights, values and queries define an operator J̃ of the same form, and ``error`` bounds ‖J − J̃‖,
-where J is the Jacobian in exact arithmetic. Derivation: documentation page "Certificates at given tokens".
+where J is the Jacobian in exact arithmetic. After a norm layer, whose output is x_j = g ∘ u_j + β with
+u_j = h_j / s_j, the columns of token j are multiplied by g and by 1/s_j. Derivation: documentation page
+"Certificates at given tokens".
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary, SelfAttention
 from howsmooth.bounds.certificates.eigenvalue_bounds import norm, shrink
-from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
 from howsmooth.bounds.certificates.number_with_error_bound import LARGEST
 from howsmooth.errors import NonFiniteError
 from howsmooth.roundoff import UNDERFLOW, U, gamma, up
@@ -110,11 +111,6 @@ class HeadsAt:
         """
         return shrink(torch.cat(self.W, dim=1))
 
-    @cached_property
-    def domination(self) -> Domination:
-        """What bounds the largest eigenvalues of ``outer`` B ``outer``ᵀ for many matrices B."""
-        return Domination.of(self.outer)
-
 
 def row_blocks(n: int, width: int) -> list[slice]:
     """Return slices that cut n rows into blocks with a bounded number of entries.
@@ -125,10 +121,13 @@ def row_blocks(n: int, width: int) -> list[slice]:
     return [slice(start, min(n, start + step)) for start in range(0, n, step)]
 
 
-def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
+def heads_at(
+    f: SelfAttention, x: Float[Tensor, "n d"], norm: LayerNorm | RMSNorm | None = None
+) -> HeadsAt:
     """Return the attention weights, values and queries of all heads of ``f`` at tokens ``x``.
 
-    ``f`` must be in float64 on the CPU, and ``x`` in float64.
+    ``f`` must be in float64 on the CPU, and ``x`` in float64. With a ``norm`` they are those at norm(x), and the
+    norm of their Jacobian bounds that of ``f`` after the norm.
 
     Raises
     ------
@@ -137,6 +136,8 @@ def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
 
     """
     n = x.shape[0]
+    after = None if norm is None else _After.of(norm, x)
+    x = x if after is None else after.t
     output = torch.eye(f.heads * f.value_dim, dtype=x.dtype) if f.output is None else f.output
     value, up_v = _scaled(f.value)
     output, up_w = _scaled(output)
@@ -145,7 +146,7 @@ def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
     group = f.heads // f.kv_heads
     bias = torch.zeros(f.kv_heads, f.value_dim, dtype=x.dtype) if f.value_bias is None else f.value_bias
     bias = torch.ldexp(bias, torch.tensor(-up_v))
-    heads = tuple(_head_at(f, h, value[h // group], bias[h // group], visible, x) for h in range(f.heads))
+    heads = tuple(_head_at(f, h, value[h // group], bias[h // group], visible, x, after) for h in range(f.heads))
     return HeadsAt(heads, output.split(f.value_dim, dim=1), up_v + up_w)
 
 
@@ -177,6 +178,7 @@ def _head_at(
     value_bias: Float[Tensor, " value_dim"],
     visible: Bool[Tensor, "n n"],
     x: Float[Tensor, "n d"],
+    after: _After | None,
 ) -> HeadAt:
     n, g = x.shape[0], h // (f.heads // f.kv_heads)
     Q, K = f.query[h], f.key[g]
@@ -186,17 +188,20 @@ def _head_at(
     centred = x - x.mean(dim=0)
     relative = f.softcap is None and f.sinks is None
     shifted_keys = relative and f.rotary is None and f.key_norm is None
-    q = _Projected.of(x, Q, None if f.query_bias is None else f.query_bias[h], f.query_norm, f.rotary)
+    moved = None if after is None else after.error
+    query_bias = None if f.query_bias is None else f.query_bias[h]
+    q = _Projected.of(x, moved, Q, query_bias, f.query_norm, f.rotary)
     q = q.scaled(f.scale)
     keys = _Projected.of(
         centred if shifted_keys else x,
+        moved,
         K,
         None if shifted_keys or f.key_bias is None else f.key_bias[g],
         f.key_norm,
         f.rotary,
     )
     values = _Projected.of(
-        centred if f.sinks is None else x, V, None if f.sinks is None else value_bias, None, None
+        centred if f.sinks is None else x, moved, V, None if f.sinks is None else value_bias, None, None
     )
     for layer, part in ((f.query_norm, q), (f.key_norm, keys)):
         if layer is not None and part.turns is not None and not bool((part.turns.abs() <= LARGEST).all()):
@@ -248,6 +253,16 @@ def _head_at(
     rounding = gamma(2 * Q.shape[0] + 8)
     turn = 1.0 if q.turns is None else _absolute_norms(q.turns)
     d_F = abs(f.scale) * q.slope * d_F + F_norm * (q.slope_error + rounding * (turn + q.slope))
+    if after is not None:
+        # Each of the products rounds once, which moves the blocks by no more than the products of their sizes.
+        sizes = (P, M * w_norm * q_norm * keys.slope, F_norm)
+        products = 4 * U * max(Q.shape[0], V.shape[0])
+        d_P, rank_one, d_F = (
+            (error + products * size) * after.columns
+            for error, size in zip((d_P, rank_one, d_F), sizes, strict=True)
+        )
+        P, M, F = P * after.columns, M * after.columns, F * after.columns[:, None, None]
+        V, K, Q = V * after.gain, K * after.gain, Q * after.gain
     V_norm, K_norm, Q_norm = (float(norm(t[None]).upper) for t in (V, K, Q))
     error = d_P.norm() * V_norm + rank_one.norm() * K_norm + d_F.amax() * Q_norm
     return HeadAt(P, M, v, o, q.t, keys.turns, F, V, K, Q, float(up(error)))
@@ -321,6 +336,7 @@ class _Projected:
     def of(
         cls,
         x: Float[Tensor, "n d"],
+        moved: Float[Tensor, "n d"] | None,
         weight: Float[Tensor, "k d"],
         bias: Float[Tensor, " k"] | None,
         layer: LayerNorm | RMSNorm | None,
@@ -331,6 +347,8 @@ class _Projected:
         if bias is not None:
             t, size = t + bias, size + bias.abs()
         error, turns = gamma(d + 10) * size, None
+        if moved is not None:
+            error = error + moved @ weight.abs().mT
         slope, slope_error = torch.ones(n, dtype=x.dtype), torch.zeros(n, dtype=x.dtype)
         if layer is not None:
             t, error, turns, slope, slope_error = _normed(layer, t, error)
@@ -369,10 +387,7 @@ def _normed(
     """
     k = a.shape[1]
     y, length = layer.direction_and_length(a)
-    moved = _norms(error) + 2 * gamma(k + 3) * _norms(a)
-    # The length √(|y|² + kε) changes by no more than y. It has this value at least, between ŷ and y.
-    shortest = (length[:, 0] * (1 - gamma(k + 10)) - moved).clamp_min(math.sqrt(k * layer.eps)) * (1 - 1e-12)
-    shortest = shortest.clamp_min(1e-300)
+    moved, shortest = _shortest(layer, a, error)
     gain = math.sqrt(k) * float(layer.weight.abs().amax()) * (1 + 1e-12)
     t = math.sqrt(k) * layer.weight * (y / length)
     eye = torch.eye(k, dtype=a.dtype)
@@ -386,6 +401,54 @@ def _normed(
     d_t = gain / shortest * moved + rounding * (gain + added)
     d_turns = 6 * gain / shortest.square() * moved + 3 * rounding * gain / shortest
     return t, d_t[:, None].expand_as(t), turns, gain / shortest + d_turns, d_turns
+
+
+def _shortest(
+    layer: LayerNorm | RMSNorm, a: Float[Tensor, "n k"], error: Float[Tensor, "n k"]
+) -> tuple[Tensor, Tensor]:
+    """Bound how far rounding moves the centred vectors y of a norm layer, and their length √(|y|² + kε) from
+    below.
+    """
+    k = a.shape[1]
+    _, length = layer.direction_and_length(a)
+    moved = _norms(error) + 2 * gamma(k + 3) * _norms(a)
+    # The length √(|y|² + kε) changes by no more than y. It has this value at least, between ŷ and y.
+    shortest = (length[:, 0] * (1 - gamma(k + 10)) - moved).clamp_min(math.sqrt(k * layer.eps)) * (1 - 1e-12)
+    return moved, shortest.clamp_min(1e-300)
+
+
+@dataclass(frozen=True, eq=False)
+class _After:
+    """Tokens t_j = g ∘ u_j + β after a norm layer, as rounded.
+
+    Attributes
+    ----------
+    t, error
+        The tokens, and bounds on the errors of their entries.
+    gain
+        g, the gains of the layer times √d.
+    columns
+        Upper bounds on 1/s_j: the derivative of u_j has norm at most 1/s_j.
+
+    """
+
+    t: Float[Tensor, "n d"]
+    error: Float[Tensor, "n d"]
+    gain: Float[Tensor, " d"]
+    columns: Float[Tensor, " n"]
+
+    @classmethod
+    def of(cls, norm: LayerNorm | RMSNorm, x: Float[Tensor, "n d"]) -> _After:
+        t, error, *_ = _normed(norm, x, torch.zeros_like(x))
+        _, shortest = _shortest(norm, x, torch.zeros_like(x))
+        if not bool((shortest >= 1 / LARGEST).all()):
+            raise NonFiniteError(
+                "X",
+                expected="tokens of which the derivatives of the norm are below 2^200",
+                got=f"one at or near zero, with eps = {norm.eps:g}",
+                remedy="Use a norm with a larger eps, or other tokens.",
+            )
+        return cls(t, error, math.sqrt(norm.d) * norm.weight, (1 + 4 * U) / shortest)
 
 
 def _weight_errors(
