@@ -17,6 +17,7 @@ u_j = h_j / s_j, the columns of token j are multiplied by g and by 1/s_j. Deriva
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,10 +26,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary, SelfAttention
-from howsmooth.bounds.certificates.eigenvalue_bounds import norm, shrink
-from howsmooth.bounds.certificates.number_with_error_bound import LARGEST
 from howsmooth.errors import NonFiniteError
-from howsmooth.roundoff import UNDERFLOW, U, gamma, up
+from howsmooth.rounding import (
+    LARGEST,
+    UNDERFLOW,
+    U,
+    above,
+    absolute_norms_above,
+    gamma,
+    shrink,
+    spectral_norm_above,
+    up,
+)
 
 __all__ = ["HeadAt", "HeadsAt", "heads_at", "row_blocks"]
 
@@ -79,7 +88,7 @@ class HeadAt:
         """An upper bound on ‖T_j‖ for all keys j, which also holds for the entrywise absolute values of T_j.
         T_j is the derivative of the norm layer and the rotary positions that are applied to key j.
         """
-        return 1.0 if self.turns is None else float(_absolute_norms(self.turns).amax())
+        return 1.0 if self.turns is None else float(absolute_norms_above(self.turns).amax())
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
         """Return T_jᵀ g_j T_j for given matrices g_j, one for each key j. T_j is the derivative of the norm
@@ -162,15 +171,6 @@ def _scaled(t: Tensor) -> tuple[Tensor, int]:
     return torch.ldexp(t, torch.tensor(-exponent)), exponent
 
 
-def _absolute_norms(matrices: Float[Tensor, "n k l"]) -> Float[Tensor, " n"]:
-    """Return √(‖A‖₁ ‖A‖_∞) for each matrix A, an upper bound on the spectral norm of its absolute
-    values |A|.
-    """
-    size = matrices.abs()
-    norms: Tensor = (size.sum(1).amax(1) * size.sum(2).amax(1)).sqrt() * (1 + 1e-12)
-    return norms
-
-
 def _head_at(
     f: SelfAttention,
     h: int,
@@ -251,21 +251,19 @@ def _head_at(
     rank_one = product_error(q_norm * keys.slope, d_p)
     d_F = (product_error(key_norm, d_kappa) + gamma(n + 8) * M * w_norm * key_norm).sum(dim=1)
     rounding = gamma(2 * Q.shape[0] + 8)
-    turn = 1.0 if q.turns is None else _absolute_norms(q.turns)
+    turn = 1.0 if q.turns is None else absolute_norms_above(q.turns)
     d_F = abs(f.scale) * q.slope * d_F + F_norm * (q.slope_error + rounding * (turn + q.slope))
+    factors, errors = (V, K, Q), (d_P, rank_one, d_F)
+    added = torch.tensor(0.0, dtype=x.dtype)
     if after is not None:
-        # Each of the products rounds once, which moves the blocks by no more than the products of their sizes.
         sizes = (P, M * w_norm * q_norm * keys.slope, F_norm)
-        products = 4 * U * max(Q.shape[0], V.shape[0])
-        d_P, rank_one, d_F = (
-            (error + products * size) * after.columns
-            for error, size in zip((d_P, rank_one, d_F), sizes, strict=True)
-        )
+        added = after.rounding(sizes, factors)
+        errors = tuple(error * after.columns for error in errors)
+        factors = tuple(after.on_tokens(factor) for factor in factors)
         P, M, F = P * after.columns, M * after.columns, F * after.columns[:, None, None]
-        V, K, Q = V * after.gain, K * after.gain, Q * after.gain
-    V_norm, K_norm, Q_norm = (float(norm(t[None]).upper) for t in (V, K, Q))
-    error = d_P.norm() * V_norm + rank_one.norm() * K_norm + d_F.amax() * Q_norm
-    return HeadAt(P, M, v, o, q.t, keys.turns, F, V, K, Q, float(up(error)))
+    V_norm, K_norm, Q_norm = (spectral_norm_above(factor) for factor in factors)
+    error = errors[0].norm() * V_norm + errors[1].norm() * K_norm + errors[2].amax() * Q_norm
+    return HeadAt(P, M, v, o, q.t, keys.turns, F, *factors, float(up(error + added)))
 
 
 def _weights(
@@ -358,7 +356,7 @@ class _Projected:
         k = weight.shape[0]
         eye = torch.eye(k, dtype=x.dtype)
         maps = rotary.rotate(eye[:, None].expand(k, n, k)).permute(1, 2, 0)
-        turn = _absolute_norms(maps)
+        turn = absolute_norms_above(maps)
         absolute = maps.abs()
         size = (absolute @ size[..., None])[..., 0]
         error = (absolute @ error[..., None])[..., 0] + gamma(8) * (absolute @ t.abs()[..., None])[..., 0]
@@ -429,6 +427,8 @@ class _After:
         g, the gains of the layer times √d.
     columns
         Upper bounds on 1/s_j: the derivative of u_j has norm at most 1/s_j.
+    centred
+        Whether the layer subtracts the mean of a token.
 
     """
 
@@ -436,6 +436,7 @@ class _After:
     error: Float[Tensor, "n d"]
     gain: Float[Tensor, " d"]
     columns: Float[Tensor, " n"]
+    centred: bool
 
     @classmethod
     def of(cls, norm: LayerNorm | RMSNorm, x: Float[Tensor, "n d"]) -> _After:
@@ -448,7 +449,22 @@ class _After:
                 got=f"one at or near zero, with eps = {norm.eps:g}",
                 remedy="Use a norm with a larger eps, or other tokens.",
             )
-        return cls(t, error, math.sqrt(norm.d) * norm.weight, (1 + 4 * U) / shortest)
+        return cls(t, error, math.sqrt(norm.d) * norm.weight, above(1 / shortest, 1), norm.centred)
+
+    def on_tokens(self, matrix: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
+        """Multiply a matrix by D = diag(g) H, where H subtracts the mean if the layer does."""
+        matrix = matrix * self.gain
+        return matrix - matrix.mean(dim=1, keepdim=True) if self.centred else matrix
+
+    def rounding(self, sizes: Sequence[Tensor], factors: Sequence[Float[Tensor, "k d"]]) -> Tensor:
+        """Bound what the rounding of the products with g, H and 1/s_j does to the three parts of the Jacobian.
+
+        The matrices have entries with d + 4 roundings of |W g| + mean |W g|, and the numbers 1/s_j one more.
+        """
+        total = torch.tensor(0.0, dtype=self.t.dtype)
+        for size, factor in zip(sizes, factors, strict=True):
+            total = total + (size * self.columns).norm() * (factor * self.gain).norm()
+        return 2 * gamma(len(self.gain) + 8) * total
 
 
 def _weight_errors(

@@ -15,13 +15,11 @@ from howsmooth.attention.theorem_preconditions import require_formula, require_p
 from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, heads_at
-from howsmooth.bounds.certificates.eigenvalue_bounds import norm as spectral_norms
-from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.parts import by_parts
 from howsmooth.bounds.certificates.rows import by_rows
 from howsmooth.bounds.certificates.whole import by_whole, is_small
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.roundoff import U, limit_in_digits, up
+from howsmooth.rounding import Enclosed, above, limit_in_digits, spectral_norm_above, up
 
 __all__ = ["ASSUMPTIONS", "Certificate", "certificate", "certify", "checked_input", "forms"]
 
@@ -248,13 +246,13 @@ def certify(
     uppers, plains, theorems, tried = [], [], [], []
     for member in x.reshape(-1, *x.shape[-2:]):
         at = heads_at(f, member, norm)
-        distance = up(sum(spectral_norms(w[None]).upper[0] * h.error for h, w in zip(at.heads, at.W, strict=True)))
+        distance = up(sum(spectral_norm_above(w) * h.error for h, w in zip(at.heads, at.W, strict=True)))
         # Multiplication by a power of two is exact unless it underflows; the added smallest number covers
         # this.
         power = torch.tensor(at.exponent)
         found = {name: form(at, iterations) for name, form in forms(at).items()}
         bounds = {
-            name: torch.ldexp((bound.upper + distance) * (1 + 8 * U), power) + 5e-324
+            name: torch.ldexp(above(bound.upper + distance, 1), power) + 5e-324
             for name, bound in found.items()
         }
         theorem = min(bounds, key=lambda name: float(bounds[name]))

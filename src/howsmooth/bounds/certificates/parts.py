@@ -10,10 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, row_blocks
-from howsmooth.bounds.certificates.eigenvalue_bounds import norm, shrink
-from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
-from howsmooth.bounds.certificates.products import FORMED, Groups, dominated, lanczos, sandwich
-from howsmooth.roundoff import U, gamma, up
+from howsmooth.bounds.certificates.products import FORMED, Groups, dominated, sandwich
+from howsmooth.rounding import Enclosed, above, gamma, shrink, spectral_norms, up
+from howsmooth.rounding.eigenvalue_estimates import lanczos
 
 __all__ = ["Weights", "averages", "by_parts", "diagonal", "moving_keys", "search"]
 
@@ -37,7 +36,7 @@ def by_parts(at: HeadsAt, iterations: int) -> Enclosed:
     """Bound the norm of the Jacobian by Theorem N, with weights from at most so many steps of a search."""
     parts = (averages(at), moving_keys(at, search(at, iterations)), diagonal(at))
     upper, plain = (torch.stack(numbers).sum() for numbers in zip(*parts, strict=True))
-    return Enclosed(upper * (1 + 4 * U), plain)
+    return Enclosed(above(upper, 2), plain)
 
 
 # ---- the parts
@@ -45,25 +44,23 @@ def by_parts(at: HeadsAt, iterations: int) -> Enclosed:
 
 def averages(at: HeadsAt) -> Enclosed:
     """Bound the part that remains if the attention weights are held fixed, Σ_h P^h ⊗ W_h V_h."""
-    W, V, widths = _outer(at), [head.V for head in at.heads], [head.V.shape[0] for head in at.heads]
-    folded = norm(torch.cat([w @ v for w, v in zip(W, V, strict=True)], dim=1)[None])
-    error = sum(w.norm() * v.norm() for w, v in zip(W, V, strict=True))
-    whole = folded.upper[0] + up(gamma(widths[0] + 2) * error)
-    stacked_p = norm(torch.cat([head.P for head in at.heads])[None])
-    second = Enclosed(whole * stacked_p.upper[0] * (1 + 4 * U), folded.plain[0] * stacked_p.plain[0])
-    if len(at.heads) == 1:
-        return second
-    norms = norm(torch.stack([head.P for head in at.heads]))
-    outer = norm(torch.cat(at.W, dim=1)[None])
-    stacked_v = norm(torch.cat([v * p for v, p in zip(V, norms.upper * (1 + 4 * U), strict=True)])[None])
-    first = Enclosed(outer.upper[0] * stacked_v.upper[0] * (1 + 4 * U), outer.plain[0] * stacked_v.plain[0])
-    return min(first, second, key=lambda found: float(found.upper))
+    W, V, P = _outer(at), [head.V for head in at.heads], [head.P for head in at.heads]
+    folded = spectral_norms(torch.cat([w @ v for w, v in zip(W, V, strict=True)], dim=1))
+    error = gamma(len(V[0]) + 2) * torch.stack([w.norm() * v.norm() for w, v in zip(W, V, strict=True)]).sum()
+    stacked = spectral_norms(torch.cat(P))
+    found = Enclosed(above((folded.upper + up(error)) * stacked.upper, 2), folded.plain * stacked.plain)
+    if len(P) == 1:
+        return found
+    each, outer = spectral_norms(torch.stack(P)), spectral_norms(torch.cat(at.W, dim=1))
+    values = spectral_norms(torch.cat([v * p for v, p in zip(V, above(each.upper, 1), strict=True)]))
+    other = Enclosed(above(outer.upper * values.upper, 1), outer.plain * values.plain)
+    return min(found, other, key=lambda bound: float(bound.upper))
 
 
 def moving_keys(at: HeadsAt, weights: Weights) -> Enclosed:
     """Bound the part of the derivatives of the scores with respect to the keys, ν of Theorem N."""
     q, n = weights.q, at.n
-    relative = up(torch.tensor(gamma(n + 8), dtype=torch.float64))
+    relative = up(gamma(n + 8))
     sums = []
     for head, b in zip(at.heads, weights.b, strict=True):
         squares = torch.empty(n, *[head.v.shape[1]] * 2, dtype=q.dtype)
@@ -79,7 +76,7 @@ def moving_keys(at: HeadsAt, weights: Weights) -> Enclosed:
         slack.append((relative + gamma(2 * head.q.shape[1] + 16)) * head.turn_norm**2 * _traces(squares))
         sums.append(head.key_blocks(squares))
     phi = sandwich(_keys(at), sums, slack, weights.nu_square * q)
-    return Enclosed((phi.upper / q).amax() * (1 + 8 * U), (phi.plain / q).amax()).root()
+    return Enclosed(above((phi.upper / q).amax(), 8), (phi.plain / q).amax()).root()
 
 
 def diagonal(at: HeadsAt) -> Enclosed:
@@ -96,7 +93,7 @@ def diagonal(at: HeadsAt) -> Enclosed:
         found = []
         for part in row_blocks(n, len(Q) * max(rows, columns)):
             left = torch.cat([w @ F[part, h] for h, w in enumerate(W)], dim=-1)
-            norms = norm(left @ Q)
+            norms = spectral_norms(left @ Q)
             found.append(Enclosed(norms.upper + error[part], norms.plain))
         return Enclosed(*(torch.cat(parts).amax() for parts in zip(*found, strict=True)))
     # The squared norm is the largest eigenvalue of W B_i Wᵀ with B_i = F_i Q Qᵀ F_iᵀ, F_i block-diagonal.

@@ -14,11 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import row_blocks
-from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue
-from howsmooth.bounds.certificates.number_with_error_bound import TINY, Enclosed
-from howsmooth.roundoff import U, gamma, up
+from howsmooth.rounding import TINY, Enclosed, U, above, gamma, largest_eigenvalues_above, up
 
-__all__ = ["FORMED", "dominated", "lanczos", "sandwich"]
+__all__ = ["FORMED", "dominated", "sandwich"]
 
 FORMED = 128
 """Largest size of matrices O B Oᵀ that are formed. Eigenvalues of larger ones are bounded by domination."""
@@ -70,7 +68,7 @@ def sandwich(
     found = []
     for part in row_blocks(len(blocks[0]), rows * max(width, rows)):
         middle = torch.cat([o @ b[part] for o, b in zip(outer, blocks, strict=True)], dim=-1)
-        found.append(largest_eigenvalue(middle @ whole.mT, up(torch.as_tensor(error)[part])))
+        found.append(largest_eigenvalues_above(middle @ whole.mT, up(torch.as_tensor(error)[part])))
     return Enclosed(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
@@ -112,7 +110,7 @@ def dominated(
         t[alone] = t[alone] * (1 + rise) + TINY
         rise *= 4 if alone else 1
         waiting = [[member] for group in failed for member in group]
-    return Enclosed((t * excess + up(added) + TINY) * (1 + 4 * U), t)
+    return Enclosed(above(t * excess + up(added) + TINY, 3), t)
 
 
 def _dominating(O: Float[Tensor, "rows m"]) -> tuple[Float[Tensor, "m m"], Float[Tensor, ""]]:  # noqa: N803
@@ -134,7 +132,7 @@ def _dominating(O: Float[Tensor, "rows m"]) -> tuple[Float[Tensor, "m m"], Float
     enlarged.diagonal().add_(up(cholesky * N.diagonal() + 4 * U * torch.linalg.matrix_norm(N)))
     slack = gamma(2 * m + 6) * scaled.square().sum() * torch.linalg.matrix_norm(enlarged)
     product = (scaled @ enlarged @ scaled.mT)[None]
-    excess = largest_eigenvalue(product, up(slack)[None], guess=product.new_ones(1)).upper[0]
+    excess = largest_eigenvalues_above(product, up(slack)[None], guess=product.new_ones(1)).upper[0]
     return scale[:, None] * N * scale, excess  # scaling by powers of two is exact
 
 
@@ -153,32 +151,3 @@ def _groups(sizes: list[float], capacity: float) -> list[list[int]]:
         groups[place].append(index)
         room[place] -= sizes[index]
     return groups
-
-
-def lanczos(
-    image: Callable[[Float[Tensor, "n r"]], Float[Tensor, "n r"]], b: Float[Tensor, "n r"], steps: int
-) -> tuple[Float[Tensor, " n"], Float[Tensor, "n r"]]:
-    """Estimate the largest eigenvalues of positive semidefinite matrices, and their vectors, by Lanczos steps.
-
-    ``image`` multiplies row i by matrix i. The steps start at the rows of ``b``. The estimates are below the
-    eigenvalues, up to rounding.
-    """
-    alphas, betas, vectors = [], [], []
-    beta = size = b.new_zeros(len(b), 1)
-    b, last = torch.nn.functional.normalize(b, dim=1), torch.zeros_like(b)
-    for _ in range(steps):
-        vectors.append(b)
-        z = image(b)
-        alpha = (b * z).sum(1, keepdim=True)
-        size = torch.maximum(size, alpha)
-        z = z - alpha * b - beta * last
-        beta = torch.linalg.vector_norm(z, dim=1, keepdim=True)
-        # A length this small is rounding: the vectors span an invariant space, and the steps of this row end.
-        beta = torch.where(beta > 3 * torch.finfo(b.dtype).eps ** 0.5 * size, beta, 0.0)
-        last, b = b, torch.where(beta > 0, z / beta, 0.0)
-        alphas.append(alpha)
-        betas.append(beta)
-    side = torch.diag_embed(torch.cat(betas[:-1], dim=1), offset=-1)
-    values, coordinates = torch.linalg.eigh(torch.diag_embed(torch.cat(alphas, dim=1)) + side)
-    found = (torch.stack(vectors, dim=-1) @ coordinates[:, :, -1:])[..., 0]
-    return values[:, -1].clamp_min(0), found

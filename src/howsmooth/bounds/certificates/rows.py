@@ -9,9 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadAt, HeadsAt, row_blocks
-from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.products import sandwich
-from howsmooth.roundoff import gamma, up
+from howsmooth.rounding import Enclosed, above, gamma, up
 
 __all__ = ["by_rows", "rows_value"]
 
@@ -61,7 +60,7 @@ def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) ->
     M = _row_squares(head, q) + ratio[:, None, None] * diagonal
     levels = sandwich([at.outer], [M], [_slack(head, q) + up(ratio * diagonal_slack)])
     sums = [head.P.mT @ level + tau * level for level in levels]
-    upper = (sums[0] / q).amax() * (1 + 2 * gamma(at.n + 8))
+    upper = above((sums[0] / q).amax(), at.n + 8)
     return Enclosed(upper, (sums[1] / q).amax()).root()
 
 

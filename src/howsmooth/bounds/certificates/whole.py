@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt
-from howsmooth.bounds.certificates.eigenvalue_bounds import norm, shrink
-from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
-from howsmooth.roundoff import gamma, up
+from howsmooth.rounding import Enclosed, above, gamma, shrink, spectral_norms, up
 
 __all__ = ["by_whole", "is_small"]
 
 # Multiplications for the Gram matrix of the Jacobian: about a second on two cores.
-_MULTIPLICATIONS = 1 << 34
+_MULTIPLICATIONS = 1 << 33
 
 
 def is_small(at: HeadsAt) -> bool:
-    """Whether the whole matrix is formed: its Gram matrix takes at most 2^34 multiplications."""
+    """Whether the whole matrix is formed: its Gram matrix takes at most 2^33 multiplications."""
     rows, right = at.outer.shape[0], sum(2 * head.K.shape[0] + head.V.shape[0] for head in at.heads)
     short, long = sorted((at.n * rows, at.n * min(right, at.heads[0].V.shape[1])))
     return short**2 * long <= _MULTIPLICATIONS
@@ -39,6 +37,6 @@ def by_whole(at: HeadsAt, iterations: int = 0) -> Enclosed:
         moved = torch.linalg.vector_norm(w, dim=2) * torch.linalg.vector_norm(head.q, dim=1)[:, None]
         size += W.norm() * (head.P * V.norm() + head.turn_norm * K.norm() * moved)
         size.diagonal().add_(W.norm() * Q.norm() * torch.linalg.matrix_norm(head.F))
-    found = norm(J.reshape(1, n * J.shape[1], -1))
+    found = spectral_norms(J.reshape(n * J.shape[1], -1))
     roundings = max(widths) + 2 * at.heads[0].K.shape[0] + len(at.heads) + 12
-    return Enclosed(found.upper[0] + up(gamma(roundings) * size.norm()), found.plain[0])
+    return Enclosed(above(found.upper + up(gamma(roundings) * size.norm()), 1), found.plain)
