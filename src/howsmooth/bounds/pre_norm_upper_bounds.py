@@ -51,7 +51,8 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor
 
     References
     ----------
-    Documentation page "Norm layers: radius, ellipsoid, absorption", section "A constant on all tokens".
+    Documentation page "Norm layers: radius, ellipsoid, absorption", sections "A constant on all tokens" and
+    "A bound at given tokens".
 
     """
     length = check_length(length)

@@ -48,7 +48,7 @@ def _largest(matrix: Float[Tensor, "r r"]) -> Float[Tensor, ""]:
 def lanczos(
     image: Callable[[Float[Tensor, "n r"]], Float[Tensor, "n r"]], b: Float[Tensor, "n r"], steps: int
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, "n r"]]:
-    """Estimate the largest eigenvalues of positive semidefinite matrices, and their vectors, by Lanczos steps.
+    """Estimate the largest eigenvalues and their vectors of positive semidefinite matrices by Lanczos steps.
 
     ``image`` multiplies row i by matrix i. The steps start at the rows of ``b``. The estimates are below the
     eigenvalues, up to rounding.

@@ -17,7 +17,6 @@ u_j = h_j / s_j, the columns of token j are multiplied by g and by 1/s_j. Deriva
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -130,13 +129,11 @@ def row_blocks(n: int, width: int) -> list[slice]:
     return [slice(start, min(n, start + step)) for start in range(0, n, step)]
 
 
-def heads_at(
-    f: SelfAttention, x: Float[Tensor, "n d"], norm: LayerNorm | RMSNorm | None = None
-) -> HeadsAt:
+def heads_at(f: SelfAttention, x: Float[Tensor, "n d"], norm: LayerNorm | RMSNorm | None = None) -> HeadsAt:
     """Return the attention weights, values and queries of all heads of ``f`` at tokens ``x``.
 
-    ``f`` must be in float64 on the CPU, and ``x`` in float64. With a ``norm`` they are those at norm(x), and the
-    norm of their Jacobian bounds that of ``f`` after the norm.
+    ``f`` must be in float64 on the CPU, and ``x`` in float64. With a ``norm`` they are those at norm(x), and
+    the norm of their Jacobian bounds that of ``f`` after the norm.
 
     Raises
     ------
@@ -155,7 +152,9 @@ def heads_at(
     group = f.heads // f.kv_heads
     bias = torch.zeros(f.kv_heads, f.value_dim, dtype=x.dtype) if f.value_bias is None else f.value_bias
     bias = torch.ldexp(bias, torch.tensor(-up_v))
-    heads = tuple(_head_at(f, h, value[h // group], bias[h // group], visible, x, after) for h in range(f.heads))
+    heads = tuple(
+        _head_at(f, h, value[h // group], bias[h // group], visible, x, after) for h in range(f.heads)
+    )
     return HeadsAt(heads, output.split(f.value_dim, dim=1), up_v + up_w)
 
 
@@ -253,17 +252,17 @@ def _head_at(
     rounding = gamma(2 * Q.shape[0] + 8)
     turn = 1.0 if q.turns is None else absolute_norms_above(q.turns)
     d_F = abs(f.scale) * q.slope * d_F + F_norm * (q.slope_error + rounding * (turn + q.slope))
-    factors, errors = (V, K, Q), (d_P, rank_one, d_F)
     added = torch.tensor(0.0, dtype=x.dtype)
     if after is not None:
-        sizes = (P, M * w_norm * q_norm * keys.slope, F_norm)
-        added = after.rounding(sizes, factors)
-        errors = tuple(error * after.columns for error in errors)
-        factors = tuple(after.on_tokens(factor) for factor in factors)
+        sizes = (P, M * w_norm * q_norm * keys.slope, torch.linalg.matrix_norm(F))
+        for size, error, factor in zip(sizes, (d_P, rank_one, d_F), (V, K, Q), strict=True):
+            added = added + after.rounding(size + error, factor)
+        d_P, rank_one, d_F = (error * after.columns for error in (d_P, rank_one, d_F))
         P, M, F = P * after.columns, M * after.columns, F * after.columns[:, None, None]
-    V_norm, K_norm, Q_norm = (spectral_norm_above(factor) for factor in factors)
-    error = errors[0].norm() * V_norm + errors[1].norm() * K_norm + errors[2].amax() * Q_norm
-    return HeadAt(P, M, v, o, q.t, keys.turns, F, *factors, float(up(error + added)))
+        V, K, Q = (after.on_tokens(factor) for factor in (V, K, Q))
+    V_norm, K_norm, Q_norm = (spectral_norm_above(t) for t in (V, K, Q))
+    total = added + d_P.norm() * V_norm + rank_one.norm() * K_norm + d_F.amax() * Q_norm
+    return HeadAt(P, M, v, o, q.t, keys.turns, F, V, K, Q, float(up(total)))
 
 
 def _weights(
@@ -442,29 +441,27 @@ class _After:
     def of(cls, norm: LayerNorm | RMSNorm, x: Float[Tensor, "n d"]) -> _After:
         t, error, *_ = _normed(norm, x, torch.zeros_like(x))
         _, shortest = _shortest(norm, x, torch.zeros_like(x))
-        if not bool((shortest >= 1 / LARGEST).all()):
+        gain, columns = math.sqrt(norm.d) * norm.weight, above(1 / shortest, 1)
+        if not bool(columns.amax() * gain.abs().amax().clamp_min(1) <= LARGEST):
             raise NonFiniteError(
                 "X",
-                expected="tokens of which the derivatives of the norm are below 2^200",
+                expected="tokens at which the derivatives of the norm are below 2^200",
                 got=f"one at or near zero, with eps = {norm.eps:g}",
                 remedy="Use a norm with a larger eps, or other tokens.",
             )
-        return cls(t, error, math.sqrt(norm.d) * norm.weight, above(1 / shortest, 1), norm.centred)
+        return cls(t, error, gain, columns, norm.centred)
 
     def on_tokens(self, matrix: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
         """Multiply a matrix by D = diag(g) H, where H subtracts the mean if the layer does."""
         matrix = matrix * self.gain
         return matrix - matrix.mean(dim=1, keepdim=True) if self.centred else matrix
 
-    def rounding(self, sizes: Sequence[Tensor], factors: Sequence[Float[Tensor, "k d"]]) -> Tensor:
-        """Bound what the rounding of the products with g, H and 1/s_j does to the three parts of the Jacobian.
-
-        The matrices have entries with d + 4 roundings of |W g| + mean |W g|, and the numbers 1/s_j one more.
+    def rounding(self, size: Tensor, matrix: Float[Tensor, "k d"]) -> Tensor:
+        """Bound what the rounding of D and 1/s_j does to a part of the Jacobian, with blocks of these sizes
+        times ``matrix``: d + 6 roundings of |W g| and of its mean, and two of 1/s_j.
         """
-        total = torch.tensor(0.0, dtype=self.t.dtype)
-        for size, factor in zip(sizes, factors, strict=True):
-            total = total + (size * self.columns).norm() * (factor * self.gain).norm()
-        return 2 * gamma(len(self.gain) + 8) * total
+        found: Tensor = (size * self.columns).norm() * (matrix * self.gain).norm()
+        return 2 * gamma(len(self.gain) + 8) * found
 
 
 def _weight_errors(

@@ -247,20 +247,16 @@ def certify(
     for member in x.reshape(-1, *x.shape[-2:]):
         at = heads_at(f, member, norm)
         distance = up(sum(spectral_norm_above(w) * h.error for h, w in zip(at.heads, at.W, strict=True)))
+        found = {name: form(at, iterations) for name, form in forms(at).items()}
         # Multiplication by a power of two is exact unless it underflows; the added smallest number covers
         # this.
-        power = torch.tensor(at.exponent)
-        found = {name: form(at, iterations) for name, form in forms(at).items()}
-        bounds = {
-            name: torch.ldexp(above(bound.upper + distance, 1), power) + 5e-324
-            for name, bound in found.items()
-        }
+        size = torch.tensor(at.exponent)
+        bounds = {n: torch.ldexp(above(b.upper + distance, 1), size) + 5e-324 for n, b in found.items()}
         theorem = min(bounds, key=lambda name: float(bounds[name]))
         uppers.append(bounds[theorem])
-        plains.append(torch.ldexp(found[theorem].plain, power))
+        plains.append(torch.ldexp(found[theorem].plain, size))
         theorems.append(theorem)
         tried.append({name: float(bound) for name, bound in bounds.items()})
-    value = torch.stack(uppers).reshape(x.shape[:-2])
-    plain = torch.stack(plains).reshape(x.shape[:-2])
+    value, plain = (torch.stack(numbers).reshape(x.shape[:-2]) for numbers in (uppers, plains))
     share = torch.where(torch.isfinite(value), 1 - plain / value, 0.0)
     return Certificate(value, share.clamp_min(0.0), tuple(theorems), tuple(tried))

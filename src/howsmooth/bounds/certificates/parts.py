@@ -14,7 +14,7 @@ from howsmooth.bounds.certificates.products import FORMED, Groups, dominated, sa
 from howsmooth.rounding import Enclosed, above, gamma, shrink, spectral_norms, up
 from howsmooth.rounding.eigenvalue_estimates import lanczos
 
-__all__ = ["Weights", "averages", "by_parts", "diagonal", "moving_keys", "search"]
+__all__ = ["Weights", "averages", "by_parts", "diagonal", "moving_keys", "pair_weights", "search"]
 
 # Numbers of Lanczos steps: from random vectors, from the vectors of the step before, for what is returned.
 _FIRST_STEPS, _STEPS, _LAST_STEPS = 10, 5, 10
@@ -80,9 +80,9 @@ def moving_keys(at: HeadsAt, weights: Weights) -> Enclosed:
 
 
 def diagonal(at: HeadsAt) -> Enclosed:
-    """Bound the block-diagonal part, in which are the derivatives of the queries: max_i ‖Σ_h W_h F_i^h Q_h‖."""
+    """Bound the block-diagonal part, of the derivatives of the queries: max_i ‖Σ_h W_h F_i^h Q_h‖."""
     Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
-    W, Qs = _outer(at), Q.split([head.Q.shape[0] for head in at.heads])
+    W, Qs = _outer(at), Q.chunk(len(at.heads))
     F = torch.stack([head.F for head in at.heads], dim=1)
     n, H, v, k = F.shape
     rows, columns = len(W[0]), Q.shape[1]
@@ -94,7 +94,7 @@ def diagonal(at: HeadsAt) -> Enclosed:
         for part in row_blocks(n, len(Q) * max(rows, columns)):
             left = torch.cat([w @ F[part, h] for h, w in enumerate(W)], dim=-1)
             norms = spectral_norms(left @ Q)
-            found.append(Enclosed(norms.upper + error[part], norms.plain))
+            found.append((norms.upper + error[part], norms.plain))
         return Enclosed(*(torch.cat(parts).amax() for parts in zip(*found, strict=True)))
     # The squared norm is the largest eigenvalue of W B_i Wᵀ with B_i = F_i Q Qᵀ F_iᵀ, F_i block-diagonal.
     q = torch.stack(Qs)
@@ -103,7 +103,9 @@ def diagonal(at: HeadsAt) -> Enclosed:
     def subtract(a: Tensor, groups: Groups) -> None:
         for matrix, group in zip(a, groups, strict=True):
             factors = F[list(group)]
-            right = factors.permute(1, 0, 3, 2).flatten(1, 2)  # for each head, (members and key_dim, value_dim)
+            right = factors.permute(1, 0, 3, 2).flatten(
+                1, 2
+            )  # for each head, (members and key_dim, value_dim)
             for h in range(H):
                 # The factorisation reads the lower triangle, so head h meets the heads up to h.
                 left = (factors[:, h] @ gram[h, :, : h + 1].flatten(1)).unflatten(2, (h + 1, -1))
@@ -113,16 +115,16 @@ def diagonal(at: HeadsAt) -> Enclosed:
     # A sum over members and entries of a head is one inner product of at most n key_dim terms.
     size = (sizes.square() * q.square().sum((1, 2))).sum(1)
     slack = up(at.outer.square().sum() * up(gamma(columns + (n + 1) * k + 20) * size))
-    found = dominated(at.outer, subtract, _diagonal_guesses(at.outer, q, F), slack, largest=True)
-    return Enclosed(found.upper.amax(), found.plain.amax()).root()
+    proved = dominated(at.outer, subtract, _diagonal_guesses(at.outer, q, F), slack, largest=True)
+    return Enclosed(proved.upper.amax(), proved.plain.amax()).root()
 
 
-def _outer(at: HeadsAt) -> Sequence[Float[Tensor, "rows value_dim"]]:
-    return at.outer.split([w.shape[1] for w in at.W], dim=1)
+def _outer(at: HeadsAt) -> tuple[Float[Tensor, "rows value_dim"], ...]:
+    return at.outer.chunk(len(at.heads), dim=1)
 
 
-def _keys(at: HeadsAt) -> Sequence[Float[Tensor, "rows key_dim"]]:
-    return shrink(torch.cat([head.K for head in at.heads]).mT).split([len(head.K) for head in at.heads], dim=1)
+def _keys(at: HeadsAt) -> tuple[Float[Tensor, "rows key_dim"], ...]:
+    return shrink(torch.cat([head.K for head in at.heads]).mT).chunk(len(at.heads), dim=1)
 
 
 def _traces(squares: Float[Tensor, "n k k"]) -> Float[Tensor, " n"]:
@@ -156,7 +158,7 @@ def search(at: HeadsAt, iterations: int) -> Weights:
     start at the vectors of the step before and need products with P but no matrix for every row. They are in
     float32, which halves the time, with factors scaled to entries of at most 1.
     """
-    a, b = _pair_weights(at)
+    a, b = pair_weights(at)
     H = len(at.heads)
     W, of_W = _scaled(_outer(at))
     K, of_K = _scaled(_keys(at))
@@ -204,15 +206,15 @@ def search(at: HeadsAt, iterations: int) -> Weights:
             break
         smallest = nu_square
         q = q * (phi / q).pow(_POWER)
-        top = float(q.amax())
-        q = (q / top).clamp_min(_SMALLEST_Q) if 0 < top < float("inf") else torch.ones_like(q)
+        largest = float(q.amax())
+        q = (q / largest).clamp_min(_SMALLEST_Q) if 0 < largest < float("inf") else torch.ones_like(q)
     c, phi = eigenvalues(best, _LAST_STEPS)
     q, scale = best.double(), (of_values * of_W) ** 2
-    nu_square = (phi.double() / q).amax() * scale * (of_queries * of_turns * of_K) ** 2
-    return Weights(q, a, b, c.double() * scale * _ABOVE, nu_square * _ABOVE)
+    top = (phi.double() / q).amax() * scale * (of_queries * of_turns * of_K) ** 2
+    return Weights(q, a, b, c.double() * scale * _ABOVE, top * _ABOVE)
 
 
-def _pair_weights(at: HeadsAt) -> tuple[list[Tensor], list[Tensor]]:
+def pair_weights(at: HeadsAt) -> tuple[list[Tensor], list[Tensor]]:
     """Return a_ij = M_ij r_ij and b_ij = M_ij / r_ij for each head, with r_ij near |W w_ij| / |y_ij|.
 
     A factor of a whole row of all heads changes nothing, so the largest ratio of each row is one.

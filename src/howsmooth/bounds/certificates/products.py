@@ -1,7 +1,8 @@
 """Proved upper bounds on the largest eigenvalues of O B_i Oᵀ, for one matrix O and many matrices B_i.
 
-The forms of the certificate consist of these. Small products are formed; of large ones B_i ≤ t N is proved for
-a matrix N near (OᵀO)⁻¹. Proof: documentation page "Certificates at given tokens", section "Verified norms".
+The forms of the certificate consist of these. Small products are formed; of large ones B_i ≤ t N is proved
+for a matrix N near (OᵀO)⁻¹. Proof: documentation page "Certificates at given tokens", section "Verified
+norms".
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def sandwich(
 ) -> Enclosed:
     """Bound the largest eigenvalues of a batch of positive semidefinite matrices Σ_h O_h B^h O_hᵀ.
 
-    ``outer`` has one matrix O_h for each head h, ``blocks`` one batch of matrices B^h, and ``slack`` bounds on
-    the norm of a matrix that bounds the errors of B^h entry by entry. ``guess`` estimates the eigenvalues;
+    ``outer`` has one matrix O_h for each head h, ``blocks`` one batch of matrices B^h, and ``slack`` bounds
+    on the norm of a matrix that bounds the errors of B^h entry by entry. ``guess`` estimates the eigenvalues;
     without it they are computed.
     """
     squares = [o.square().sum() for o in outer]
@@ -73,7 +74,7 @@ def sandwich(
 
 
 def dominated(
-    O: Float[Tensor, "rows m"],  # noqa: N803
+    outer: Float[Tensor, "rows m"],
     subtract: Callable[[Tensor, Groups], None],
     guess: Float[Tensor, " batch"],
     slack: Float[Tensor, " batch"],
@@ -82,12 +83,14 @@ def dominated(
 ) -> Enclosed:
     """Bound the largest eigenvalues of O B_i Oᵀ, for nonzero O, without forming these matrices.
 
-    ``subtract(a, groups)`` subtracts from each matrix of a batch the sum of the B_i of one group; it may leave
-    out the upper triangle. ``guess`` estimates the eigenvalues, ``slack`` bounds how much the errors of B_i
-    add to them. With ``largest`` only the largest bound of all is meant to be sharp, so that matrices of small
-    eigenvalues are proved together, against the largest guess.
+    ``subtract(a, groups)`` subtracts from each matrix of a batch the sum of the B_i of one group; it may
+    leave out the upper triangle. ``guess`` estimates the eigenvalues, ``slack`` bounds how much the errors of
+    B_i add to them. With ``largest`` only the largest bound of all is meant to be sharp, so that matrices of
+    small eigenvalues are proved together, against the largest guess.
     """
-    N, excess = _dominating(O)
+    if not bool(guess.isfinite().all()):
+        return Enclosed(torch.full_like(guess, torch.inf), guess)
+    N, excess = _dominating(outer)
     t = (guess.amax().expand(len(guess)) if largest else guess) + TINY
     waiting = _groups(guess.tolist(), float(t[0])) if largest else [[i] for i in range(len(t))]
     memory = N.new_empty(max(1, min(len(waiting), _BLOCK // N.numel())), *N.shape)
@@ -113,16 +116,16 @@ def dominated(
     return Enclosed(above(t * excess + up(added) + TINY, 3), t)
 
 
-def _dominating(O: Float[Tensor, "rows m"]) -> tuple[Float[Tensor, "m m"], Float[Tensor, ""]]:  # noqa: N803
+def _dominating(outer: Float[Tensor, "rows m"]) -> tuple[Float[Tensor, "m m"], Float[Tensor, ""]]:
     """Return a matrix N near (OᵀO)⁻¹ and a number near 1.
 
     If the Cholesky factorisation of t N − B succeeds, the largest eigenvalue of O B Oᵀ is at most the number
     times t, all rounding of the factorisation included.
     """
-    m = O.shape[1]
-    size = O.abs().amax(0)
+    m = outer.shape[1]
+    size = outer.abs().amax(0)
     scale = torch.where(size > 0, torch.ldexp(torch.ones_like(size), -torch.frexp(size).exponent), _HUGE)
-    scaled = O * scale
+    scaled = outer * scale
     gram = scaled.mT @ scaled
     gram.diagonal().add_(_REGULARISED * torch.linalg.matrix_norm(gram))
     N = torch.cholesky_inverse(torch.linalg.cholesky(gram))
@@ -137,9 +140,9 @@ def _dominating(O: Float[Tensor, "rows m"]) -> tuple[Float[Tensor, "m m"], Float
 
 
 def _groups(sizes: list[float], capacity: float) -> list[list[int]]:
-    """Divide the indices of numbers into groups, such that the numbers of a group sum to at most ``capacity``.
+    """Divide the indices of numbers up to ``capacity`` into groups, of which none sums to more than it.
 
-    The largest numbers are assigned first. No number may exceed ``capacity``.
+    The largest numbers are assigned first.
     """
     groups: list[list[int]] = []
     room: list[float] = []

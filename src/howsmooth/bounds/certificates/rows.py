@@ -22,7 +22,7 @@ _SMALLEST_TAU = 1e-14
 
 
 def by_rows(at: HeadsAt, iterations: int) -> Enclosed:
-    """Bound the norm of the Jacobian of one head by Theorem R, with weights from so many steps of a search."""
+    """Bound the norm of the Jacobian of one head by Theorem R, with weights from so many search steps."""
     head, W, n = at.heads[0], at.outer, at.n
     diagonal, _ = _diagonal_squares(head)
     q = torch.ones(n, dtype=torch.float64)
@@ -96,7 +96,7 @@ def _terms(head: HeadAt) -> Iterator[tuple[slice, Tensor, Tensor]]:
 def _row_squares(
     head: HeadAt, q: Float[Tensor, " n"], terms: Terms | None = None
 ) -> Float[Tensor, "n value_dim value_dim"]:
-    """Return Σ_j P_ij q_j N_ij N_ijᵀ for each row i, where N_ij N_ijᵀ = V Vᵀ + s_ij (g_ij w_ij)ᵀ + (g_ij w_ij) s_ijᵀ."""
+    """Return Σ_j P_ij q_j N_ij N_ijᵀ for each row i, N_ij N_ijᵀ = V Vᵀ + s_ij g_ij w_ijᵀ + g_ij w_ij s_ijᵀ."""
     VV = head.V @ head.V.mT
     squares = torch.empty(len(q), *VV.shape, dtype=q.dtype)
     for rows, w, beside in terms or _terms(head):

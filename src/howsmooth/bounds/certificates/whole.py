@@ -22,13 +22,14 @@ def is_small(at: HeadsAt) -> bool:
 
 def by_whole(at: HeadsAt, iterations: int = 0) -> Enclosed:
     """Bound the norm of the Jacobian by the verified norm of its matrix: exact but for rounding."""
-    n, widths = at.n, [w.shape[1] for w in at.W]
+    n = at.n
     factors = [factor for head in at.heads for factor in (head.V, head.K, head.Q)]
     Z = shrink(torch.cat(factors).mT).mT.split([len(factor) for factor in factors])
     J = torch.zeros(n, at.outer.shape[0], n, Z[0].shape[1], dtype=torch.float64)
     size = torch.zeros(n, n, dtype=torch.float64)
     here = torch.arange(n)
-    for head, W, V, K, Q in zip(at.heads, at.outer.split(widths, dim=1), Z[::3], Z[1::3], Z[2::3], strict=True):
+    Ws = at.outer.chunk(len(at.heads), dim=1)
+    for head, W, V, K, Q in zip(at.heads, Ws, Z[::3], Z[1::3], Z[2::3], strict=True):
         w = head.moving[..., None] * (head.v[None] - head.o[:, None])
         turned = head.q[:, None] if head.turns is None else (head.q[:, None, None] @ head.turns)[:, :, 0]
         J += torch.einsum("ij,ab->iajb", head.P, W @ V)
@@ -38,5 +39,5 @@ def by_whole(at: HeadsAt, iterations: int = 0) -> Enclosed:
         size += W.norm() * (head.P * V.norm() + head.turn_norm * K.norm() * moved)
         size.diagonal().add_(W.norm() * Q.norm() * torch.linalg.matrix_norm(head.F))
     found = spectral_norms(J.reshape(n * J.shape[1], -1))
-    roundings = max(widths) + 2 * at.heads[0].K.shape[0] + len(at.heads) + 12
+    roundings = len(V) + 2 * len(K) + 3 * len(at.heads) + 8
     return Enclosed(above(found.upper + up(gamma(roundings) * size.norm()), 1), found.plain)
