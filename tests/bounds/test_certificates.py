@@ -256,6 +256,8 @@ def test_floats_are_as_near_the_exact_jacobian_as_claimed(name: str) -> None:
 def test_floats_after_a_norm_are_as_near_as_claimed(centred: bool) -> None:
     f, x = one(98, d=4, d_out=None, temperature=3.0), tokens(98, 3, 4)
     x[1] *= 1e-4
+    if centred:  # the centred token is what a large common part leaves of it
+        x[0] += 1e6
     norm = hs.LayerNorm(drawn(1, 4), drawn(2, 4), 0.0) if centred else hs.RMSNorm(drawn(1, 4), 0.0)
     (head,) = heads_at(f, x, norm).heads
     with mpmath.workdps(40):
@@ -266,7 +268,9 @@ def test_floats_after_a_norm_are_as_near_as_claimed(centred: bool) -> None:
         for j in range(3):
             # The columns are multiplied by upper bounds on the inverse lengths.
             inverse = mpmath.mpf(float(_After.of(norm, x).columns[j]))
-            assert 1 < inverse * mpmath.norm(H * mpmath.matrix(x[j].tolist())) < 1 + 1e-10
+            assert (
+                1 < inverse * mpmath.norm(H * mpmath.matrix(x[j].tolist())) < 1 + (1e-7 if centred else 1e-10)
+            )
             column = J[:, 4 * j : 4 * j + 4] * D * inverse
             for i in range(3):
                 y = mpmath.matrix(head.q[i : i + 1].tolist())
@@ -276,7 +280,8 @@ def test_floats_after_a_norm_are_as_near_as_claimed(centred: bool) -> None:
                 J[2 * i : 2 * i + 2, 4 * j : 4 * j + 4] = column[2 * i : 2 * i + 2, :] - block
         distance = exact_norm(J)
     assert 0 < distance <= head.error
-    assert head.error <= 1e-10 * float((head.F.norm() * head.Q.norm() + head.P.norm() * head.V.norm()))
+    size = float(head.F.norm() * head.Q.norm() + head.P.norm() * head.V.norm())
+    assert head.error <= (1e-6 if centred else 1e-10) * size
 
 
 def test_the_floats_of_the_whole_matrix_are_as_near_as_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
