@@ -52,8 +52,10 @@ def averages(at: HeadsAt) -> Enclosed:
     if len(P) == 1:
         return found
     each, outer = spectral_norms(torch.stack(P)), spectral_norms(torch.cat(at.W, dim=1))
-    values = spectral_norms(torch.cat([v * p for v, p in zip(V, above(each.upper, 1), strict=True)]))
-    other = Enclosed(above(outer.upper * values.upper, 1), outer.plain * values.plain)
+    enlarged = torch.cat([v * p for v, p in zip(V, each.upper, strict=True)])
+    values = spectral_norms(enlarged)
+    upper = outer.upper * (values.upper + up(gamma(2) * enlarged.norm()))
+    other = Enclosed(above(upper, 2), outer.plain * values.plain)
     return min(found, other, key=lambda bound: float(bound.upper))
 
 
@@ -103,9 +105,7 @@ def diagonal(at: HeadsAt) -> Enclosed:
     def subtract(a: Tensor, groups: Groups) -> None:
         for matrix, group in zip(a, groups, strict=True):
             factors = F[list(group)]
-            right = factors.permute(1, 0, 3, 2).flatten(
-                1, 2
-            )  # for each head, (members and key_dim, value_dim)
+            right = factors.permute(1, 0, 3, 2).flatten(1, 2)  # (heads, members key_dim, value_dim)
             for h in range(H):
                 # The factorisation reads the lower triangle, so head h meets the heads up to h.
                 left = (factors[:, h] @ gram[h, :, : h + 1].flatten(1)).unflatten(2, (h + 1, -1))
