@@ -259,10 +259,10 @@ def _head_at(
     d_F = abs(f.scale) * q.slope * d_F + F_norm * (q.slope_error + rounding * (turn + q.slope))
     added = torch.tensor(0.0, dtype=x.dtype)
     if after is not None:
-        sizes = (P, M * w_norm * q_norm * keys.slope, torch.linalg.matrix_norm(F))
-        for size, error, factor in zip(sizes, (d_P, rank_one, d_F), (V, K, Q), strict=True):
+        blocks = (P, M * w_norm * q_norm * keys.slope, torch.linalg.matrix_norm(F))
+        for size, error, factor in zip(blocks, (d_P, rank_one, d_F), (V, K, Q), strict=True):
             added = added + after.rounding(size + error, factor)
-        d_P, rank_one, d_F = (error * after.columns for error in (d_P, rank_one, d_F))
+        d_P, rank_one, d_F = d_P * after.columns, rank_one * after.columns, d_F * after.columns
         P, M, F = P * after.columns, M * after.columns, F * after.columns[:, None, None]
         V, K, Q = (after.on_tokens(factor) for factor in (V, K, Q))
     V_norm, K_norm, Q_norm = (spectral_norm_above(t) for t in (V, K, Q))
