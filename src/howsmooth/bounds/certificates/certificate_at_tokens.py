@@ -183,11 +183,9 @@ def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
                 remedy="local_lipschitz measures such attention at given tokens.",
             )
     if not isinstance(X, Tensor) or not X.is_floating_point() or X.numel() == 0:
-        got = (
-            f"{X.dtype} of shape {tuple(X.shape)}"
-            if isinstance(X, Tensor)
-            else ("None" if X is None else type(X).__name__)
-        )
+        got = "None" if X is None else type(X).__name__
+        if isinstance(X, Tensor):
+            got = f"{X.dtype} of shape {tuple(X.shape)}"
         raise ArgumentError("X", expected="a floating-point tensor of tokens (..., n, d)", got=got)
     f = f.to(dtype=torch.float64, device="cpu")
     x = X.detach().to(dtype=torch.float64, device="cpu")
