@@ -76,7 +76,7 @@ def test_errors_are_enlarged_by_more_than_their_own_rounding() -> None:
 @pytest.mark.parametrize("count", [1, 7, 1000])
 def test_lost_covers_squares_that_underflow(count: int) -> None:
     # The largest number whose square becomes zero; of several, those that leave most of their sum.
-    small = math.sqrt(2.0**-1075) * (1 - 1e-15)
+    small = 2.0**-538 * math.sqrt(2.0) * (1 - 1e-15)
     vector = torch.full((count,), small, dtype=torch.float64)
     assert float(torch.sum(vector * vector)) == 0
     assert small * math.sqrt(count) <= LOST * math.sqrt(count)

@@ -6,6 +6,10 @@ the exact Jacobian at the exact tokens; then its products round. Both errors are
 by norms of matrices and by moments under the attention probabilities, so nothing of the size of a Jacobian is
 formed. Each bound is of first order in the errors, times a factor that covers the higher orders. The
 derivation is on the documentation page "Rounding, proved".
+
+The tensors of ``howsmooth.rounding`` that carry their own errors would follow the map as well. But they bound
+one sequence, not a batch, and the errors of n × n weights cost three products where these formulas take norms
+of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch import Tensor
 from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, SelfAttention, TokenMap
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.key_value_moments import Moments
-from howsmooth.rounding import LOST, MatrixNorms, U, gamma, up
+from howsmooth.rounding import LOST, MatrixNorms, U, above, gamma, up
 from howsmooth.spectral.operator import ProductError
 
 __all__ = [
@@ -499,7 +503,7 @@ def _turn(f: SelfAttention) -> float:
         return 1.0
     half = f.rotary.rot_dim // 2
     squares = f.rotary.cos.square() + f.rotary.sin.square()
-    return max(1.0, math.sqrt(float((squares[:, :half] + squares[:, half:]).amax()))) * (1 + 1e-12)
+    return above(max(1.0, math.sqrt(float((squares[:, :half] + squares[:, half:]).amax()))), 4)
 
 
 def _longest(rows: Tensor) -> Float[Tensor, " b"]:

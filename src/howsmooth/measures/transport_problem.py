@@ -19,9 +19,12 @@ from scipy.sparse import coo_array, csr_array
 from scipy.spatial import cKDTree
 from scipy.spatial.distance import cdist
 
+from howsmooth.rounding import U
+
 __all__ = ["Plan", "Problem"]
 
-EPSILON = float(np.finfo(np.float64).eps)
+# Distance of neighbouring numbers between 1 and 2.
+EPSILON = 2 * U
 TINY = float(np.finfo(np.float64).tiny)
 
 # Potentials are computed for blocks of rows with at most this many pairs of atoms.

@@ -25,9 +25,11 @@ from howsmooth.rounding.spectral_norms import (
 from howsmooth.rounding.tensor_with_entry_bounds import RoundedEntries, along_entries, entries_of, known_to
 from howsmooth.rounding.tensor_with_error_bound import MissingRuleError, Rounded, exact, plain, settled
 from howsmooth.rounding.units import (
+    INFLATION,
     LARGEST,
     LOG_MARGIN,
     LOST,
+    STEP,
     TINY,
     UNDERFLOW,
     U,
@@ -42,9 +44,11 @@ from howsmooth.rounding.units import (
 
 __all__ = [
     "COLUMNS_IN_DIGITS",
+    "INFLATION",
     "LARGEST",
     "LOG_MARGIN",
     "LOST",
+    "STEP",
     "TINY",
     "UNDERFLOW",
     "Enclosed",

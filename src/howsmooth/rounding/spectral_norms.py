@@ -172,7 +172,7 @@ def _in_size(values: Tensor, size: Tensor, scaled: Tensor, least: float = 2.0**-
     Only if the product is not normal does it round, by half of the smallest positive number, which is added.
     Norms of matrices of zeros are zero.
     """
-    found = values * size + least * (size < 1)
+    found = values * size + least * (size < 1).to(size.dtype)
     found = torch.where((scaled == 0).flatten(-2).all(-1), 0.0, found)
     return torch.where(size < torch.inf, found, torch.inf)
 

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.rounding.units import LOST, UNDERFLOW, U, gamma
+from howsmooth.rounding.units import LOST, STEP, UNDERFLOW, U, above, gamma
 
 __all__ = [
     "ELEMENTARY",
     "FUZZ",
-    "INFLATION",
     "RULES",
     "VIEWS",
     "MissingRuleError",
@@ -43,14 +42,9 @@ __all__ = [
 FUZZ = 4 * U
 """Relative error that constants and weights may have before anything is computed with them."""
 
-INFLATION = 1 + 1e-8
-"""Factor by which formulas in nonnegative numbers are enlarged; it covers all their roundings."""
-
 # Exponential, error function, tangent and root are taken to be correct to this relative error: four units in
 # the last place.
 ELEMENTARY = 8 * U
-# Bounds of errors are sums and products of nonnegative numbers; this covers the rounding of one of them.
-_UP = 1 + 1e-9
 _SMALL = 1 << 16
 
 
@@ -110,7 +104,7 @@ def made(value: Tensor, error: float, size: float | None = None, peak: float | N
     """Attach an error bound, and what else is known of the computed numbers, to a tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         found: Rounded = plain(value).as_subclass(Rounded)
-    found.error, found._size, found._peak = error * _UP, size, peak
+    found.error, found._size, found._peak = error * STEP, size, peak
     found.relative = found.worst = math.inf
     return found
 
@@ -150,12 +144,12 @@ def settled(value: Tensor) -> tuple[Tensor, float]:
 
 def upper(value: Tensor) -> Tensor:
     """Return upper bounds on the exact entries of a rounded tensor; a plain tensor is returned as it is."""
-    return plain(value) + value.error * _UP if isinstance(value, Rounded) else value
+    return plain(value) + value.error * STEP if isinstance(value, Rounded) else value
 
 
 def lower(value: Tensor) -> Tensor:
     """Return lower bounds on the exact entries of a rounded tensor; a plain tensor is returned as it is."""
-    return plain(value) - value.error * _UP if isinstance(value, Rounded) else value
+    return plain(value) - value.error * STEP if isinstance(value, Rounded) else value
 
 
 def multilinear(function: Callable[..., Tensor], *operands: Tensor, roundings: int) -> Tensor:
@@ -173,7 +167,7 @@ def multilinear(function: Callable[..., Tensor], *operands: Tensor, roundings: i
     for i, own in enumerate(errors):
         others = (s + e for j, (s, e) in enumerate(zip(sizes, errors, strict=True)) if j != i)
         error += own * math.prod(others) if own else 0.0
-    return made(value, error * _UP)
+    return made(value, error * STEP)
 
 
 def rowwise(function: Callable[..., Tensor], *operands: Tensor, roundings: int) -> Tensor:
@@ -186,7 +180,7 @@ def rowwise(function: Callable[..., Tensor], *operands: Tensor, roundings: int) 
     if not any(isinstance(operand, Rounded) for operand in operands):
         return value
     errors = [_measures(operand)[1] for operand in operands]
-    rows = [float(torch.linalg.vector_norm(plain(x), dim=-1).amax()) * _UP + LOST for x in operands]
+    rows = [float(torch.linalg.vector_norm(plain(x), dim=-1).amax()) * STEP + LOST for x in operands]
     error = errors[0] * (rows[1] + errors[1]) + errors[1] * rows[0]
     own = min(rows[0] * _measures(operands[1])[0], rows[1] * _measures(operands[0])[0])
     return made(value, error + gamma(roundings) * own)
@@ -196,7 +190,7 @@ def frobenius_above(value: Tensor) -> float:
     """Return an upper bound on the Frobenius norm of a tensor of floats."""
     if not value.numel():
         return 0.0
-    return float(torch.linalg.vector_norm(value)) * _UP + LOST * math.sqrt(value.numel())
+    return above(float(torch.linalg.vector_norm(value)), value.numel()) + LOST * math.sqrt(value.numel())
 
 
 def _measures(operand: Any) -> tuple[float, float]:
@@ -271,7 +265,7 @@ def _setitem(func: Any, x: Any, index: Any, value: Any) -> None:
         raise MissingRuleError("a rounded tensor is written into a plain one; make that one with new_zeros")
     func(plain(x), index, plain(value) if isinstance(value, Tensor) else value)
     own = value.error * _copies(value, plain(x)[index].numel()) if isinstance(value, Rounded) else 0.0
-    x.error = math.hypot(x.error, own) * _UP
+    x.error = math.hypot(x.error, own) * STEP
     x._size = x._peak = None
     x.relative = x.worst = math.inf
 
@@ -314,7 +308,7 @@ def _mul(func: Any, x: Any, y: Any) -> Any:
         error_a = min(error_a, x.relative * (found.frobenius + error_b))
     elif isinstance(y, Rounded) and y.relative < 1:
         error_b = min(error_b, y.relative * (found.frobenius + error_a))
-    found.error = (error_a + error_b + 2 * U * size) * _UP
+    found.error = (error_a + error_b + 2 * U * size) * STEP
     return found
 
 
@@ -363,11 +357,11 @@ def _matmul(func: Any, x: Any, y: Any) -> Any:
     found = multilinear(torch.matmul, x, y, roundings=x.shape[-1])
     if isinstance(found, Rounded) and max(x.numel(), y.numel(), found.numel()) <= _SMALL and y.ndim > 1:
         # The error of one entry counts the longest row and the longest column.
-        row = float(torch.linalg.vector_norm(plain(x), dim=-1).amax()) * _UP + LOST
-        column = float(torch.linalg.vector_norm(plain(y), dim=-2).amax()) * _UP + LOST
+        row = float(torch.linalg.vector_norm(plain(x), dim=-1).amax()) * STEP + LOST
+        column = float(torch.linalg.vector_norm(plain(y), dim=-2).amax()) * STEP + LOST
         of_x, of_y = _measures(x)[1], _measures(y)[1]
         own = gamma(x.shape[-1] + 2) * row * column
-        found.worst = (own + of_x * (column + of_y) + of_y * row) * _UP
+        found.worst = (own + of_x * (column + of_y) + of_y * row) * STEP
     return found
 
 
@@ -411,7 +405,7 @@ def _weighted(equation: str, inputs: str, output: str, weights: Rounded, x: Tens
     whole = frobenius_above(torch.einsum(f"{own},{kept}->{common}", P, sizes))
     matrix, summed = math.inf, [letter for letter in own if letter not in output]
     if P.ndim > 1 and len(summed) == 1 and summed[0] in own[-2:]:
-        matrix = math.sqrt(float(P.sum(-1).amax()) * float(P.sum(-2).amax())) * _UP
+        matrix = math.sqrt(float(P.sum(-1).amax()) * float(P.sum(-2).amax())) * STEP
     of_x = _measures(x)[1]
     error = of_x * min(weights.frobenius, matrix) * (1 + weights.relative)
     return made(value, error + (gamma(terms + 2) + weights.relative) * whole)
@@ -442,7 +436,7 @@ def _elementary(slope: Callable[[Tensor, float], float]) -> Any:
 
 def _sqrt_slope(x: Tensor, error: float) -> float:
     smallest = float(x.amin())
-    return smallest**-0.5 * _UP if smallest > 0 else math.inf
+    return smallest**-0.5 * STEP if smallest > 0 else math.inf
 
 
 def _softmax(func: Any, x: Any, dim: int) -> Any:
@@ -450,7 +444,7 @@ def _softmax(func: Any, x: Any, dim: int) -> Any:
     keys, size = value.shape[dim], frobenius_above(value)
     # A weight is a ratio of exponentials of which none is below e^-745 without becoming zero.
     worst = min(x.error, x.worst)
-    change = math.expm1(2 * worst + gamma(keys + 2000)) * _UP if worst < 0.1 else math.inf
+    change = math.expm1(2 * worst + gamma(keys + 2000)) * STEP if worst < 0.1 else math.inf
     error = min(change * size + UNDERFLOW * math.sqrt(value.numel()), 2 * math.sqrt(value.numel()))
     found = made(value, error, size)
     found.relative = change
@@ -465,8 +459,8 @@ def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return upper bounds on the norms of the exact vectors that a tensor with an error bound approximates.
     The result is a tensor without error bound.
     """
-    more = x.error * _UP + LOST * math.sqrt(x.numel())
-    found: Tensor = func(plain(x), *args, **kwargs) * _UP + more
+    more = x.error * STEP + LOST * math.sqrt(x.numel())
+    found: Tensor = func(plain(x), *args, **kwargs) * STEP + more
     return found
 
 
@@ -474,7 +468,7 @@ def _amax(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return upper bounds on the exact maxima along an axis of a tensor with an error bound. The result is a
     tensor without error bound.
     """
-    found: Tensor = func(plain(x), *args, **kwargs) + x.error * _UP
+    found: Tensor = func(plain(x), *args, **kwargs) + x.error * STEP
     return found
 
 
@@ -509,7 +503,7 @@ RULES: dict[str, Any] = {
     "einsum": _einsum,
     "__getitem__": _getitem,
     "__setitem__": _setitem,
-    "exp": _elementary(lambda x, error: math.exp(min(float(x.amax()) + error, 700.0)) * _UP),
+    "exp": _elementary(lambda x, error: math.exp(min(float(x.amax()) + error, 700.0)) * STEP),
     "relu": _elementary(lambda x, error: 1.0),
     "erfc": _elementary(lambda x, error: 1.13),
     "tanh": _elementary(lambda x, error: 1.0),

@@ -39,7 +39,8 @@ from howsmooth.bounds.radius.transformer_layers import (
     Norm,
     Softmax,
 )
-from howsmooth.rounding.tensor_with_error_bound import INFLATION, lower, upper
+from howsmooth.rounding import INFLATION
+from howsmooth.rounding.tensor_with_error_bound import lower, upper
 
 # A displacement beyond this share of a token's length counts as the whole length.
 NEARLY_ONE = 1 - 1e-6

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.rounding import gamma, largest_eigenvalues_by_squaring, spectral_norms_above
+from howsmooth.rounding import STEP, gamma, largest_eigenvalues_by_squaring, spectral_norms_above
 from howsmooth.rounding.tensor_with_error_bound import settled
 
 __all__ = ["each_form_norm", "form_norm", "spectral_norm", "weighted_norm"]
@@ -19,7 +19,6 @@ __all__ = ["each_form_norm", "form_norm", "spectral_norm", "weighted_norm"]
 _SQUARINGS = 4
 _BLOCKWISE_FROM = 600
 _CHUNK = 256
-_UP = 1 + 1e-9
 
 
 def spectral_norm(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
@@ -55,13 +54,13 @@ def weighted_norm(
             gram = torch.einsum("hij,hjkl->hikl", weights, value.mT @ value)
         slack = gamma(max(n + e, k) + 8) * _trace(gram)
         apart = error * weights.amax(2).sqrt()
-        return largest_eigenvalues_by_squaring(gram, slack=slack).sqrt() * _UP + apart * _UP
+        return largest_eigenvalues_by_squaring(gram, slack=slack).sqrt() * STEP + apart * STEP
     blocks = weights.new_empty(heads, n, n)
     for j in range(n):
         blocks[:, j] = spectral_norm(changes[:, j, None] @ changes.mT)
     root = weights.sqrt()
-    whole = root[..., None] * blocks[:, None] * root[..., None, :] * _UP
-    return largest_eigenvalues_by_squaring(whole).sqrt() * _UP
+    whole = root[..., None] * blocks[:, None] * root[..., None, :] * STEP
+    return largest_eigenvalues_by_squaring(whole).sqrt() * STEP
 
 
 def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
@@ -78,11 +77,11 @@ def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor,
     slack = gamma(max(forms.shape[-2:]) + 4 * k + 8) * _trace(gram)
     whole = largest_eigenvalues_by_squaring(gram, slack=slack).sqrt()
     if not wide:
-        return whole * _UP + error
+        return whole * STEP + error
     rest = gram - trace[..., None] * trace[..., None, :] / k
     apart = largest_eigenvalues_by_squaring(rest, slack=slack).sqrt() * (1 - 1 / k) ** 0.5
     split = torch.linalg.vector_norm(trace, dim=-1) / k + gamma(k) * _trace(gram).sqrt()
-    return torch.minimum(whole, apart + split) * _UP + error
+    return torch.minimum(whole, apart + split) * STEP + error
 
 
 def each_form_norm(forms: Float[Tensor, "*batch p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
@@ -95,4 +94,4 @@ def each_form_norm(forms: Float[Tensor, "*batch p"], pairs: Pairs) -> Float[Tens
         gram = matrices @ matrices
         slack = gamma(pairs.k + 16) * _trace(gram)
         found.append(largest_eigenvalues_by_squaring(gram, squarings=2, slack=slack).sqrt())
-    return torch.cat(found).reshape(forms.shape[:-1]) * _UP + error
+    return torch.cat(found).reshape(forms.shape[:-1]) * STEP + error

@@ -58,7 +58,8 @@ from howsmooth.bounds.radius.transformer_layers import (
     Norm,
     Softmax,
 )
-from howsmooth.rounding.tensor_with_error_bound import INFLATION, lower, plain, upper
+from howsmooth.rounding import INFLATION
+from howsmooth.rounding.tensor_with_error_bound import lower, plain, upper
 
 # So many outputs of attention are expanded at once.
 _OUTPUTS = 16

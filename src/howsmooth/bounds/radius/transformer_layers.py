@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.rounding import gamma
+from howsmooth.rounding import INFLATION, gamma
 from howsmooth.rounding.tensor_with_error_bound import (
-    INFLATION,
     Rounded,
     along,
     exact,
