@@ -19,11 +19,13 @@ def _times(matrix: list[list[mpmath.mpf]], vector: list[mpmath.mpf]) -> list[mpm
     return [mpmath.fdot(row, vector) for row in matrix]
 
 
-def exact_jacobian(f: hs.SelfAttention, x: Tensor) -> mpmath.matrix:
-    """D_X f, (n d_out, n d), of the map with exactly the parameters and tokens given."""
+def exact_jacobian(
+    f: hs.SelfAttention, x: Tensor, norm: hs.LayerNorm | hs.RMSNorm | None = None
+) -> mpmath.matrix:
+    """D_X f, (n d_out, n d), of the map with exactly the parameters and tokens given, or at norm(X)."""
     with mpmath.workdps(DIGITS):
         n, d = x.shape
-        tokens = _exact(x)
+        tokens = [_normed(norm, token) for token in _exact(x)]
         group = f.heads // f.kv_heads
         seen = f.visible_keys(n)
         output = torch.eye(f.heads * f.value_dim) if f.output is None else f.output
@@ -63,10 +65,14 @@ def exact_jacobian(f: hs.SelfAttention, x: Tensor) -> mpmath.matrix:
         return J
 
 
-def exact_differences(f: hs.SelfAttention, x: Tensor) -> mpmath.matrix:
-    """D_X f, (n d_out, n d), for scores of all kinds: differences of size 1e-20 in 60-digit arithmetic."""
-    with mpmath.workdps(60):
-        step, tokens = mpmath.mpf(10) ** -20, _exact(x)
+def exact_differences(
+    f: hs.SelfAttention, x: Tensor, norm: hs.LayerNorm | hs.RMSNorm | None = None
+) -> mpmath.matrix:
+    """D_X f, (n d_out, n d), for scores of all kinds, or of f after a norm: differences of size 1e-30 in
+    80-digit arithmetic.
+    """
+    with mpmath.workdps(80):
+        step, tokens = mpmath.mpf(10) ** -30, _exact(x)
         n, d = x.shape
         columns = []
         for j in range(n):
@@ -75,7 +81,7 @@ def exact_differences(f: hs.SelfAttention, x: Tensor) -> mpmath.matrix:
                 for sign in (1, -1):
                     moved = [list(token) for token in tokens]
                     moved[j][c] += sign * step
-                    ends.append(_image(f, moved))
+                    ends.append(_image(f, [_normed(norm, token) for token in moved]))
                 columns.append([(a - b) / (2 * step) for a, b in zip(*ends, strict=True)])
         return mpmath.matrix(columns).T
 

@@ -295,8 +295,9 @@ def test_pre_norm_composition_where_it_is_an_equality() -> None:
     truth = float(torch.linalg.matrix_norm(dense_jacobian(hs.Compose(f, norm), x), 2))
     assert pre_norm_upper_bound(f, norm, 1, x).value == pytest.approx(truth, rel=1e-9)
     assert pre_norm_upper_bound(f, norm, 1).value == pytest.approx(10.0, rel=1e-9)
-    # Of several tokens the shortest counts.
+    # Of several tokens each counts with its own length.
     two = torch.cat([x, 10 * x])
+    truth = float(torch.linalg.matrix_norm(dense_jacobian(hs.Compose(f, norm), two), 2))
     assert pre_norm_upper_bound(f, norm, 2, two).value == pytest.approx(truth, rel=1e-9)
 
 

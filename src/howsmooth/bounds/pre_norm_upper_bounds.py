@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -11,8 +12,9 @@ from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.attention.theorem_preconditions import require_plain_scores
 from howsmooth.bounds.applicable_bounds import best
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length
+from howsmooth.bounds.certificates.certificate_at_tokens import certify, checked_input
 from howsmooth.bounds.norm_layer_outputs import ellipsoid
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["pre_norm_upper_bound"]
 
@@ -21,8 +23,9 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor
     """Bound the Lipschitz constant of a norm layer followed by attention, everywhere or at tokens X.
 
     With the normalised tokens u = h/s, attention(N(X)) is the absorbed attention (``absorb_norm``) of u,
-    and the derivative (H − u uᵀ)/s of u has norm at most 1/s. So the constant is at most the tightest bound
-    for the absorbed attention on the unit ball times the largest 1/s_i, which is at most 1/√(dε).
+    and the derivative (H − u uᵀ)/s of u has norm at most 1/s. So the constant everywhere is at most the
+    tightest bound for the absorbed attention on the unit ball times 1/√(dε). At X, it is at most the
+    certificate of the absorbed attention with the columns of token j multiplied by 1/s_j.
 
     Parameters
     ----------
@@ -48,7 +51,8 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor
 
     References
     ----------
-    Documentation page "Norm layers: radius, ellipsoid, absorption", section "A constant on all tokens".
+    Documentation page "Norm layers: radius, ellipsoid, absorption", sections "A constant on all tokens" and
+    "A bound at given tokens".
 
     """
     length = check_length(length)
@@ -56,22 +60,25 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor
     assert isinstance(norm, LayerNorm | RMSNorm)  # absorb_norm raises an error for other norms
     require_plain_scores(absorbed, "this bound")
     inner = best(absorbed, length=length, radius=1.0)
-    if X is None:
-        quantity, shortest = Quantity.EVERYWHERE, math.sqrt(norm.d * norm.eps)
-    else:
-        if X.shape != (length, norm.d):
-            raise ArgumentError(
-                "X", expected=f"tokens of shape ({length}, {norm.d})", got=str(tuple(X.shape))
-            )
-        quantity = Quantity.LOCAL
-        _, s = norm.to(dtype=torch.float64, device="cpu").direction_and_length(X.detach().cpu().double())
-        shortest = float(s.min())
+    if X is not None and X.shape != (length, norm.d):
+        raise ArgumentError("X", expected=f"tokens of shape ({length}, {norm.d})", got=str(tuple(X.shape)))
+    quantity, shortest = Quantity.EVERYWHERE, math.sqrt(norm.d * norm.eps)
+    certified = math.inf
+    if X is not None:
+        f, x = checked_input(attention, X)
+        norm = norm.to(dtype=torch.float64, device="cpu")
+        quantity, shortest = Quantity.LOCAL, float(norm.direction_and_length(x)[1].min())
+        with contextlib.suppress(NonFiniteError):  # at tokens of extreme size the bound on the ball is left
+            certified = float(certify(f, x, norm=norm).value)
+    on_the_ball = inner.log_value - math.log(shortest) if shortest > 0 else math.inf
+    at_tokens = math.log(certified) if certified > 0 else -math.inf
     smooth = Hypothesis("eps > 0, or no token of zero length", shortest > 0)
     return Bound.upper(
         "pre_norm_upper_bound",
         quantity,
-        f'howsmooth documentation, "Norm layers: radius, ellipsoid, absorption", with {inner.name}',
-        log_formula=inner.log_value - math.log(shortest) if shortest > 0 else math.inf,
+        'howsmooth documentation, "Norm layers: radius, ellipsoid, absorption", with '
+        + ("certificate" if at_tokens < on_the_ball else inner.name),
+        log_formula=min(at_tokens, on_the_ball),
         hypotheses=(smooth,),
     )
 

@@ -36,7 +36,7 @@ def _largest(matrix: Float[Tensor, "r r"]) -> Float[Tensor, ""]:
     vector = vector.to(matrix.device)
     last = matrix.new_zeros(1)
     for _ in range(_ROUNDS):
-        top, vector = lanczos(lambda y: y, matrix, vector, _STEPS)
+        top, vector = lanczos(lambda row: row @ matrix, vector, _STEPS)
         if top <= last * (1 + _GAIN):
             break
         last = top
@@ -46,47 +46,29 @@ def _largest(matrix: Float[Tensor, "r r"]) -> Float[Tensor, ""]:
 
 
 def lanczos(
-    image: Callable[[Float[Tensor, "n m"]], Float[Tensor, "n m"]],
-    gram: Float[Tensor, "m m"],
-    b: Float[Tensor, "n m"],
-    steps: int,
-) -> tuple[Float[Tensor, " n"], Float[Tensor, "n m"]]:
-    """Estimate the largest eigenvalues of the matrices O B_i Oᵀ, for one matrix O and many matrices B_i, by
-    Lanczos steps.
+    image: Callable[[Float[Tensor, "n r"]], Float[Tensor, "n r"]], b: Float[Tensor, "n r"], steps: int
+) -> tuple[Float[Tensor, " n"], Float[Tensor, "n r"]]:
+    """Estimate the largest eigenvalues and their vectors of positive semidefinite matrices by Lanczos steps.
 
-    ``image`` multiplies row i by B_i, and ``gram`` is OᵀO. The steps start at the rows of ``b``. A row b
-    stands for the vector O b, so that a step needs one product with ``gram`` and none with O. The estimates
-    are below the eigenvalues, up to rounding. They are returned with their vectors, as rows like ``b``.
+    ``image`` multiplies row i by matrix i. The steps start at the rows of ``b``. The estimates are below the
+    eigenvalues, up to rounding.
     """
-    eps = torch.finfo(b.dtype).eps
-    noise = (16 * eps * torch.linalg.matrix_norm(gram)).sqrt()
-
-    def lengths(z: Tensor, y: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-        # A length this small is rounding: the vectors span an invariant space, and the steps of this row end.
-        # Parts of z that gram maps to nearly zero count in the rounding of y alone.
-        length = (z * y).sum(1, keepdim=True).clamp_min(0).sqrt()
-        rounding = noise * torch.linalg.vector_norm(z, dim=1, keepdim=True)
-        length = torch.where(length > torch.maximum(least, rounding), length, 0.0)
-        return length, torch.where(length > 0, 1 / length, 0.0)
-
     alphas, betas, vectors = [], [], []
-    y = b @ gram
     beta = size = b.new_zeros(len(b), 1)
-    _, inverse = lengths(b, y, size)
-    b, y, last = b * inverse, y * inverse, torch.zeros_like(b)
+    b, last = torch.nn.functional.normalize(b, dim=1), torch.zeros_like(b)
     for _ in range(steps):
         vectors.append(b)
-        z = image(y)
-        alpha = (y * z).sum(1, keepdim=True)
+        z = image(b)
+        alpha = (b * z).sum(1, keepdim=True)
         size = torch.maximum(size, alpha)
         z = z - alpha * b - beta * last
-        y = z @ gram
-        beta, inverse = lengths(z, y, 3 * eps**0.5 * size)
+        beta = torch.linalg.vector_norm(z, dim=1, keepdim=True)
+        # A length this small is rounding: the vectors span an invariant space, and the steps of this row end.
+        beta = torch.where(beta > 3 * torch.finfo(b.dtype).eps ** 0.5 * size, beta, 0.0)
+        last, b = b, torch.where(beta > 0, z / beta, 0.0)
         alphas.append(alpha)
         betas.append(beta)
-        last, b, y = b, z * inverse, y * inverse
-    side = torch.cat(betas[:-1], dim=1)
-    tridiagonal = torch.diag_embed(torch.cat(alphas, dim=1)) + torch.diag_embed(side, offset=-1)
-    values, coordinates = torch.linalg.eigh(tridiagonal)
+    side = torch.diag_embed(torch.cat(betas[:-1], dim=1), offset=-1)
+    values, coordinates = torch.linalg.eigh(torch.diag_embed(torch.cat(alphas, dim=1)) + side)
     found = (torch.stack(vectors, dim=-1) @ coordinates[:, :, -1:])[..., 0]
     return values[:, -1].clamp_min(0), found

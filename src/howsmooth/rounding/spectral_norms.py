@@ -30,7 +30,6 @@ __all__ = [
     "absolute_norms_above",
     "largest_eigenvalues_above",
     "largest_eigenvalues_by_squaring",
-    "nonnegative_norm",
     "product_norms_above",
     "shrink",
     "spectral_norm_above",
@@ -43,8 +42,6 @@ __all__ = [
 
 # For larger matrices only the leading eigenvector is computed, instead of all.
 _LARGE = 96
-_POWER_STEPS = 300
-_SLOW = 1e-9
 
 
 class Enclosed(NamedTuple):
@@ -356,31 +353,6 @@ def largest_eigenvalues_by_squaring(
     roundings = 4 * symmetric.shape[-1] ** 2 + 64
     bound: Tensor = above((found + error + LOST) ** (0.5**squarings) * size, roundings)
     return above(bound + slack, roundings)
-
-
-def nonnegative_norm(p: Float[Tensor, "n n"]) -> Enclosed:
-    """Return a proved upper bound on the spectral norm of a matrix P with nonnegative entries.
-
-    By Collatz and Wielandt, ‖P‖² ≤ max_j (PᵀPv)_j / v_j for every v > 0; power iteration finds v. All sums
-    have nonnegative terms, so rounding errors are relative. If the iteration has not converged, the Gram
-    matrix is verified by Cholesky instead.
-    """
-    n = p.shape[0]
-    v = torch.ones(n, dtype=p.dtype)
-    low = high = torch.tensor(0.0, dtype=p.dtype)
-    for _ in range(_POWER_STEPS):
-        image = p.T @ (p @ v)
-        high = (image / v).amax()
-        low = (v @ image) / (v @ v)
-        if high <= low * (1 + 1e-13):
-            break
-        v = (image / image.amax()).clamp_min(1e-60)
-    found = Enclosed(high * (1 + 2 * gamma(2 * n + 4)) + TINY, low).root()
-    if found.upper > found.plain * (1 + _SLOW):
-        proved = spectral_norms(p)
-        if proved.upper < found.upper:
-            return proved
-    return found
 
 
 def shrink(o: Float[Tensor, "rows m"]) -> Float[Tensor, "fewer m"]:

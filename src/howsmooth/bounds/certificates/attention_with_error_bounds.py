@@ -9,7 +9,9 @@ where q_i = s R_i N(Q x_i + b_q), s is the scale of the scores, R_i the rotary m
 norm of queries, if there are any. T'_i and T_j are the derivatives of R_i N and of its like for keys. M_ij is
 P_ij times the derivative of the soft cap. c_i is any vector without a cap and sinks, and zero with one. The
 rounded weights, values and queries define an operator J̃ of the same form, and ``error`` bounds ‖J − J̃‖,
-where J is the Jacobian in exact arithmetic. Derivation: documentation page "Certificates at given tokens".
+where J is the Jacobian in exact arithmetic. After a norm layer, whose output is x_j = g ∘ u_j + β with
+u_j = h_j / s_j, the columns of token j are multiplied by g and by 1/s_j. Derivation: documentation page
+"Certificates at given tokens".
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary, SelfAttention
-from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
 from howsmooth.errors import NonFiniteError
 from howsmooth.rounding import (
     LARGEST,
@@ -122,11 +123,6 @@ class HeadsAt:
         """
         return shrink(torch.cat(self.W, dim=1))
 
-    @cached_property
-    def domination(self) -> Domination:
-        """What bounds the largest eigenvalues of ``outer`` B ``outer``ᵀ for many matrices B."""
-        return Domination.of(self.outer)
-
 
 def row_blocks(n: int, width: int) -> list[slice]:
     """Return slices that cut n rows into blocks with a bounded number of entries.
@@ -137,10 +133,11 @@ def row_blocks(n: int, width: int) -> list[slice]:
     return [slice(start, min(n, start + step)) for start in range(0, n, step)]
 
 
-def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
+def heads_at(f: SelfAttention, x: Float[Tensor, "n d"], norm: LayerNorm | RMSNorm | None = None) -> HeadsAt:
     """Return the attention weights, values and queries of all heads of ``f`` at tokens ``x``.
 
-    ``f`` must be in float64 on the CPU, and ``x`` in float64.
+    ``f`` must be in float64 on the CPU, and ``x`` in float64. With a ``norm`` they are those at norm(x), and
+    the norm of their Jacobian bounds that of ``f`` after the norm.
 
     Raises
     ------
@@ -149,6 +146,8 @@ def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
 
     """
     n = x.shape[0]
+    after = None if norm is None else _After.of(norm, x)
+    x = x if after is None else after.t
     output = torch.eye(f.heads * f.value_dim, dtype=x.dtype) if f.output is None else f.output
     value, up_v = _scaled(f.value)
     output, up_w = _scaled(output)
@@ -157,7 +156,9 @@ def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
     group = f.heads // f.kv_heads
     bias = torch.zeros(f.kv_heads, f.value_dim, dtype=x.dtype) if f.value_bias is None else f.value_bias
     bias = torch.ldexp(bias, torch.tensor(-up_v))
-    heads = tuple(_head_at(f, h, value[h // group], bias[h // group], visible, x) for h in range(f.heads))
+    heads = tuple(
+        _head_at(f, h, value[h // group], bias[h // group], visible, x, after) for h in range(f.heads)
+    )
     return HeadsAt(heads, output.split(f.value_dim, dim=1), up_v + up_w)
 
 
@@ -180,6 +181,7 @@ def _head_at(
     value_bias: Float[Tensor, " value_dim"],
     visible: Bool[Tensor, "n n"],
     x: Float[Tensor, "n d"],
+    after: _After | None,
 ) -> HeadAt:
     n, g = x.shape[0], h // (f.heads // f.kv_heads)
     Q, K = f.query[h], f.key[g]
@@ -187,7 +189,8 @@ def _head_at(
     # a cap or a sink compares with the scores, or keys are normed or rotated. So tokens are centred there,
     # which makes rounding errors smaller.
     difference = x - x.mean(dim=0)
-    given, centred = known_to(x), known_to(difference, 2 * U * difference.abs())
+    errors = torch.zeros_like(x) if after is None else after.errors
+    given, centred = known_to(x, errors), known_to(difference, 2 * U * difference.abs() + errors)
     relative = f.softcap is None and f.sinks is None
     shifted_keys = relative and f.rotary is None and f.key_norm is None
     q = _Projected.of(given, Q, None if f.query_bias is None else f.query_bias[h], f.query_norm, f.rotary)
@@ -254,9 +257,17 @@ def _head_at(
     rounding = gamma(2 * Q.shape[0] + 8)
     turn = 1.0 if q.turns is None else absolute_norms_above(q.turns)
     d_F = abs(f.scale) * q.slope * d_F + F_norm * (q.slope_error + rounding * (turn + q.slope))
+    added = torch.tensor(0.0, dtype=x.dtype)
+    if after is not None:
+        blocks = (P, M * w_norm * q_norm * keys.slope, torch.linalg.matrix_norm(F))
+        for size, error, factor in zip(blocks, (d_P, rank_one, d_F), (V, K, Q), strict=True):
+            added = added + after.rounding(size + error, factor)
+        d_P, rank_one, d_F = d_P * after.columns, rank_one * after.columns, d_F * after.columns
+        P, M, F = P * after.columns, M * after.columns, F * after.columns[:, None, None]
+        V, K, Q = (after.on_tokens(factor) for factor in (V, K, Q))
     V_norm, K_norm, Q_norm = (spectral_norm_above(t) for t in (V, K, Q))
-    error = d_P.norm() * V_norm + rank_one.norm() * K_norm + d_F.amax() * Q_norm
-    return HeadAt(P, M, v, o, plain(q.t), keys.turns, F, V, K, Q, float(up(error)))
+    total = added + d_P.norm() * V_norm + rank_one.norm() * K_norm + d_F.amax() * Q_norm
+    return HeadAt(P, M, v, o, plain(q.t), keys.turns, F, V, K, Q, float(up(total)))
 
 
 def _weights(
@@ -342,10 +353,7 @@ def _normed(
     """
     a, k = plain(vectors), vectors.shape[1]
     y, length = layer.direction_and_length(a)
-    moved = _norms(entries_of(vectors)) + 2 * gamma(k + 3) * _norms(a)
-    # The length √(|y|² + kε) changes by no more than y. It has this value at least, between ŷ and y.
-    shortest = (length[:, 0] * (1 - gamma(k + 10)) - moved).clamp_min(math.sqrt(k * layer.eps))
-    shortest = below(shortest, 8).clamp_min(torch.finfo(a.dtype).tiny)
+    moved, shortest = _shortest(layer, vectors)
     gain = above(math.sqrt(k) * float(layer.weight.abs().amax()), 2)
     t = math.sqrt(k) * layer.weight * (y / length)
     eye = torch.eye(k, dtype=a.dtype)
@@ -359,6 +367,68 @@ def _normed(
     d_t = gain / shortest * moved + rounding * (gain + added)
     d_turns = 6 * gain / shortest.square() * moved + 3 * rounding * gain / shortest
     return known_to(t, d_t[:, None]), turns, gain / shortest + d_turns, d_turns
+
+
+def _shortest(
+    layer: LayerNorm | RMSNorm, vectors: Float[Tensor, "n k"]
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Bound how far rounding moves the vectors y that a norm normalises, and their lengths from below."""
+    a, k = plain(vectors), vectors.shape[1]
+    _, length = layer.direction_and_length(a)
+    moved = _norms(entries_of(vectors)) + 2 * gamma(k + 3) * _norms(a)
+    # The length √(|y|² + kε) changes by no more than y. It has this value at least, between ŷ and y.
+    shortest = (length[:, 0] * (1 - gamma(k + 10)) - moved).clamp_min(math.sqrt(k * layer.eps))
+    return moved, below(shortest, 8).clamp_min(torch.finfo(a.dtype).tiny)
+
+
+@dataclass(frozen=True, eq=False)
+class _After:
+    """Tokens t_j = g ∘ u_j + β after a norm layer, as rounded.
+
+    Attributes
+    ----------
+    t, errors
+        The tokens as rounded, and bounds on the errors of their entries.
+    gain
+        g, the gains of the layer times √d.
+    columns
+        Upper bounds on 1/s_j: the derivative of u_j has norm at most 1/s_j.
+    centred
+        Whether the layer subtracts the mean of a token.
+
+    """
+
+    t: Float[Tensor, "n d"]
+    errors: Float[Tensor, "n d"]
+    gain: Float[Tensor, " d"]
+    columns: Float[Tensor, " n"]
+    centred: bool
+
+    @classmethod
+    def of(cls, norm: LayerNorm | RMSNorm, x: Float[Tensor, "n d"]) -> _After:
+        t, *_ = _normed(norm, known_to(x))
+        _, shortest = _shortest(norm, known_to(x))
+        gain, columns = math.sqrt(norm.d) * norm.weight, above(1 / shortest, 1)
+        if not bool(columns.amax() * gain.abs().amax().clamp_min(1) <= LARGEST):
+            raise NonFiniteError(
+                "X",
+                expected="tokens at which the derivatives of the norm are below 2^200",
+                got=f"one at or near zero, with eps = {norm.eps:g}",
+                remedy="Use a norm with a larger eps, or other tokens.",
+            )
+        return cls(plain(t), entries_of(t), gain, columns, norm.centred)
+
+    def on_tokens(self, matrix: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
+        """Multiply a matrix by D = diag(g) H, where H subtracts the mean if the layer does."""
+        matrix = matrix * self.gain
+        return matrix - matrix.mean(dim=1, keepdim=True) if self.centred else matrix
+
+    def rounding(self, size: Tensor, matrix: Float[Tensor, "k d"]) -> Tensor:
+        """Bound what the rounding of D and 1/s_j does to a part of the Jacobian, with blocks of these sizes
+        times ``matrix``: d + 6 roundings of |W g| and of its mean, and two of 1/s_j.
+        """
+        found: Tensor = (size * self.columns).norm() * (matrix * self.gain).norm()
+        return 2 * gamma(len(self.gain) + 8) * found
 
 
 def _norms(rows: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:

@@ -9,18 +9,19 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from howsmooth.attention import SelfAttention
+from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.attention.map import check_tokens
 from howsmooth.attention.theorem_preconditions import require_formula, require_plain_scores
 from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, heads_at
-from howsmooth.bounds.certificates.block_row_certificate import by_rows
-from howsmooth.bounds.certificates.three_part_certificate import by_parts
+from howsmooth.bounds.certificates.parts import by_parts
+from howsmooth.bounds.certificates.rows import by_rows
+from howsmooth.bounds.certificates.whole import by_whole, is_small
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.rounding import Enclosed, U, limit_in_digits, spectral_norm_above
+from howsmooth.rounding import Enclosed, above, limit_in_digits, spectral_norm_above, up
 
-__all__ = ["ASSUMPTIONS", "Certificate", "certificate", "certify", "checked_input"]
+__all__ = ["ASSUMPTIONS", "Certificate", "certificate", "certify", "checked_input", "forms"]
 
 _SOURCE = 'howsmooth documentation, "Certificates at given tokens", '
 
@@ -30,7 +31,7 @@ ASSUMPTIONS = (
 )
 """What the proof of a certificate assumes, in words."""
 
-Proof = Callable[[HeadsAt, int], Enclosed]
+Form = Callable[[HeadsAt, int], Enclosed]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +46,10 @@ class Certificate:
         The fraction of ``value`` that allows for rounding, shape (...): without allowances, the formula
         evaluates to value · (1 − rounding).
     theorems
-        Which theorem of the documentation page "Certificates at given tokens" gives the bound, one for each
+        Which form of the documentation page "Certificates at given tokens" gives the bound, one for each
         sequence in the order of ``value.flatten()``.
+    tried
+        The bounds of all forms that were tried, by name, one mapping for each sequence in the same order.
     assumptions
         What the proof assumes, in words.
 
@@ -55,6 +58,7 @@ class Certificate:
     value: Float64[Tensor, "*batch"]
     rounding: Float64[Tensor, "*batch"]
     theorems: tuple[str, ...]
+    tried: tuple[Mapping[str, float], ...]
     assumptions: str = ASSUMPTIONS
 
     def bound(self, *index: int) -> Bound:
@@ -90,10 +94,12 @@ class Certificate:
 def certificate(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
     """Bound ‖D_X f‖ at given tokens from above, by the sharpest proof. The bound covers all rounding errors.
 
-    Theorem N adds bounds on three parts of the Jacobian: of the values, of the keys and of the queries. It is
-    for any number of heads, and for all scores but with norms that act on all heads together. For one head
-    with plain or rotary scores there is also Theorem R, on the norms of the block rows of the Jacobian.
-    Both hold for any positive weights of the tokens, which a search chooses.
+    Where the Jacobian is small enough, its whole matrix is formed, and the bound is the norm itself but for
+    rounding. This takes a second at most on two cores: for one head of dimension 64, up to 32 tokens. For
+    larger ones, Theorem N adds bounds on three parts of the Jacobian: of the values, of the keys and of the
+    queries. For one head there is also Theorem R, on the norms of the block rows. Both hold for any positive
+    weights, which a search chooses; their time grows like n², or n³ for several heads (seconds at n = 128 and
+    d = 768).
 
     Parameters
     ----------
@@ -122,11 +128,16 @@ def certificate(attention: object, X: Tensor | None = None, *, iterations: int =
     f, x = checked_input(attention, X)
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise ArgumentError("iterations", expected="a whole number >= 0", got=repr(iterations))
-    if f.heads > 1:
-        return certify(f, x, {"Theorem N for several heads": by_parts}, iterations)
-    if f.feature_names():
-        return certify(f, x, {"Theorem N": by_parts}, iterations)
-    return certify(f, x, {"Theorem R": by_rows, "Theorem N": by_parts}, iterations)
+    return certify(f, x, iterations=iterations)
+
+
+def forms(at: HeadsAt) -> Mapping[str, Form]:
+    """Return the forms that may be the sharpest for the Jacobian of these heads, by name."""
+    if is_small(at):
+        return {"the whole matrix": by_whole}
+    if len(at.heads) > 1:
+        return {"Theorem N for several heads": by_parts}
+    return {"Theorem R": by_rows, "Theorem N": by_parts}
 
 
 def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
@@ -172,11 +183,9 @@ def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
                 remedy="local_lipschitz measures such attention at given tokens.",
             )
     if not isinstance(X, Tensor) or not X.is_floating_point() or X.numel() == 0:
-        got = (
-            f"{X.dtype} of shape {tuple(X.shape)}"
-            if isinstance(X, Tensor)
-            else ("None" if X is None else type(X).__name__)
-        )
+        got = "None" if X is None else type(X).__name__
+        if isinstance(X, Tensor):
+            got = f"{X.dtype} of shape {tuple(X.shape)}"
         raise ArgumentError("X", expected="a floating-point tensor of tokens (..., n, d)", got=got)
     f = f.to(dtype=torch.float64, device="cpu")
     x = X.detach().to(dtype=torch.float64, device="cpu")
@@ -218,38 +227,34 @@ def _self_attention(heads: Head | Parameters) -> SelfAttention:
     )
 
 
-def certify(f: SelfAttention, x: Tensor, proofs: Mapping[str, Proof], iterations: int) -> Certificate:
-    """Compute the certificate of a batch by the sharpest of some proofs, each of which is a function that
+def certify(
+    f: SelfAttention,
+    x: Tensor,
+    forms: Callable[[HeadsAt], Mapping[str, Form]] = forms,
+    iterations: int = 30,
+    norm: LayerNorm | RMSNorm | None = None,
+) -> Certificate:
+    """Compute the certificate of a batch by the sharpest of some forms, each of which is a function that
     bounds ‖D_X f‖ of one sequence with a given number of steps of its search.
 
-    A proof bounds the norm of a Jacobian J̃ formed from rounded weights, values and queries. ``distance``
-    adds a bound on ‖J − J̃‖, and the scaling by a power of two is undone.
+    A form bounds the norm of a Jacobian J̃ of rounded weights, values and queries. The distance to the exact
+    Jacobian is added, and the scaling by a power of two is undone. With a ``norm`` the certificate is that of
+    ``f`` after the norm.
     """
-    uppers, plains, theorems = [], [], []
+    uppers, plains, theorems, tried = [], [], [], []
     for member in x.reshape(-1, *x.shape[-2:]):
-        at = heads_at(f, member)
-        found = {theorem: proof(at, iterations) for theorem, proof in proofs.items()}
-        theorem = min(found, key=lambda name: float(found[name].upper))
-        upper = (found[theorem].upper + distance(at)) * (1 + 8 * U)
+        at = heads_at(f, member, norm)
+        distance = up(sum(spectral_norm_above(w) * h.error for h, w in zip(at.heads, at.W, strict=True)))
+        found = {name: form(at, iterations) for name, form in forms(at).items()}
         # Multiplication by a power of two is exact unless it underflows; the added smallest number covers
         # this.
-        power = torch.tensor(at.exponent)
-        uppers.append(torch.ldexp(upper, power) + 5e-324)
-        plains.append(torch.ldexp(found[theorem].plain, power))
+        size = torch.tensor(at.exponent)
+        bounds = {n: torch.ldexp(above(b.upper + distance, 1), size) + 5e-324 for n, b in found.items()}
+        theorem = min(bounds, key=lambda name: float(bounds[name]))
+        uppers.append(bounds[theorem])
+        plains.append(torch.ldexp(found[theorem].plain, size))
         theorems.append(theorem)
-    value = torch.stack(uppers).reshape(x.shape[:-2])
-    plain = torch.stack(plains).reshape(x.shape[:-2])
+        tried.append({name: float(bound) for name, bound in bounds.items()})
+    value, plain = (torch.stack(numbers).reshape(x.shape[:-2]) for numbers in (uppers, plains))
     share = torch.where(torch.isfinite(value), 1 - plain / value, 0.0)
-    return Certificate(value, share.clamp_min(0.0), tuple(theorems))
-
-
-def distance(at: HeadsAt) -> Tensor:
-    """Bound the norm of the difference between the exact Jacobian and the Jacobian of the heads stored in
-    float64.
-
-    The change is J − J̃, where J is the exact Jacobian and J̃ the Jacobian of the rounded heads ``at``.
-    """
-    total = torch.tensor(0.0, dtype=torch.float64)
-    for head, w in zip(at.heads, at.W, strict=True):
-        total = total + spectral_norm_above(w) * head.error
-    return total * (1 + 1e-9)
+    return Certificate(value, share.clamp_min(0.0), tuple(theorems), tuple(tried))
