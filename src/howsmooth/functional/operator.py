@@ -19,8 +19,8 @@ from howsmooth.attention.masks import Visibility
 from howsmooth.errors import ArgumentError
 from howsmooth.functional.blockwise_autograd import Block, BlockMap, Grid, apply
 from howsmooth.functional.derivatives import attention_map
-from howsmooth.functional.fused_attention import Kernels, obstacle
-from howsmooth.functional.softmax_attention import Scores
+from howsmooth.functional.fused_attention import obstacle
+from howsmooth.functional.scores import Scores
 
 __all__ = ["attention_function", "attention_operator", "whole"]
 
@@ -56,12 +56,10 @@ def attention_function(
     lead, kv_heads, group, m = q.shape[:4]
     grid = Grid(lead, kv_heads, group, m, Visibility(k.shape[-2], causal, window, offset=offset))
     scores = Scores(grid, scale, softcap, tuple(names.split(",")), dropout)
-    fused = None
-    if kernels:
-        if (found := obstacle(scores, dict(zip(scores.names, tensors, strict=False)))) is not None:
-            raise ArgumentError("kernels", expected="False, or a call that the kernels support", got=found)
-        fused = Kernels(scores)
-    return attention_map(scores, (*q.shape[:4], v.shape[-1]), fused)
+    found = obstacle(scores, dict(zip(scores.names, tensors, strict=False))) if kernels else None
+    if found is not None:
+        raise ArgumentError("kernels", expected="False, or a call that the kernels support", got=found)
+    return attention_map(scores, (*q.shape[:4], v.shape[-1]), kernels=kernels)
 
 
 def _derived(tensors: Sequence[Tensor], *settings: Any) -> BlockMap:
