@@ -1,7 +1,7 @@
 """The derivative of softmax attention without n × n matrices in memory, where each product recomputes the
 probabilities tile by tile.
 
-The formulas are those of :mod:`howsmooth.jacobian`. The tensors that are kept have n rows: q, k, v,
+The tensors that are kept have n rows: q, k, v,
 the outputs P v, and the logarithm of the denominator of each row's softmax. From these a tile of P takes one
 matrix product and one exponential. Rows of queries do not depend on each other, so JᵀJ is computed one block
 of rows after the other, and each tile of P is formed once: nine matrix products a tile. The derivation is on
@@ -24,6 +24,7 @@ from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.key_value_moments import Moments, moment_columns, moment_width
 from howsmooth.jacobian.scratch_memory import Scratch
 from howsmooth.jacobian.softmax import Sink, largest_score, rounding_of
+from howsmooth.jacobian.softmax_tile import Tile
 from howsmooth.jacobian.tiling import Block, Piece, Tiling
 
 __all__ = ["SINGLE_SCORES", "StreamedDerivative", "streamed_derivative"]
@@ -163,26 +164,18 @@ class StreamedDerivative:
         return parts.taken()
 
     def select(self, rows: Tensor) -> StreamedDerivative:
-        """Return the derivative of softmax attention at the chosen sequences of the batch.
-
-        The sequences are given by the indices ``rows`` of all of their heads along the axis b.
-        """
+        """Return the derivative at sequences given by the indices ``rows`` of all of their heads."""
         members = rows[:: self.kv_heads] // self.kv_heads
+        features = self.features
         return replace(
             self,
-            q=self.q[rows],
-            k=self.k[rows],
-            v=self.v[rows],
-            lse=self.lse[rows],
-            mean=self.mean[rows],
+            **{name: getattr(self, name)[rows] for name in ("q", "k", "v", "lse", "mean")},
             exact=None if self.exact is None else (self.exact[0][rows], self.exact[1][rows]),
-            sink=None if self.sink is None else self.sink.select(rows),
+            sink=None if self.sink is None else self.sink.each(lambda t: t[rows]),
             moments=None,
             kappa=self.kappa[members.cpu()],
             features=replace(
-                self.features,
-                bias=_of_members(self.features.bias, members),
-                seen=_of_members(self.features.seen, members),
+                features, bias=_of_members(features.bias, members), seen=_of_members(features.seen, members)
             ),
         )
 
@@ -307,7 +300,7 @@ class _Tiles:
         self.at = at
         self.tiling = at.tiling
         self.keep = keep
-        self.kept: dict[_Place, tuple[Tensor, Tensor] | None] = {}
+        self.kept: dict[_Place, Tile | None] = {}
         self.scratch = Scratch()
         self.views: dict[tuple[int, ...], Tensor] = {}
 
@@ -321,36 +314,24 @@ class _Tiles:
     def product(
         self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "heads group rows value_dim"]:
-        """Return the tangent of the attention outputs of one block of query rows, for tangents of the scaled
-        queries, keys and values.
-        """
-        sink = self.at.sink
+        """Return the tangents of the outputs of one block of query rows."""
         out = self._of_pieces(block, lambda number, piece: self._image(number, piece, dq, dk, dv))
-        if sink is not None:
-            heads, rows = block.heads, block.rows
-            # The sink is one more key for all tiles, in closed form.
-            ds = (dq[heads, :, rows] @ sink.k[heads, None, :, None]) * sink.p[heads, :, rows, None]
-            out += ds * sink.away[heads, :, rows]
+        if self.at.sink is not None:
+            own = self.at.sink.of_rows(block.heads, block.rows)
+            own.add_tangent(out, dq[block.heads, :, block.rows])
         return out
 
     def add_adjoint(
         self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> None:
-        """Add the contributions of one block of query rows to the cotangents of queries, keys and values.
-
-        The cotangents of the block's queries are written to ``parts``, and its summands for keys and values
-        are added there.
-        """
-        sink = self.at.sink
+        """Write the cotangents of the queries of one block to ``parts``, and add those of keys and values."""
 
         def of_piece(number: int, piece: Piece) -> Tensor:
             return self._cotangent(number, piece, piece.block.part_of(do, block), parts)
 
         out = self._of_pieces(block, of_piece)
-        if sink is not None:
-            heads, rows = block.heads, block.rows
-            ds = (do * sink.away[heads, :, rows]).sum(dim=-1, keepdim=True) * sink.p[heads, :, rows, None]
-            out += ds * sink.k[heads, None, None]
+        if self.at.sink is not None:
+            self.at.sink.of_rows(block.heads, block.rows).add_adjoint(out, do)
         parts.queries[block.heads, :, block.rows] = out
 
     def _of_pieces(
@@ -374,36 +355,25 @@ class _Tiles:
     def _image(
         self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "b r value_dim"]:
-        """Return the contribution of the keys of one piece to the tangent of the attention outputs of its
-        query rows.
-
-        The argument ``piece`` holds the query rows and the keys.
-        """
+        """Return what the keys of one piece contribute to the tangents of the outputs of its query rows."""
         at, block = self.at, piece.block
         q, dq, mean = (block.of_rows(t) for t in (at.q, dq, at.mean))
         scored = self._scored(block)
-        out = torch.zeros_like(mean)
-        total = q.new_zeros(*q.shape[:2], 1)
+        sums = torch.zeros_like(mean), q.new_zeros(*q.shape[:2], 1)
         for i, keys in enumerate(piece.keys):
-            tile = self._tile((number, i), block, keys, scored)
-            if tile is None:
-                continue
-            p, slope = tile
-            ds = self._empty("ds", p.shape, p.dtype)
-            torch.bmm(dq, self._keys(at.k, block, keys).mT, out=ds)
-            ds.baddbmm_(q, self._keys(dk, block, keys).mT).mul_(slope)
-            # Σ_j T_ij is summed over the tiles; O_i Σ_j T_ij is subtracted once at the end.
-            total += ds.sum(dim=-1, keepdim=True)
-            out.baddbmm_(ds, self._keys(at.v, block, keys)).baddbmm_(p, self._keys(dv, block, keys))
+            tile = self._tile((number, i), block, keys, q, scored)
+            if tile is not None:
+                dk_here, dv_here = self._keys(dk, block, keys), self._keys(dv, block, keys)
+                tile.tangent(dq, dk_here, dv_here, sums, self._empty("ds", tile.p.shape, tile.p.dtype))
+        out, total = sums
+        # Σ_j T_ij is summed over the tiles; O_i Σ_j T_ij is subtracted once at the end.
         return out.addcmul_(total, mean, value=-1)
 
     def _cotangent(
         self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return the contribution of the keys of one piece to the cotangents of its queries.
-
-        The argument ``piece`` holds the query rows and the keys. The piece's summands for the cotangents of
-        keys and values are added to ``parts``.
+        """Return what the keys of one piece contribute to the cotangents of its queries; add to ``parts``
+        those of keys and values.
         """
         at, block = self.at, piece.block
         q, mean = block.of_rows(at.q), block.of_rows(at.mean)
@@ -415,25 +385,19 @@ class _Tiles:
         out = torch.zeros_like(q)
         for i, keys in enumerate(piece.keys):
             place = (number, i)
-            tile = self._tile(place, block, keys, scored) if scored else self.kept[self._place(place, block)]
-            if tile is None:
-                continue
-            p, slope = tile
-            ds = self._empty("ds", p.shape, p.dtype)
-            torch.bmm(do, self._keys(at.v, block, keys).mT, out=ds)
-            ds.sub_(common).mul_(slope)
-            out.baddbmm_(ds, self._keys(at.k, block, keys))
-            parts.add(block, keys, left, (ds, p))
+            tile = (
+                self._tile(place, block, keys, q, scored) if scored else self.kept[self._place(place, block)]
+            )
+            if tile is not None:
+                ds, _ = tile.scores_adjoint(do, common, self._empty("ds", tile.p.shape, tile.p.dtype))
+                out.baddbmm_(ds, tile.k)
+                parts.add(block, keys, left, (ds, tile.p))
         return out
 
     def _keys(
         self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
     ) -> Float[Tensor, "b keys width"]:
-        """Return the rows of a tensor that belong to a range of keys and to the key heads of one block of the
-        attention matrix.
-
-        The tensor ``t`` has one row for each key. The result is a view, which is made once and kept.
-        """
+        """Return the rows of a range of keys, as a view that is made once and kept."""
         name = (id(t), keys.start, keys.stop, *block.keys_of)
         view = self.views.get(name)
         if view is None:
@@ -441,30 +405,20 @@ class _Tiles:
         return view
 
     def _place(self, place: tuple[int, int], block: Block) -> _Place:
-        """Return the name under which the temporary memory of one tile of probabilities is stored.
-
-        Tiles that are not kept share one name, so that each overwrites the one before.
-        """
+        """Return the name of the memory of a tile; tiles that are not kept overwrite each other."""
         return (*place, block.heads.start % self.at.kv_heads) if self.keep else _ONE_PLACE
 
     def _tile(
-        self, place: tuple[int, int], block: Block, keys: slice, scored: _Scored
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return the attention probabilities P of one tile, and P multiplied by the derivative of the soft
-        cap.
-
-        These are P and P∘D, where D is the derivative of the soft cap. The result is None if all keys of the
-        tile are hidden.
-        """
+        self, place: tuple[int, int], block: Block, keys: slice, q: Tensor, scored: _Scored
+    ) -> Tile | None:
+        """Return one tile of P, or None if all of its keys are hidden."""
         kept = self._place(place, block)
-        tile = self._formed(kept, block, keys, scored)
+        tile = self._formed(kept, block, keys, q, scored)
         if self.keep:
             self.kept[kept] = tile
         return tile
 
-    def _formed(
-        self, place: _Place, block: Block, keys: slice, scored: _Scored
-    ) -> tuple[Tensor, Tensor] | None:
+    def _formed(self, place: _Place, block: Block, keys: slice, q: Tensor, scored: _Scored) -> Tile | None:
         at = self.at
         # Scores in the dtype of the products are turned into P in place, so they need the memory of the tile.
         # Float64 scores of float32 products are temporary, and share one memory.
@@ -477,8 +431,10 @@ class _Tiles:
         p.exp2_()
         at.visibility.clear(block.grid(p, at.q.shape[1]), block.rows, keys)
         if slope is None:
-            return p, p
-        return p, torch.mul(p, slope, out=self._empty(("slope", place), p.shape, at.q.dtype))
+            slope = p
+        else:
+            slope = torch.mul(p, slope, out=self._empty(("slope", place), p.shape, at.q.dtype))
+        return Tile(q, self._keys(at.k, block, keys), self._keys(at.v, block, keys), p, slope, slope)
 
     def _scored(self, block: Block, *, normalised: bool = True) -> _Scored:
         at = self.at
@@ -633,7 +589,7 @@ def streamed_derivative(operands: Operands, visibility: Visibility, dtype: torch
         total = averages[..., width]
         output = operands.outputs(mean, total)
         mean = output - operands.value_shift.flatten(0, 1)[:, None]
-        sink = Sink.at(operands, sink_p, output).to(dtype)
+        sink = Sink.at(operands, sink_p, output).each(lambda t: t.to(dtype))
     moments = None
     if dtype == torch.float64:
         rows = (t.flatten(1, 2) for t in (averages[..., -moment_width(operands) :], mean, total, sink_p))
