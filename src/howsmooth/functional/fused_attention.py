@@ -67,9 +67,7 @@ _BY_KEYS = ("adjoint_keys", "second_keys")
 
 
 def obstacle(scores: Scores, x: Mapping[str, Tensor]) -> str | None:
-    """Return a phrase that says why the Triton kernels cannot compute attention of the tensors ``x``, or None
-    if they can.
-    """
+    """Return why the kernels cannot compute attention of the tensors ``x``, or None if they can."""
     q, v, visible = x["q"], x["v"], scores.grid.visible
     if (visible.causal or visible.window is not None) and (visible.offset or scores.grid.m != visible.n):
         return (
@@ -244,21 +242,14 @@ class KernelRows:
 
 
 def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
-    """Return the tile sizes with which a Triton kernel can be launched, from the largest to the smallest.
-
-    The kernel pads the rows of its operands to ``width`` numbers.
-    """
+    """Return the tiles of a kernel that pads rows to ``width`` numbers, from the largest to the smallest."""
     every = _KEYS if name in _BY_KEYS else _ROWS
     first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
     return every[min(first, len(every) - 1) :]
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return the setting ``input_precision`` with which Triton multiplies matrices of a dtype without loss of
-    digits.
-
-    In float32, products of bfloat16 parts keep all digits.
-    """
+    """Return the setting ``input_precision`` of Triton with which products of a dtype keep all digits."""
     import triton
 
     return "bf16x6" if dtype == torch.float32 and not triton.knobs.runtime.interpret else "ieee"
@@ -270,11 +261,8 @@ def _row_products(u: Tensor, of_queries: Tensor) -> Tensor:
 
 
 def _strided(t: Tensor | None, q: Tensor, n: int) -> tuple[object, ...]:
-    """Return a mask or bias as the arguments of a Triton kernel: the tensor and its four strides.
-
-    The tensor is shaped as scores, with strides of leading index, heads, rows and keys.
-
-    If ``t`` is None, ``q`` stands in for it; the kernel does not read it.
+    """Return a mask or bias as arguments of a kernel: the tensor, and its strides of leading index, heads,
+    rows and keys. For None, ``q`` stands in, which the kernel does not read.
     """
     if t is None:
         return q, 0, 0, 0, 0

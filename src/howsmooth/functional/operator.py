@@ -41,8 +41,7 @@ def attention_function(
     dropout: float,
     kernels: bool,
 ) -> BlockMap:
-    """Return attention as a function of tensors that have five axes each, the first three of which are
-    queries, keys and values.
+    """Return attention as a function of tensors of five axes, first of queries, keys and values.
 
     ``names`` are their names in :class:`Scores`, with commas between them.
 
@@ -86,7 +85,7 @@ def attention_operator(tensors: Sequence[Tensor], *settings: Any) -> list[Tensor
     """Evaluate attention, or a reverse-mode derivative of it, as one operator of PyTorch.
 
     The arguments are those of :func:`attention_function`, then a text for the derivatives, which is empty for
-    attention itself. Further results may follow, which a kernel keeps for derivatives.
+    attention itself.
     """
     return [t.contiguous() for t in _derived(tensors, *settings).run(tuple(tensors))]
 
@@ -128,10 +127,8 @@ attention_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def evaluated(tensors: Sequence[Tensor], *settings: Any) -> Tensor:
-    """Return attention of tensors, which PyTorch can differentiate: in eager mode in every mode and any
-    number of times.
-
-    The arguments are those of :func:`attention_function`.
+    """Return attention as a tensor that PyTorch can differentiate, in eager mode in every mode and any number
+    of times. The arguments are those of :func:`attention_function`.
     """
     if not torch.compiler.is_compiling():
         return apply(attention_function(tensors, *settings), *tensors)[0]
@@ -144,9 +141,7 @@ def evaluated(tensors: Sequence[Tensor], *settings: Any) -> Tensor:
 
 
 def whole(function: BlockMap, *tensors: Tensor) -> Tensor:
-    """Evaluate a BlockMap of one result as one block, by operations that PyTorch differentiates in every
-    mode.
-    """
+    """Evaluate a BlockMap of one result as one block, in operations that PyTorch can differentiate."""
     grid = function.grid
     block = Block(*(slice(0, size) for size in (grid.lead, grid.kv_heads, grid.m, grid.visible.n)))
     dtype = tensors[0].dtype

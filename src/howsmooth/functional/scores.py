@@ -29,8 +29,7 @@ PARTS: Mapping[str, Part] = {
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The settings from which attention scores S = c tanh(s/c) + mask + bias with s = scale · q kᵀ are
-    computed.
+    """The rule of the scores S = c tanh(s/c) + mask + bias with s = scale · q kᵀ.
 
     Parameters
     ----------
@@ -124,10 +123,7 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
-    """Set the attention scores of a block to −∞ where the causal order or a window hides the key.
-
-    The scores ``s`` may be changed in place.
-    """
+    """Set the scores of a block to −∞, maybe in place, where causal order or a window hides the key."""
     first = block.keys.start
     if visible.triangle:
         # In causal order all rows of the block see the keys before its first row.

@@ -23,11 +23,8 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return the largest number of bytes that n × n tensors take at one time while the norm of the Jacobian
-    at n tokens is computed.
-
-    The tensors are the attention probabilities and temporary tensors of a product. For attention layers
-    written as PyTorch code, autograd graphs are counted too.
+    """Return the largest number of bytes that n × n tensors take at one time: probabilities, and temporary
+    tensors of a product. For layers written as PyTorch code, autograd graphs are counted too.
 
     If ``dtype`` is float32, the tensors are counted in float32 and in float64, because the result of a
     float32 computation is computed again in float64 while the float32 operator is in memory.
@@ -53,10 +50,8 @@ def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> i
 
 
 def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes of a Jacobian at one sequence of n tokens if attention probabilities are not kept in
-    memory.
-
-    It is the peak of linearising the map and of one product.
+    """Return the bytes of a Jacobian at one sequence if probabilities are not kept: the peak of linearising
+    the map and of one product.
     """
     match f:
         case Residual():
@@ -73,10 +68,8 @@ def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, de
 
 
 def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the additional bytes that Triton kernels need for a Jacobian at one sequence, or 0 if no kernel
-    runs.
-
-    The kernels hold all operands of their matrix products, split into bfloat16 parts.
+    """Return the additional bytes of Triton kernels for a Jacobian at one sequence, or 0 if no kernel runs:
+    the operands of their matrix products, split into bfloat16 parts.
     """
     match f:
         case Residual():

@@ -27,8 +27,7 @@ __all__ = ["filled", "joined"]
 
 
 def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
-    """Join the Jacobians of one map at sequences of different lengths to one batched operator, padded with
-    zeros to the longest length.
+    """Join the Jacobians of one map at sequences of different lengths to one batched operator.
 
     Products take vectors (batch, n, d) that are zero from each sequence's own length on, and return the
     products of the separate operators, padded with zeros.

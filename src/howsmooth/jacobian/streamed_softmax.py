@@ -48,8 +48,7 @@ rows (heads, group, rows, value_dim); it returns a tensor of that shape.
 
 @dataclass(frozen=True)
 class StreamedDerivative:
-    """The derivative of softmax attention with respect to queries, keys and values, which recomputes the
-    probabilities in each product.
+    """The derivative of softmax attention that recomputes the probabilities in each product.
 
     Axes: b = batch member times key/value head, group = query heads that share the key head, m = query rows,
     n = keys. Tangents and cotangents of queries and outputs are (b, group · m, width).
@@ -113,9 +112,7 @@ class StreamedDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return the tangent of the outputs of softmax attention, for tangents of the scaled queries, keys
-        and values.
-        """
+        """Return the tangent of the outputs, for tangents of the scaled queries, keys and values."""
         dq = dq.view(self.q.shape)
         out, tiles = torch.empty_like(self.mean), _Tiles(self, keep=False)
         for block in tiles.blocks():
@@ -126,9 +123,7 @@ class StreamedDerivative:
     def adjoint(
         self, do: Float[Tensor, "b rows value_dim"]
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the cotangents of the scaled queries, keys and values of softmax attention, for a cotangent
-        of its outputs.
-        """
+        """Return the cotangents of the scaled queries, keys and values, for a cotangent of the outputs."""
         do = do.view(self.mean.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=False)
         for block in tiles.blocks():
@@ -143,12 +138,10 @@ class StreamedDerivative:
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Apply the derivative J of softmax attention, then a linear map T of the attention output, and then
-        the transpose of J.
+        """Return Jᵀ(T(J(dq, dk, dv))) in one pass over blocks of rows, where T is ``through``.
 
-        The result Jᵀ(T(J(dq, dk, dv))), where T is ``through``, takes one pass over blocks of rows.
-        ``through`` is called once for each input of the batch and block of rows, with all heads. It must map
-        each row by itself.
+        T is called once for each input of the batch and block of rows, with all heads. It must map each row
+        by itself.
         """
         dq = dq.view(self.q.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=True)
@@ -181,7 +174,7 @@ class StreamedDerivative:
 
     @property
     def tiling(self) -> Tiling:
-        """The rules by which the n × n attention scores are cut into tiles that fit into memory."""
+        """The rules by which the scores are cut into tiles."""
         b, group, m, _ = self.q.shape
         members, n = b // self.kv_heads, self.k.shape[1]
         return Tiling(
@@ -197,7 +190,6 @@ class StreamedDerivative:
         )
 
     def _features(self, block: Block, keys: slice) -> ScoreFeatures:
-        """Return the soft cap, bias, sinks and masks of one tile of attention scores."""
         if not self.features:
             return self.features
         heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
@@ -213,9 +205,8 @@ _ONE_PLACE = (0, 0, 0)
 
 @dataclass(frozen=True)
 class _Scored:
-    """The queries and keys of one block of query rows, from which attention scores are computed.
-
-    ``less``, log₂ of the denominator of each row, is subtracted from the scores in units of log 2.
+    """The queries and keys from which the scores of one block of rows are formed, and ``less``, log₂ of the
+    denominator of each row, which is subtracted from them in units of log 2.
     """
 
     q: Float[Tensor, "b r key_dim"]
@@ -224,8 +215,7 @@ class _Scored:
 
 
 class _Cotangents:
-    """Accumulated cotangents of queries, keys and values, to which each tile of the attention matrix adds its
-    part.
+    """Cotangents of queries, keys and values, to which each tile adds its part.
 
     The cotangents of keys and values are stored transposed, in one contiguous tensor for each tile of keys:
     ``baddbmm_`` adds to a contiguous tensor at the full rate, and to a part of a larger tensor one product
@@ -248,10 +238,7 @@ class _Cotangents:
         left: tuple[Tensor, Tensor],
         right: tuple[Tensor, Tensor],
     ) -> None:
-        """Add the contributions of one tile to the cotangents of its keys and values.
-
-        The contributions are left[0] @ right[0] and left[1] @ right[1].
-        """
+        """Add left[0] @ right[0] and left[1] @ right[1] to the cotangents of a tile's keys and values."""
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
             product = None
             for batches, own in block.places(keys):
@@ -268,9 +255,7 @@ class _Cotangents:
                 place[..., first : first + b.shape[2]].add_(own_product)
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the accumulated cotangents of queries, keys and values as three tensors with one row for
-        each token, and free the memory of the tiles.
-        """
+        """Return the sums as three tensors with one row for each token, and free the memory of the tiles."""
         return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
 
     def _rows(self, parts: list[Tensor]) -> Tensor:
@@ -284,16 +269,8 @@ class _Cotangents:
 
 
 class _Tiles:
-    """One pass over the tiles of the attention matrix that computes a product with the derivative of softmax
-    attention.
-
-    Parameters
-    ----------
-    at
-        The derivative.
-    keep
-        Whether :meth:`product` keeps the tiles of P of a block of rows until :meth:`add_adjoint`.
-
+    """One pass over all tiles. With ``keep``, :meth:`product` keeps the tiles of a block of rows until
+    :meth:`add_adjoint`.
     """
 
     def __init__(self, at: StreamedDerivative, *, keep: bool) -> None:
@@ -305,9 +282,7 @@ class _Tiles:
         self.views: dict[tuple[int, ...], Tensor] = {}
 
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks of the attention matrix that cover all query rows and heads, each with as many heads
-        as fit into one tile.
-        """
+        """Yield blocks that cover all query rows and heads, each with as many heads as fit into one tile."""
         for block in self.tiling.blocks():
             yield from block.cut(self.tiling.heads_at_once(block))
 
@@ -337,9 +312,7 @@ class _Tiles:
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Apply the function ``of_piece`` to all pieces of one block of query rows, and return the sum of the
-        results.
-        """
+        """Return the sum of what ``of_piece`` returns for all pieces of one block of query rows."""
         group, out = self.at.q.shape[1], None
         for number, piece in enumerate(self.tiling.pieces(block)):
             part = piece.block.grid(of_piece(number, piece), group)
@@ -445,12 +418,10 @@ class _Tiles:
     def _scores(
         self, place: _Place, block: Block, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
-        """Return the attention scores of one tile, and the derivative of the soft cap (None if there is no
-        cap).
+        """Return the scores of one tile times log₂ e, less ``scored.less``, and the derivative of a soft cap.
 
-        The scores are multiplied by log₂ e, and ``scored.less`` is subtracted. The rules of ``visibility``
-        are not applied to them. The result is None if a mask hides all keys of the tile from all of its
-        queries.
+        The rules of ``visibility`` are not applied to them. The result is None if a mask hides all keys of
+        the tile from all of its queries.
         """
         at = self.at
         features, mask = at._features(block, keys), at.visibility.mask
@@ -478,12 +449,10 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute, for each query of a block, the softmax denominator and the average of the rows of
-        ``table`` under the attention probabilities of the query.
+        """Write log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
+        probabilities of the sinks to the block's part of ``lse``, ``averages`` and ``sink_p``.
 
-        The results are log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
-        probabilities of the sinks. They are written to the block's part of ``lse``, ``averages`` and
-        ``sink_p``. The tiles are formed once; running sums are scaled when a row finds a larger score.
+        The tiles are formed once; running sums are scaled when a row finds a larger score.
         """
         at, sinks = self.at, self.at.features.sinks
         q, v = at.q[block.heads, :, block.rows], table[block.heads]
@@ -529,7 +498,6 @@ class _Tiles:
         averages[block.heads, :, block.rows] = out / total
 
     def _own(self, block: Block) -> slice:
-        """Return the indices of a block's key heads, counted from the first key head of their sequence."""
         first = block.heads.start % self.at.kv_heads
         return slice(first, first + block.heads.stop - block.heads.start)
 
@@ -538,18 +506,9 @@ class _Tiles:
 
 
 def streamed_derivative(operands: Operands, visibility: Visibility, dtype: torch.dtype) -> StreamedDerivative:
-    """Return the derivative of softmax attention at float64 queries, keys and values, as an object that keeps
-    no n × n matrix.
+    """Return the derivative at float64 queries, keys and values, with products in ``dtype``.
 
-    Parameters
-    ----------
-    operands
-        Queries, keys and values. Every query must see a key or have a sink.
-    visibility
-        Rules that say which keys a query sees.
-    dtype
-        float32 or float64.
-
+    Every query must see a key or have a sink.
     """
     batch, kv_heads = operands.q.shape[:2]
     width = operands.v.shape[-1]
