@@ -7,7 +7,7 @@ dtype that the caller asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,7 @@ __all__ = [
     "closed_form_jacobians",
     "has_closed_form",
     "in_double",
+    "layers",
     "runs_members_alone",
 ]
 
@@ -51,24 +52,27 @@ class _Form:
     norms: MatrixNorms = field(default_factory=MatrixNorms)
 
 
+def layers(f: object) -> Iterator[object]:
+    """Yield the layers of which residual connections and compositions make the map ``f``."""
+    match f:
+        case Residual():
+            yield from layers(f.inner)
+        case Compose():
+            yield from layers(f.outer)
+            yield from layers(f.inner)
+        case _:
+            yield f
+
+
 def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
     """Return True if the Jacobian of the map ``f`` is known in closed form."""
-    if isinstance(f, Residual):
-        return has_closed_form(f.inner)
-    if isinstance(f, Compose):
-        return has_closed_form(f.outer) and has_closed_form(f.inner)
-    return isinstance(f, SelfAttention | StagedAttention | LayerNorm | RMSNorm | LayerScale)
+    known = SelfAttention | StagedAttention | LayerNorm | RMSNorm | LayerScale
+    return all(isinstance(layer, known) for layer in layers(f))
 
 
 def runs_members_alone(f: Callable[[Tensor], Tensor]) -> bool:
     """Return True if the Jacobian of ``f`` is computed for one sequence at a time: batches save no time."""
-    match f:
-        case Residual():
-            return runs_members_alone(f.inner)
-        case Compose():
-            return runs_members_alone(f.outer) or runs_members_alone(f.inner)
-        case _:
-            return isinstance(f, StagedAttention)
+    return any(isinstance(layer, StagedAttention) for layer in layers(f))
 
 
 def closed_form_jacobian(

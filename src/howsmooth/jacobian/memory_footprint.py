@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention
+from howsmooth.jacobian.closed_form import layers
 from howsmooth.jacobian.fused_softmax import PARTS_BYTES
 from howsmooth.jacobian.tiling import parts_for_threads, working_bytes
 from howsmooth.triton_launch import padded_width
@@ -29,24 +30,21 @@ def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> i
     If ``dtype`` is float32, the tensors are counted in float32 and in float64, because the result of a
     float32 computation is computed again in float64 while the float32 operator is in memory.
     """
-    match f:
-        case Residual():
-            return cached_bytes(f.inner, n, dtype)
-        case Compose():
-            return cached_bytes(f.outer, n, dtype) + cached_bytes(f.inner, n, dtype)
-        case SelfAttention():
-            copies = 1 if f.softcap is None else 2  # P, and P∘D beside it under a cap
-            single = copies * dtype.itemsize if dtype != torch.float64 else 0
-            return f.heads * n * n * (single + (copies + 2) * _DOUBLE)
-        case StagedAttention():
-            single = dtype.itemsize if dtype != torch.float64 else 0
-            return _IN_GRAPHS * n * max(f.d, f.d_out) * (single + _DOUBLE) + sum(
-                shape.lead * shape.heads * shape.m * shape.n * (copies * single + (copies + 2) * _DOUBLE)
-                for shape, core in zip(f.core_shapes(), f.cores, strict=True)
-                for copies in (1 if core.softcap is None else 2,)
-            )
-        case _:
-            return 0
+    single = dtype.itemsize if dtype != torch.float64 else 0
+
+    def of_pairs(pairs: int, softcap: float | None) -> int:
+        copies = 1 if softcap is None else 2  # P, and P∘D beside it under a cap
+        return pairs * (copies * single + (copies + 2) * _DOUBLE)
+
+    found = 0
+    for layer in layers(f):
+        if isinstance(layer, SelfAttention):
+            found += of_pairs(layer.heads * n * n, layer.softcap)
+        elif isinstance(layer, StagedAttention):
+            found += _IN_GRAPHS * n * max(layer.d, layer.d_out) * (single + _DOUBLE)
+            for shape, core in zip(layer.core_shapes(), layer.cores, strict=True):
+                found += of_pairs(shape.lead * shape.heads * shape.m * shape.n, core.softcap)
+    return found
 
 
 def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -71,17 +69,14 @@ def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, devi
     """Return the additional bytes of Triton kernels for a Jacobian at one sequence, or 0 if no kernel runs:
     the operands of their matrix products, split into bfloat16 parts.
     """
-    match f:
-        case Residual():
-            return kernel_bytes(f.inner, n, dtype, device)
-        case Compose():
-            return kernel_bytes(f.outer, n, dtype, device) + kernel_bytes(f.inner, n, dtype, device)
-        case SelfAttention() if device.type == "cuda" and dtype == torch.float32:
-            # Queries, their tangents and the heads' cotangents; keys, values and the tangents of both.
-            rows = n * (3 * f.heads + 4 * f.kv_heads)
-            return rows * padded_width(f.key_dim, f.value_dim) * PARTS_BYTES
-        case _:
-            return 0
+    if device.type != "cuda" or dtype != torch.float32:
+        return 0
+    # Queries, their tangents and the heads' cotangents; keys, values and the tangents of both.
+    return sum(
+        n * (3 * f.heads + 4 * f.kv_heads) * padded_width(f.key_dim, f.value_dim) * PARTS_BYTES
+        for f in layers(f)
+        if isinstance(f, SelfAttention)
+    )
 
 
 def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from howsmooth.attention import Compose, Residual, SelfAttention
+from howsmooth.attention import SelfAttention
 from howsmooth.jacobian.attention import AttentionJacobian
-from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian
+from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, layers
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.operator import squared_lengths
 
@@ -27,15 +27,7 @@ def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
     """Return True if sequences of different lengths share matrix products in the Jacobian of ``f``: if it has
     an attention layer.
     """
-    match f:
-        case SelfAttention():
-            return True
-        case Residual():
-            return shares_products(f.inner)
-        case Compose():
-            return shares_products(f.outer) or shares_products(f.inner)
-        case _:
-            return False
+    return any(isinstance(layer, SelfAttention) for layer in layers(f))
 
 
 def energy_products_together(

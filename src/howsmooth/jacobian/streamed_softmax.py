@@ -334,7 +334,10 @@ class _Tiles:
         scored = self._scored(block)
         sums = torch.zeros_like(mean), q.new_zeros(*q.shape[:2], 1)
         for i, keys in enumerate(piece.keys):
-            tile = self._tile((number, i), block, keys, q, scored)
+            place = self._place((number, i), block)
+            tile = self._tile(place, block, keys, q, scored)
+            if self.keep:
+                self.kept[place] = tile
             if tile is not None:
                 dk_here, dv_here = self._keys(dk, block, keys), self._keys(dv, block, keys)
                 tile.tangent(dq, dk_here, dv_here, sums, self._empty("ds", tile.p.shape, tile.p.dtype))
@@ -357,10 +360,8 @@ class _Tiles:
         common = (do * mean).sum(dim=-1, keepdim=True)
         out = torch.zeros_like(q)
         for i, keys in enumerate(piece.keys):
-            place = (number, i)
-            tile = (
-                self._tile(place, block, keys, q, scored) if scored else self.kept[self._place(place, block)]
-            )
+            place = self._place((number, i), block)
+            tile = self._tile(place, block, keys, q, scored) if scored else self.kept[place]
             if tile is not None:
                 ds, _ = tile.scores_adjoint(do, common, self._empty("ds", tile.p.shape, tile.p.dtype))
                 out.baddbmm_(ds, tile.k)
@@ -381,17 +382,8 @@ class _Tiles:
         """Return the name of the memory of a tile; tiles that are not kept overwrite each other."""
         return (*place, block.heads.start % self.at.kv_heads) if self.keep else _ONE_PLACE
 
-    def _tile(
-        self, place: tuple[int, int], block: Block, keys: slice, q: Tensor, scored: _Scored
-    ) -> Tile | None:
-        """Return one tile of P, or None if all of its keys are hidden."""
-        kept = self._place(place, block)
-        tile = self._formed(kept, block, keys, q, scored)
-        if self.keep:
-            self.kept[kept] = tile
-        return tile
-
-    def _formed(self, place: _Place, block: Block, keys: slice, q: Tensor, scored: _Scored) -> Tile | None:
+    def _tile(self, place: _Place, block: Block, keys: slice, q: Tensor, scored: _Scored) -> Tile | None:
+        """Form one tile of P in the memory ``place``, or return None if all of its keys are hidden."""
         at = self.at
         # Scores in the dtype of the products are turned into P in place, so they need the memory of the tile.
         # Float64 scores of float32 products are temporary, and share one memory.
