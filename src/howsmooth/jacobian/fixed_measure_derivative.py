@@ -19,6 +19,7 @@ from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAtten
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.scaled_dot_product import attention_probabilities, cap_slope
 from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.softmax_tile import derivative_in_own_query
 
 __all__ = ["frozen_derivatives"]
 
@@ -98,15 +99,15 @@ def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
     def derivatives(rows: slice) -> Tensor:
         seen = None if visible is None else visible[rows]
         p = attention_probabilities(q[..., rows, :], k, 1.0, seen, weighting.log_weights, f.features)
-        dv = v[:, None, None] - (p @ v[:, None])[..., None, :]
-        if f.softcap is None:
-            slope, dk = p, k[:, None, None] - (p @ k[:, None])[..., None, :]
-        else:
-            scores = q[..., rows, :] @ k[:, None].mT
-            slope, dk = p * cap_slope(scores, f.softcap), k[:, None, None]
-        spread = (slope[..., None] * dv).mT @ dk
-        moved = spread.flatten(0, 1) @ (f.scale * f.query)[:, None]
-        return torch.einsum("ohv,hbvd->bod", output, moved)
+        slope = p if f.softcap is None else p * cap_slope(q[..., rows, :] @ k[:, None].mT, f.softcap)
+        spread = torch.stack(
+            [
+                derivative_in_own_query(*of_head, v[b], k[b])
+                for b in range(f.kv_heads)
+                for of_head in zip(p[b], slope[b], strict=True)
+            ]
+        )
+        return torch.einsum("ohv,hbvk,hkd->bod", output, spread, f.scale * f.query)
 
     return derivatives
 

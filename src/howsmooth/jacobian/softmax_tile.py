@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Tile", "WholeRows"]
+__all__ = ["Tile", "WholeRows", "derivative_in_own_query"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +224,28 @@ class WholeRows:
         if self.sink is not None and "sinks" in d:
             dp = _sum(dp, -self.p * (self.sink * d["sinks"]))
         return dp
+
+
+def derivative_in_own_query(
+    p: Float[Tensor, "rows n"],
+    slope: Float[Tensor, "rows n"],
+    v: Float[Tensor, "n value_dim"],
+    k: Float[Tensor, "n key_dim"],
+    sink: tuple[Tensor, Tensor] | None = None,
+) -> Float[Tensor, "rows value_dim key_dim"]:
+    """Return Σ_j P_ij D_ij (v_j − O_i) k_jᵀ, the derivative of each output in its query; ``slope`` is P∘D.
+
+    ``sink`` are the probability and the shifted value of a sink in each row, whose own term is left out.
+    """
+    # Where one key m has nearly all the weight, terms of order one would cancel; so values are taken relative
+    # to v_m, and the sums leave m out.
+    m = p.argmax(dim=-1, keepdim=True)
+    top, others, rows = v[m[:, 0]], p.scatter(-1, m, 0.0), slope.scatter(-1, m, 0.0)
+    mean = others @ v - others.sum(dim=-1, keepdim=True) * top  # O_i − v_m
+    if sink is not None:
+        mean += sink[0] * (sink[1] - top)
+    matrix = (rows[..., None] * v).mT @ k - top[..., None] * (rows @ k)[:, None]
+    return matrix - mean[..., None] * (slope @ k)[:, None]
 
 
 def _through_softmax(w: Tensor, p: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, c
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
 from howsmooth.jacobian.projections import Projection
 from howsmooth.jacobian.softmax import softmax_derivative
+from howsmooth.jacobian.softmax_tile import derivative_in_own_query
 from howsmooth.spectral import LinearOperator
 
 __all__ = ["DenseBlocks", "TokenBlocks", "token_blocks"]
@@ -252,23 +253,14 @@ class _AttentionBlocks(TokenBlocks):
 
     def _own_query(self, i: Tensor, factor: Tensor) -> _OwnQuery:
         n, heads, sink = self._p.shape[1], [], self._core.sink
-        pairs = torch.arange(len(i), device=i.device)
         for head, (values, keys) in enumerate(zip(self._v, self._k, strict=True)):
-            # Σ_l P_il D_il (v_l − O_i) k_lᵀ. Where one key m has nearly all the weight, terms of order one
-            # would cancel; so values are taken relative to v_m, and the sums leave m out.
-            p, slope = self._p[head, i], self._slope[head, i]
-            m = p.argmax(dim=-1)
-            top, others, rows = values[m], p.clone(), slope.clone()
-            others[pairs, m], rows[pairs, m] = 0.0, 0.0
-            mean = others @ values - others.sum(dim=-1, keepdim=True) * top  # O_i − v_m
-            if sink is not None:
-                of_sink, away = (t.view(self._f.heads, n, -1)[head, i] for t in (sink.p, sink.away))
-                mean += of_sink * (self._mean[head, i] + away - top)
-            matrix = (rows[..., None] * values).mT @ keys - top[..., None] * (rows @ keys)[:, None]
-            matrix -= mean[..., None] * (slope @ keys)[:, None]
-            if sink is not None:
-                matrix += (of_sink * away)[..., None] * sink.k[self._group[head]]
-            heads.append(matrix)
+            of_keys = self._p[head, i], self._slope[head, i], values, keys
+            if sink is None:
+                heads.append(derivative_in_own_query(*of_keys))
+                continue
+            of_sink, away = (t.view(self._f.heads, n, -1)[head, i] for t in (sink.p, sink.away))
+            matrix = derivative_in_own_query(*of_keys, (of_sink, self._mean[head, i] + away))
+            heads.append(matrix + (of_sink * away)[..., None] * sink.k[self._group[head]])
         matrices = torch.stack(heads, dim=1)
         matrices *= factor[:, None, None, None]
         return _OwnQuery(matrices, _Placed.at(self._query_norm, self._f.rotary, n, i))
