@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import cast
 
@@ -416,7 +416,8 @@ class Linearisation:
     """The Jacobian J of a map at one point, whose products are computed along the autograd graph of the map.
 
     The graph of u ↦ Jᵀu is kept too, and gives J e, if the graph of the map takes at most ``most`` bytes and
-    can be differentiated twice; otherwise J e takes forward mode, by ``forward`` if it is given. With
+    can be differentiated twice; otherwise J e takes forward mode, by ``forward`` if it is given. An infinite
+    ``most`` spares the counting, whose hooks only the garbage collector frees. With
     ``watched`` the attribute ``infinite`` says whether the derivative is made of infinite numbers.
     """
 
@@ -446,7 +447,8 @@ class Linearisation:
             return t
 
         try:
-            with torch.enable_grad(), one_backend(), saved_tensors_hooks(counted, lambda t: t):
+            hooks = nullcontext() if math.isinf(most) else saved_tensors_hooks(counted, lambda t: t)
+            with torch.enable_grad(), one_backend(), hooks:
                 self.y = f(self._x)
             # How many bytes PyTorch keeps for reverse mode, weights included
             self.graph_bytes: float = sum(kept.values())

@@ -87,11 +87,20 @@ class _Member:
         self.f = f
         self.cores = cores
         self.x = x.detach()
+
+        def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o: Tensor = _Linearised.apply(q, k, v, cores[i])  # type: ignore[no-untyped-call]
+            return o
+
+        def tangent(x: Tensor, e: Tensor) -> Tensor:
+            with torch.no_grad(), one_backend(), as_derivative_errors("forward"), forward_ad.dual_level():
+                y, moved = forward_ad.unpack_dual(f.run(forward_ad.make_dual(x, e), core))
+            return torch.zeros_like(y) if moved is None else moved
+
+        self.forward_product = tangent
         with as_derivative_errors("reverse"):
             # PyTorch refuses in-place changes of a leaf. A layer may change its input, so it gets a copy.
-            self.kept = Linearisation(
-                lambda x: f.run(x * 1, self._core), self.x, math.inf, forward=self._tangent
-            )
+            self.kept = Linearisation(lambda x: f.run(x * 1, core), self.x, math.inf, forward=tangent)
         self.rounding = torch.zeros((), dtype=torch.float64)
 
     @classmethod
@@ -113,17 +122,6 @@ class _Member:
         member = cls(rounded, tuple(found), x.to(dtype))
         member._check(y)
         return member
-
-    def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o: Tensor = _Linearised.apply(q, k, v, self.cores[i])  # type: ignore[no-untyped-call]
-        return o
-
-    def _tangent(self, x: Tensor, e: Tensor) -> Tensor:
-        """Return J e by running the layer at ``x`` in forward mode."""
-        with torch.no_grad(), one_backend(), as_derivative_errors("forward"), forward_ad.dual_level():
-            y = self.f.run(forward_ad.make_dual(x, e), self._core)
-            tangent = forward_ad.unpack_dual(y).tangent
-        return torch.zeros_like(self.kept.y) if tangent is None else tangent
 
     def product(self, e: Tensor) -> Tensor:
         with one_backend(), as_derivative_errors("reverse"):
@@ -152,10 +150,12 @@ class _Member:
         e = torch.randn(self.x.shape, generator=generator, dtype=torch.float64).to(self.x)
         u = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(self.x)
         # Forward mode runs the layer with tangents, by other formulas than the two graphs: it is the judge.
-        je = self._tangent(self.x, e)
+        je = self.forward_product(self.x, e)
         jtu = self.adjoint(u)
         moves = zip(MULTIPLES, moved_by_rounding(self.x), strict=True)
-        forward = allowance_for_rounding((self._tangent(x, c * e)[None] / c for c, x in moves), je[None])
+        forward = allowance_for_rounding(
+            (self.forward_product(x, c * e)[None] / c for c, x in moves), je[None]
+        )
         reverse = allowance_for_rounding((self.adjoint(c * u)[None] / c for c in MULTIPLES), jtu[None])
         check_adjoint(e, je, u, jtu, forward, reverse)
         # Without a valid graph of the adjoint, products are computed in forward mode.
@@ -168,7 +168,7 @@ class _Member:
             self.x,
             self._value(self.x),
             e,
-            lambda e: self._tangent(self.x, e),
+            lambda e: self.forward_product(self.x, e),
             float(self.rounding),
             je,
         )

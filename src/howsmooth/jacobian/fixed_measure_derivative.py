@@ -100,14 +100,10 @@ def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
         seen = None if visible is None else visible[rows]
         p = attention_probabilities(q[..., rows, :], k, 1.0, seen, weighting.log_weights, f.features)
         slope = p if f.softcap is None else p * cap_slope(q[..., rows, :] @ k[:, None].mT, f.softcap)
-        spread = torch.stack(
-            [
-                derivative_in_own_query(*of_head, v[b], k[b])
-                for b in range(f.kv_heads)
-                for of_head in zip(p[b], slope[b], strict=True)
-            ]
-        )
-        return torch.einsum("ohv,hbvk,hkd->bod", output, spread, f.scale * f.query)
+        values, keys = (t[:, None].expand(-1, p.shape[1], -1, -1) for t in (v, k))
+        spread = derivative_in_own_query(p, slope, values, keys).flatten(0, 1)
+        moved = spread @ (f.scale * f.query)[:, None]
+        return torch.einsum("ohv,hbvd->bod", output, moved)
 
     return derivatives
 

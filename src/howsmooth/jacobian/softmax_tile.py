@@ -227,12 +227,12 @@ class WholeRows:
 
 
 def derivative_in_own_query(
-    p: Float[Tensor, "rows n"],
-    slope: Float[Tensor, "rows n"],
-    v: Float[Tensor, "n value_dim"],
-    k: Float[Tensor, "n key_dim"],
+    p: Float[Tensor, "*heads rows n"],
+    slope: Float[Tensor, "*heads rows n"],
+    v: Float[Tensor, "*heads n value_dim"],
+    k: Float[Tensor, "*heads n key_dim"],
     sink: tuple[Tensor, Tensor] | None = None,
-) -> Float[Tensor, "rows value_dim key_dim"]:
+) -> Float[Tensor, "*heads rows value_dim key_dim"]:
     """Return Σ_j P_ij D_ij (v_j − O_i) k_jᵀ, the derivative of each output in its query; ``slope`` is P∘D.
 
     ``sink`` are the probability and the shifted value of a sink in each row, whose own term is left out.
@@ -240,12 +240,15 @@ def derivative_in_own_query(
     # Where one key m has nearly all the weight, terms of order one would cancel; so values are taken relative
     # to v_m, and the sums leave m out.
     m = p.argmax(dim=-1, keepdim=True)
-    top, others, rows = v[m[:, 0]], p.scatter(-1, m, 0.0), slope.scatter(-1, m, 0.0)
+    others = p.scatter(-1, m, 0.0)
+    rows = others if slope is p else slope.scatter(-1, m, 0.0)
+    top = v.gather(-2, m.expand(*m.shape[:-1], v.shape[-1]))
     mean = others @ v - others.sum(dim=-1, keepdim=True) * top  # O_i − v_m
     if sink is not None:
         mean += sink[0] * (sink[1] - top)
-    matrix = (rows[..., None] * v).mT @ k - top[..., None] * (rows @ k)[:, None]
-    return matrix - mean[..., None] * (slope @ k)[:, None]
+    matrix = (rows[..., None] * v[..., None, :, :]).mT @ k[..., None, :, :]
+    matrix = matrix.addcmul_(top[..., None], (rows @ k)[..., None, :], value=-1)
+    return matrix.addcmul_(mean[..., None], (slope @ k)[..., None, :], value=-1)
 
 
 def _through_softmax(w: Tensor, p: Tensor) -> Tensor:
