@@ -25,7 +25,7 @@ from howsmooth.jacobian.projections import Projection, Projections
 from howsmooth.jacobian.rounding_bounds import attention_error
 from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative, weighted_softmax_derivative
 from howsmooth.jacobian.streamed_softmax import StreamedDerivative, streamed_derivative
-from howsmooth.roundoff import MatrixNorms
+from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.operator import ProductError
 
