@@ -45,10 +45,11 @@ def _map(
     scores: Scores, kernels: bool, more: Names, results: Results, outputs: tuple[tuple[Part, Shape], ...]
 ) -> BlockMap:
     first = len(scores.names)
-    kept = 0 if not kernels else len(KEPT)
-    kind = results[0][0] if len({kind for kind, _ in results}) == 1 else "second"
-    value = kind == "value"
-    names = (*scores.names, *(() if value else KEPT[:kept]), *more)
+    value = results == (("value", ""),)
+    tangent = results == (("tangent", ""),) and "u" not in more
+    adjoint = more == ("u",)  # Results of a second derivative may be adjoints, too, but of more tensors.
+    kept = KEPT if kernels else ()
+    names = (*scores.names, *(() if value else kept), *more)
     parts = tuple(PARTS.get(name, "queries") for name in names)
 
     def evaluated(at: WholeRows | KernelRows, tensors: Tensors) -> list[Tensor]:
@@ -76,7 +77,7 @@ def _map(
         if value:
             at = KernelRows.of_value(scores, x)
             return (at.value(), *at.kept)
-        at = KernelRows(scores, x, tensors[first : first + kept])
+        at = KernelRows(scores, x, tensors[first : first + len(kept)])
         return tuple(evaluated(at, tensors))
 
     def forward(moved: Flags, shapes: tuple[Shape, ...]) -> BlockMap:
@@ -92,7 +93,7 @@ def _map(
         if value:
             inputs: Names = ("u",)
             found: Results = tuple(("adjoint", name) for name in of_x)
-        elif kind == "tangent":
+        elif tangent:
             # The gradient in x is the tangent of the adjoint along dx, with dU = 0; that in dx the adjoint.
             inputs = (*more, "u")
             found = tuple(("second", name) for name in of_x) + tuple(("adjoint", name) for name in of_more)
@@ -114,10 +115,10 @@ def _map(
         compute,
         parts,
         outputs,
-        forward if kind in ("value", "adjoint") else None,
-        reverse if kind != "second" else None,
+        forward if value or adjoint else None,
+        reverse if value or tangent or adjoint else None,
         kernel=kernel if fused else None,
-        kept=kept if value else 0,
+        kept=len(kept) if value else 0,
     )
 
 
