@@ -417,8 +417,8 @@ class Linearisation:
 
     The graph of u ↦ Jᵀu is kept too, and gives J e, if the graph of the map takes at most ``most`` bytes and
     can be differentiated twice; otherwise J e takes forward mode, by ``forward`` if it is given. An infinite
-    ``most`` spares the counting, whose hooks only the garbage collector frees. With
-    ``watched`` the attribute ``infinite`` says whether the derivative is made of infinite numbers.
+    ``most`` spares the counting, whose hooks only the garbage collector frees. With ``watched`` the attribute
+    ``infinite`` says whether the derivative is made of infinite numbers.
     """
 
     def __init__(
@@ -430,7 +430,6 @@ class Linearisation:
         watched: bool = False,
         forward: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self._f = f
         self._forward = forward or (lambda x, e: _by_forward_mode(f, x, e)[1])
         self._x = x.detach().requires_grad_()
         self._most = most

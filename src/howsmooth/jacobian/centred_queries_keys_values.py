@@ -104,12 +104,3 @@ class Operands:
         With a sink, a shift of the keys would change P, because the sink's score does not move with the keys.
         """
         return self.k if self.features.sinks is None else self.whole_keys
-
-    def outputs(
-        self,
-        averages: Float[Tensor, "b *rows value_dim"],
-        total: Float[Tensor, "b *rows"],
-    ) -> Float[Tensor, "b *rows value_dim"]:
-        """Return the outputs, given the averages of the shifted values under P and ``total`` = Σ_j P_ij."""
-        shift = self.value_shift.reshape(self.heads, *(1,) * (averages.ndim - 2), -1)
-        return averages + total[..., None] * shift

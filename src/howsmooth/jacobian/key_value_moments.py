@@ -13,7 +13,7 @@ from torch import Tensor
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.rounding import gamma
 
-__all__ = ["Moments", "moment_columns", "moment_width"]
+__all__ = ["Moments", "moment_columns"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +104,3 @@ def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
     if operands.features.sinks is not None:
         squared += [operands.whole_keys.flatten(0, 1), operands.whole_values.flatten(0, 1)]
     return torch.cat((k, *(t.square().sum(dim=-1, keepdim=True) for t in squared)), dim=-1)
-
-
-def moment_width(operands: Operands) -> int:
-    """Return the number of columns of :func:`moment_columns`."""
-    return operands.k.shape[-1] + (2 if operands.features.sinks is None else 4)

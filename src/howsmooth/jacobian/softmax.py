@@ -22,6 +22,7 @@ __all__ = [
     "Sink",
     "SoftmaxDerivative",
     "largest_score",
+    "outputs_and_sink",
     "rounding_of",
     "softmax_derivative",
     "weighted_softmax_derivative",
@@ -51,13 +52,6 @@ class Sink:
     p: Float[Tensor, "b *rows"]
     k: Float[Tensor, "b key_dim"]
     away: Float[Tensor, "b *rows value_dim"]
-
-    @classmethod
-    def at(cls, operands: Operands, p: Tensor, output: Tensor) -> Sink:
-        """Return the sinks of all heads, given their probabilities and the outputs, which are averages of the
-        values before centring.
-        """
-        return cls(p, -operands.key_shift.reshape(operands.heads, -1), -output)
 
     def each(self, one: Callable[[Tensor], Tensor]) -> Sink:
         """Return the sinks with ``one`` applied to every tensor."""
@@ -205,11 +199,7 @@ def softmax_derivative(
                 uncapped = q[some, :, rows] @ k[some, None].mT
                 slope[some, :, rows] = (exact * cap_slope(uncapped, features.softcap)).to(dtype)
     q, rounded, averages, total, sink_p = (t.flatten(1, 2) for t in (q, p, averages, total, sink_p))
-    mean, sink = averages[..., : v.shape[-1]], None
-    if features.sinks is not None:
-        output = operands.outputs(mean, total)
-        mean = output - operands.value_shift.flatten(0, 1)
-        sink = Sink.at(operands, sink_p, output).each(lambda t: t.to(dtype))
+    mean, sink = outputs_and_sink(operands, averages[..., : v.shape[-1]], total, sink_p, dtype)
     moments = None
     if dtype == torch.float64:
         moments = Moments.of(operands, averages[..., v.shape[-1] :], mean, total, sink_p, rounded)
@@ -256,6 +246,25 @@ def weighted_softmax_derivative(
         slope, tilted_slope = p * factor, (tilted * factor).to(dtype)
     q, k, v, slope, mean = (t.to(dtype) for t in (q, k, v, slope, mean))
     return SoftmaxDerivative(q, k, v, tilted, slope, tilted_slope, mean, log_range=log_range)
+
+
+def outputs_and_sink(
+    operands: Operands,
+    averages: Float[Tensor, "b *rows value_dim"],
+    total: Float[Tensor, "b *rows"],
+    sink_p: Float[Tensor, "b *rows"],
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "b *rows value_dim"], Sink | None]:
+    """Return the outputs, shifted as the values are, and the sinks in ``dtype``, from the averages of the
+    shifted values under P, ``total`` = Σ_j P_ij, and the probabilities of the sinks.
+    """
+    if operands.features.sinks is None:
+        return averages, None
+    heads = operands.heads
+    shift = operands.value_shift.reshape(heads, *(1,) * (averages.ndim - 2), -1)
+    output = averages + total[..., None] * shift
+    sink = Sink(sink_p, -operands.key_shift.reshape(heads, -1), -output)
+    return output - shift, sink.each(lambda t: t.to(dtype))
 
 
 def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:

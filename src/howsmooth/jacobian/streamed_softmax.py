@@ -21,9 +21,9 @@ from torch import Tensor
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.scaled_dot_product import ScoreFeatures, cap_slope
 from howsmooth.jacobian.centred_queries_keys_values import Operands
-from howsmooth.jacobian.key_value_moments import Moments, moment_columns, moment_width
+from howsmooth.jacobian.key_value_moments import Moments, moment_columns
 from howsmooth.jacobian.scratch_memory import Scratch
-from howsmooth.jacobian.softmax import Sink, largest_score, rounding_of
+from howsmooth.jacobian.softmax import Sink, largest_score, outputs_and_sink, rounding_of
 from howsmooth.jacobian.softmax_tile import Tile
 from howsmooth.jacobian.tiling import Block, Piece, Tiling
 
@@ -177,17 +177,8 @@ class StreamedDerivative:
         """The rules by which the scores are cut into tiles."""
         b, group, m, _ = self.q.shape
         members, n = b // self.kv_heads, self.k.shape[1]
-        return Tiling(
-            members,
-            self.kv_heads,
-            group,
-            m,
-            n,
-            self.q.itemsize,
-            self.q.device,
-            self.visibility,
-            bool(self.features),
-        )
+        scores = self.visibility, bool(self.features)
+        return Tiling(members, self.kv_heads, group, m, n, self.q.itemsize, self.q.device, *scores)
 
     def _features(self, block: Block, keys: slice) -> ScoreFeatures:
         if not self.features:
@@ -535,16 +526,12 @@ def streamed_derivative(operands: Operands, visibility: Visibility, dtype: torch
         for strip in tiles.tiling.strips(block):
             tiles.normalise(strip, table, lse, averages, sink_p)
     tiles.scratch.leave()
-    mean, sink, total = averages[..., :width], None, torch.ones_like(lse)
-    if features.sinks is not None:
-        total = averages[..., width]
-        output = operands.outputs(mean, total)
-        mean = output - operands.value_shift.flatten(0, 1)[:, None]
-        sink = Sink.at(operands, sink_p, output).each(lambda t: t.to(dtype))
+    total = torch.ones_like(lse) if features.sinks is None else averages[..., width]
+    mean, sink = outputs_and_sink(operands, averages[..., :width], total, sink_p, dtype)
     moments = None
     if dtype == torch.float64:
-        rows = (t.flatten(1, 2) for t in (averages[..., -moment_width(operands) :], mean, total, sink_p))
-        moments = Moments.of(operands, *rows)
+        of_moments = averages[..., -columns[-1].shape[-1] :]
+        moments = Moments.of(operands, *(t.flatten(1, 2) for t in (of_moments, mean, total, sink_p)))
     return replace(at, mean=mean.to(dtype).contiguous(), sink=sink, moments=moments)
 
 
