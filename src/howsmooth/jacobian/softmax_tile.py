@@ -192,10 +192,13 @@ class WholeRows:
                 # P and the sink's probability sum to one in each row, so the sink's tangent is −rowsum(dP).
                 found["sinks"] = found["sinks"] + dp.sum(dim=-1, keepdim=True) * r
         found.update((name, dg) for name in ("mask", "bias") if name in which)
-        g, dg = self._sloped(p * (a - r)), self._sloped(dg)
-        if self.tanh is not None and self.softcap is not None and ds is not None:
+        g = p * (a - r)
+        if self.tanh is not None and self.softcap is not None:
+            slope = (1 - self.tanh) * (1 + self.tanh)
+            g, dg = g * slope, dg * slope
             # dD = −(2/c) tanh(s/c) D ds, times G; g has the factor D already.
-            dg = dg - (2 / self.softcap) * self.tanh * ds * g
+            if ds is not None:
+                dg = dg - (2 / self.softcap) * self.tanh * ds * g
         if "q" in which:
             dq = _over_keys(dg, x["k"])
             found["q"] = self.scale * (_sum(dq, _over_keys(g, d["k"])) if "k" in d else dq)
