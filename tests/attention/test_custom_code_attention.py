@@ -258,7 +258,7 @@ def test_value_and_jacobian_are_those_of_the_layer_written_out(name: str, stream
     ours = to_dense(operator)[0]
     size = max(1.0, float(exact.abs().max()))
     assert (ours - exact).abs().max() <= 1e-13 * size
-    assert operator.members[0]._image is not None
+    assert operator.members[0].kept.twice
     u = tokens(101, 1, *operator.out_shape)
     assert (operator.adjoint_product(u).flatten() - exact.T @ u.flatten()).abs().max() <= 1e-12 * size
 
@@ -304,7 +304,7 @@ def test_a_layer_whose_backward_has_no_graph_is_run_with_tangents(square: type) 
     exact_map = naive(staged(lambda p, x, core: plain(p, x * x, core), CORE))
     x = tokens(124, N, D)
     operator = closed_form_jacobian(f, x[None])
-    assert operator.members[0]._image is None
+    assert not operator.members[0].kept.twice
     torch.testing.assert_close(to_dense(operator)[0], dense_jacobian(exact_map, x), rtol=1e-11, atol=1e-12)
 
 
@@ -492,7 +492,7 @@ def test_what_an_operator_keeps_goes_with_it() -> None:
             operator.product(e), operator.adjoint_product(e)
         assert _tensors() == before
         (member,) = operator.members
-        kept = [weakref.ref(member.y), weakref.ref(member.cores[0].derivative)]
+        kept = [weakref.ref(member.kept.y), weakref.ref(member.cores[0].derivative)]
         del operator, member
         assert [ref() for ref in kept] == [None, None]
     finally:

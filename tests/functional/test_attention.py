@@ -231,6 +231,35 @@ def test_third_derivatives() -> None:
     agree(found(ours), found(theirs))
 
 
+@pytest.mark.parametrize("outer", ["jvp", "vjp"])
+def test_a_second_derivative_of_one_kind_is_differentiated_again(outer: str) -> None:
+    """The gradient in a tangent alone is an adjoint, and that in a cotangent alone is a tangent."""
+
+    def in_the_tangent(f: Function) -> Function:
+        def found(q: Tensor, dq: Tensor, u: Tensor) -> Tensor:
+            return vjp(lambda dq: jvp(lambda q: f(q, *kv), (q,), (dq,))[1], dq)[1](u)[0]
+
+        return found
+
+    def in_the_cotangent(f: Function) -> Function:
+        def found(q: Tensor, dq: Tensor, u: Tensor) -> Tensor:
+            return vjp(lambda u: vjp(lambda q: f(q, *kv), q)[1](u)[0], u)[1](dq)[0]
+
+        return found
+
+    ours, theirs, (q, *kv) = both("softcap")
+    at = (q, drawn(*q.shape, seed=20), drawn(*ours(q, *kv).shape, seed=21))
+    for derivative in (in_the_tangent, in_the_cotangent):
+        results = []
+        for f in (ours, theirs):
+            if outer == "jvp":
+                results.append(jvp(derivative(f), at, directions(at, 22)))
+            else:
+                out, pull = vjp(derivative(f), *at)
+                results.append((out, *pull(drawn(*out.shape, seed=23))))
+        agree(*results)
+
+
 def test_finite_differences() -> None:
     """PyTorch's own checks, without torch.func: reverse, forward, and one over the other."""
     sizes = ((2, 4, 2), (1, 4, 2), (1, 4, 1), (1, 4), (2,))

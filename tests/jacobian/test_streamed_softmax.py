@@ -204,14 +204,14 @@ def test_tiles_that_no_query_sees_are_not_formed(
     monkeypatch.setattr(tiling, "_FEWEST_ROWS", 1)
     op = closed_form_jacobian(random_attention(0, heads=1, **keywords), tokens(0, 1, 64, D), streamed=True)
     formed = 0
-    original = streamed_softmax._Tiles._formed
+    original = streamed_softmax._Tiles._tile
 
     def count(self: streamed_softmax._Tiles, *arguments: object) -> object:
         nonlocal formed
         formed += 1
         return original(self, *arguments)
 
-    monkeypatch.setattr(streamed_softmax._Tiles, "_formed", count)
+    monkeypatch.setattr(streamed_softmax._Tiles, "_tile", count)
     op.gram_product(tokens(1, 1, 64, D))
     assert formed == tiles
 

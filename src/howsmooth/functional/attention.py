@@ -157,8 +157,7 @@ def attention(
 
 
 def _autocast(first: object, *others: object) -> tuple[object, ...]:
-    """Convert the arguments to the dtype of ``torch.autocast``, if autocast is enabled on the device of the
-    argument ``first``.
+    """Convert the arguments to the dtype of ``torch.autocast``, if it is enabled on the device of ``first``.
 
     As in PyTorch, float64 tensors and tensors of booleans or integers are left as they are.
     """
@@ -173,11 +172,7 @@ def _autocast(first: object, *others: object) -> tuple[object, ...]:
 
 
 def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool = False) -> Tensor:
-    """Return the argument ``t`` of attention after checking that it is a tensor with the dtype and device of
-    ``like``.
-
-    Without ``like`` any floating-point dtype passes; if ``boolean``, bool passes too.
-    """
+    """Return ``t`` after checking that it is a tensor with the dtype (``boolean``: or bool) of ``like``."""
     if not isinstance(t, Tensor):
         raise ArgumentError(name, expected="a torch.Tensor", got=type(t).__name__)
     if like is None and t.dtype not in _DTYPES:
@@ -191,9 +186,7 @@ def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool =
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """Check that the shapes of queries, keys and values are compatible, and return the broadcast shape of
-    their leading axes.
-    """
+    """Check that queries, keys and values fit together, and return the broadcast shape of leading axes."""
     if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
         expected = (
             f"keys of the {q.shape[-1]} entries of the queries" if q.shape[-1] else "entries in queries"
@@ -219,10 +212,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Shape:
 
 
 def _as_scores(name: str, t: Tensor, axes: Shape, group: int) -> Tensor:
-    """Reshape a mask, bias or sink to the five axes (lead, kv_heads, group, m, n) of attention scores.
+    """Reshape a tensor that broadcasts to ``axes`` = (*lead, heads, m, n) to (lead, kv_heads, group, m, n).
 
-    The tensor must broadcast to ``axes``, which are (*lead, heads, m, n). In the result each axis has its
-    full length or 1.
+    In the result each axis has its full length or 1.
     """
     if t.ndim > len(axes) or any(
         size not in (1, full) for size, full in zip(t.shape[::-1], axes[::-1], strict=False)

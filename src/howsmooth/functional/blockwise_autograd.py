@@ -1,12 +1,10 @@
-"""Autograd functions, such as attention, that are computed as sums over blocks of query rows and have
-derivatives of every order.
+"""Autograd functions that are sums over blocks of query rows, with derivatives of every order.
 
 Such a function reads and returns tensors with a row for each query, for each key, or with an entry for each
-score. A block contributes a summand to each result. The derivatives of the function, forward and reverse, are
-functions of the same kind: the tangent of a sum is the sum of the tangents, and in reverse mode each block
-gets the cotangent of the result to which it has added. So one autograd function suffices, whose derivatives
-are the same autograd function applied to another :class:`BlockMap`. It has derivatives of every order, and
-keeps only its input tensors between forward and backward.
+score. A block contributes a summand to each result. Its derivatives are functions of the same kind: the
+tangent of a sum is the sum of the tangents, and in reverse mode each block gets the cotangent of the result
+to which it has added. So one autograd function suffices, whose derivatives are the same function of another
+:class:`BlockMap`. It keeps only its input tensors between forward and backward.
 
 Tensors end in five axes (lead, kv_heads, group, rows, columns), each of full length or of length 1. In front
 of them are the axes that torch.func.vmap has added, outermost first. All tensors have the same number of
@@ -43,11 +41,7 @@ _FEWEST_ROWS = 32
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangular block of the attention scores, which is computed in one step.
-
-    Scores have the axes (lead, kv_heads, group, m, n). A block is a range of each axis except ``group``,
-    which is taken whole.
-    """
+    """A rectangular block of the scores (lead, kv_heads, group, m, n), with the whole axis ``group``."""
 
     lead: slice
     heads: slice
@@ -55,12 +49,12 @@ class Block:
     keys: slice
 
     def cut(self, t: Tensor, part: Part) -> Tensor:
-        """Return a view of the part of a tensor of queries, keys or scores that belongs to this block."""
+        """Return a view of this block's part of a tensor of queries, keys or scores."""
         place: tuple[Any, ...] = (..., *self._place(t.shape, part))
         return t[place]
 
     def cut_shape(self, shape: Shape, part: Part) -> Shape:
-        """Return the shape of the part of a tensor of shape ``shape`` that belongs to this block."""
+        """Return the shape of this block's part of a tensor of shape ``shape``."""
         return (*shape[:-5], *(s.stop - s.start for s in self._place(shape, part)))
 
     def padded(self, t: Tensor, shape: Shape, part: Part) -> Tensor:
@@ -70,11 +64,7 @@ class Block:
         return torch.nn.functional.pad(t, [size for pair in reversed(around) for size in pair])
 
     def _place(self, shape: Shape, part: Part) -> tuple[slice, ...]:
-        """Return the position of this block of scores in a tensor of shape ``shape``, as slices of the last
-        five axes.
-
-        An axis of length 1 is taken whole.
-        """
+        """Return slices of the last five axes, of which one of length 1 is taken whole."""
         every = slice(None)
         by_part = {
             "queries": (self.rows, every),
@@ -107,10 +97,10 @@ class Grid:
     visible: Visibility
 
     def blocks(self, times: int, device: torch.device) -> Iterator[Block]:
-        """Yield the blocks of attention scores one by one, without blocks in which every key is masked.
+        """Yield the blocks in which some key is seen.
 
-        ``times`` is the product of the lengths of the axes that vmap has added. A block is computed for all
-        their indices at once.
+        ``times`` is the product of the lengths of the axes that vmap has added, whose indices a block is
+        computed for at once.
         """
         n, window = self.visible.n, self.visible.window
         entries = _ENTRIES.get(device.type, _ENTRIES_ELSEWHERE)
@@ -141,31 +131,29 @@ Compute = Callable[[Block, tuple[Tensor, ...], tuple[Shape, ...]], tuple[Tensor,
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    """A function of tensors, such as attention or one of its derivatives, that is computed as a sum over
-    blocks of query rows.
+    """A function of tensors that is computed as a sum over blocks of query rows.
 
     Parameters
     ----------
     grid
         The blocks.
     compute
-        Function that computes the summands of one block. It must be pure and use operations that PyTorch can
-        differentiate.
+        Computes the summands of one block, in pure operations that PyTorch can differentiate.
     inputs
         Kind of each input tensor.
     outputs
         Kind and shape of each result.
     closed_forward, closed_reverse
-        :meth:`forward` and :meth:`reverse` in closed form; the first is called with the shapes of the
-        results. If one is None, PyTorch differentiates ``compute``.
+        :meth:`forward`, with the shapes of the results, and :meth:`reverse` in closed form. If one is None,
+        PyTorch differentiates ``compute``.
     extra
         Lengths of the axes that vmap has added since the map was made, in front of the shapes of all results.
     kernel
-        Function that computes all blocks at once, from tensors with five axes of which the first has its full
-        length; None to compute one block after the other.
+        Computes all blocks at once, from tensors with five axes of which the first has its full length; or
+        None.
     kept
-        Number of further results of the kernel, after ``outputs``. They have no derivatives, and are passed
-        to every derivative after the tensors.
+        Number of further results of the kernel. They have no derivatives, and are passed to every derivative
+        after the tensors.
 
     """
 
@@ -180,17 +168,11 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return the shapes of the tensors that one block of query rows adds to the results of the function.
-
-        The axes ``extra`` are put in front of each shape.
-        """
+        """Return the shapes of the summands of one block, with the axes ``extra`` in front."""
         return tuple((*extra, *self.extra, *block.cut_shape(shape, part)) for part, shape in self.outputs)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute the results of the function without recording them for autograd.
-
-        If a kernel computes them, further tensors follow, which it kept for derivatives.
-        """
+        """Compute the results, and what a kernel keeps after them, without recording them for autograd."""
         device = tensors[0].device
         dtype = next(t.dtype for t in tensors if t.is_floating_point())
         wide = torch.promote_types(dtype, torch.float32)
@@ -222,11 +204,7 @@ class BlockMap:
         return tuple(result.to(dtype) for result in results)
 
     def forward(self, moved: Flags) -> BlockMap:
-        """Return the forward-mode derivative of this function, which maps arguments and their tangents to the
-        tangents of the results.
-
-        ``moved`` marks the tensors that have a tangent.
-        """
+        """Return the map of arguments and tangents, of those that ``moved`` marks, to tangents of results."""
         shapes = tuple((*self.extra, *shape) for _, shape in self.outputs)
         if self.closed_forward is not None:
             return self.closed_forward(moved, shapes)
@@ -258,8 +236,7 @@ class BlockMap:
         return BlockMap(self.grid, compute, inputs, outputs)
 
     def reverse(self, wanted: Flags, given: Flags, shapes: tuple[Shape, ...]) -> BlockMap:
-        """Return the reverse-mode derivative of this function, which maps arguments and the cotangents of the
-        results to the cotangents of the arguments.
+        """Return the map of arguments and cotangents of results to cotangents of arguments.
 
         Parameters
         ----------
@@ -299,9 +276,7 @@ class BlockMap:
 
 
 def _merged(tensors: tuple[Tensor, ...], which: Flags, some: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the tuple ``tensors`` after replacing the entries for which ``which`` is True by the tensors in
-    ``some``, in order.
-    """
+    """Return ``tensors`` with those that ``which`` marks replaced by ``some``, in order."""
     others = iter(some)
     return tuple(next(others) if w else t for t, w in zip(tensors, which, strict=True))
 
@@ -314,11 +289,8 @@ def _old_vmap_level() -> int:
 
 
 def kept_whole(t: Tensor) -> bool:
-    """Return True if the tensor ``t`` must not be changed in place, because torch.func records operations on
-    it.
-
-    This is so in a transform of torch.func, which differentiates the operations on the tensor, and under
-    torch.func.linearize, whose record of operations loses in-place changes of views.
+    """Return True if ``t`` must not be changed in place: in a transform of torch.func, which differentiates
+    the operations on it, and under torch.func.linearize, whose record loses in-place changes of views.
     """
     if torch.compiler.is_compiling():
         return True
@@ -326,10 +298,7 @@ def kept_whole(t: Tensor) -> bool:
 
 
 def reduced(t: Tensor, shape: Shape) -> Tensor:
-    """Sum or repeat the tensor ``t`` along axes so that it has the shape ``shape``.
-
-    It is summed over axes where ``shape`` has 1, and repeated along axes where ``t`` has 1.
-    """
+    """Sum ``t`` over axes where ``shape`` has 1, and repeat it along axes where ``t`` has 1."""
     return t.expand(torch.broadcast_shapes(t.shape, shape)).sum_to_size(shape)
 
 
@@ -338,15 +307,10 @@ class _OverBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Evaluate the BlockMap ``function`` at the given tensors."""
         return function.run(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save the tensors that the derivatives of this autograd function need.
-
-        These are the inputs, and what a kernel kept beside its results.
-        """
         ctx.function, *tensors = inputs
         kept = output[len(ctx.function.outputs) :]
         ctx.save_for_backward(*tensors, *kept)
@@ -356,7 +320,6 @@ class _OverBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the cotangents of the tensors, by evaluating the reverse-mode derivative of the BlockMap."""
         saved, wanted = ctx.saved_tensors, tuple(ctx.needs_input_grad[1:])
         cotangents = cotangents[: len(ctx.function.outputs)]
         given = [c for c in cotangents if c is not None]
@@ -369,7 +332,6 @@ class _OverBlocks(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the tangents of the results, by evaluating the forward-mode derivative of the BlockMap."""
         function = ctx.function.forward(tuple(t is not None for t in tangents))
         moved = (t for t in tangents if t is not None)
         # This must be the only operation here. PyTorch switches forward mode off inside ``jvp``, for outer
@@ -380,9 +342,7 @@ class _OverBlocks(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], function: BlockMap, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Evaluate the BlockMap for a batch formed by torch.func.vmap, with the batch as an additional first
-        axis of all tensors.
-        """
+        # The batch becomes one more axis in front of all tensors.
         dims = in_dims[1:]
         front = (t[None] if d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=True))
         function = replace(function, extra=(info.batch_size, *function.extra))
@@ -395,11 +355,10 @@ _apply_function: Callable[..., tuple[Tensor, ...]] = _OverBlocks.apply
 
 def _apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Evaluate a BlockMap by its autograd function, also inside the older vmap of
-    ``torch.autograd.functional``.
+    ``torch.autograd.functional`` and ``gradcheck``.
 
-    ``torch.autograd.functional`` and ``gradcheck`` use that vmap, which wraps tensors that may require
-    gradients. An autograd function does not record the wrapping, so the axes of this vmap become axes in
-    front before the function is applied, and are put back on its results.
+    That vmap wraps tensors that may require gradients, which an autograd function does not record. So its
+    axes become axes in front before the function is applied, and are put back on its results.
     """
     if not any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
         return _apply_function(function, *tensors)
@@ -407,9 +366,6 @@ def _apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _apply_in_old_vmap(level: int, function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Evaluate a BlockMap inside ``level`` nested calls of PyTorch's older vmap, whose batch axes become
-    leading axes.
-    """
     if level == 0:
         return _apply(function, *tensors)
     # A tensor without an axis of this level gets one of length 1.
@@ -421,7 +377,5 @@ def _apply_in_old_vmap(level: int, function: BlockMap, *tensors: Tensor) -> tupl
 
 
 def apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Evaluate a BlockMap such that PyTorch can differentiate the results in every mode and any number of
-    times.
-    """
+    """Evaluate a BlockMap; PyTorch can differentiate the results in every mode and any number of times."""
     return _apply(function, *tensors)[: len(function.outputs)]

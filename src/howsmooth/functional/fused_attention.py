@@ -1,8 +1,8 @@
 """Attention and its first and second derivatives computed by Triton kernels, without n × n matrices in
 memory.
 
-A kernel computes for all blocks at once what :mod:`howsmooth.functional.softmax_attention` computes for one.
-The kernel for the value keeps two tensors for the derivatives: O in float32, and the logarithms of the
+A kernel computes for all blocks at once what :class:`~howsmooth.jacobian.softmax_tile.WholeRows` computes for
+one. The kernel for the value keeps two tensors for the derivatives: O in float32, and the logarithms of the
 softmax denominators. PyTorch does not differentiate these two; the closed forms of the derivatives account
 for their dependence on the inputs.
 """
@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from howsmooth.functional.softmax_attention import Scores
+from howsmooth.functional.scores import Scores
 from howsmooth.triton_launch import Tile, launch, padded_width
 
-__all__ = ["KEPT", "Kept", "Kernels", "obstacle", "precision", "tiles"]
+__all__ = ["KEPT", "KernelRows", "obstacle", "precision", "tiles"]
 
 KEPT = ("mean", "lse")
 """Names of the kept tensors: O in float32 (lead, kv_heads, group, m, value_dim), and log₂ of the softmax
 denominators (lead, kv_heads, group, m, 1)."""
-Kept = tuple[Tensor, ...]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _OLDEST = (8, 0)  # first compute capability whose matrix units multiply bfloat16
@@ -68,9 +67,7 @@ _BY_KEYS = ("adjoint_keys", "second_keys")
 
 
 def obstacle(scores: Scores, x: Mapping[str, Tensor]) -> str | None:
-    """Return a phrase that says why the Triton kernels cannot compute attention of the tensors ``x``, or None
-    if they can.
-    """
+    """Return why the kernels cannot compute attention of the tensors ``x``, or None if they can."""
     q, v, visible = x["q"], x["v"], scores.grid.visible
     if (visible.causal or visible.window is not None) and (visible.offset or scores.grid.m != visible.n):
         return (
@@ -107,109 +104,111 @@ def _obstacle_of(device: torch.device) -> str | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Kernels:
-    """Attention and its first and second derivatives, each as a method that runs Triton kernels.
+class KernelRows:
+    """Attention and its first and second derivatives at all query rows, computed by Triton kernels.
 
-    The rule ``scores`` says how scores are formed from queries and keys.
+    The methods are those of :class:`~howsmooth.jacobian.softmax_tile.WholeRows`. Tensors have five axes, of
+    which the first has its full length. Results are float32.
 
-    Tensors have five axes, of which the first has its full length. In the methods, ``x`` are the tensors by
-    name, ``d`` tangents of some of them, ``kept`` the tensors that :meth:`value` returns, and ``u`` a
-    cotangent of the output. Results are float32.
+    Parameters
+    ----------
+    scores
+        The rule by which scores are formed.
+    x
+        The tensors by name.
+    kept
+        The tensors named in ``KEPT``.
+
     """
 
     scores: Scores
+    x: Mapping[str, Tensor]
+    kept: tuple[Tensor, ...]
 
-    def value(self, x: Mapping[str, Tensor]) -> Kept:
-        """Compute the attention outputs and the logarithms of the softmax denominators for the arguments
-        ``x``.
-        """
+    @classmethod
+    def of_value(cls, scores: Scores, x: Mapping[str, Tensor]) -> KernelRows:
+        """Compute the outputs and the logarithms of the softmax denominators for the tensors ``x``."""
         q, v = x["q"], x["v"]
         mean = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
         lse = q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
-        self._run("value", x, q, x["k"], v, lse, mean)
-        return mean, lse
+        at = cls(scores, x, (mean, lse))
+        at._run("value", q, x["k"], v, lse, mean)
+        return at
 
-    def tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> Tensor:
-        """Return the tangent of the attention outputs, for tangents ``d`` of queries, keys, values and sinks.
+    def value(self) -> Tensor:
+        """Return the attention outputs O."""
+        return self.kept[0]
 
-        Tangents are given by name; missing ones count as zero.
-        """
-        return self._tangent(x, kept, _filled(x, d))[0]
+    def tangent(self, d: Mapping[str, Tensor]) -> Tensor:
+        """Return the tangent of the attention outputs."""
+        return self._tangent(self._filled(d))[0]
 
-    def adjoint(
-        self, x: Mapping[str, Tensor], kept: Kept, u: Tensor, which: Sequence[str]
-    ) -> dict[str, Tensor]:
-        """Return the cotangents of the arguments of attention that ``which`` names, for a cotangent ``u`` of
-        the attention outputs.
-        """
-        common = _row_products(u, kept[0])
-        operands, found = (x["q"], u, x["k"], x["v"], kept[1], common), dict[str, Tensor]()
-        if "q" in which:
-            found["q"] = _result(x["q"])
-            self._run("adjoint_queries", x, *operands, found["q"])
-        if "k" in which or "v" in which:
-            found["k"], found["v"] = _result(x["k"]), _result(x["v"])
-            self._run("adjoint_keys", x, *operands, found["k"], found["v"])
+    def adjoint(self, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
+        """Return the cotangents of the arguments of attention that ``which`` names."""
+        x, (mean, lse) = self.x, self.kept
+        common = _row_products(u, mean)
+        found = self._cotangents("adjoint", (x["q"], u, x["k"], x["v"], lse, common), which)
         if "sinks" in which:
-            found["sinks"] = -_sink_probability(x, kept) * common
+            found["sinks"] = -self._sink_probability() * common
         return found
 
     def second(
-        self,
-        x: Mapping[str, Tensor],
-        kept: Kept,
-        u: Tensor,
-        d: Mapping[str, Tensor],
-        du: Tensor | None,
-        which: Sequence[str],
+        self, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the tangents of the results of :meth:`adjoint`, for tangents of the arguments of attention
-        and of the cotangent ``u`` of its outputs.
-
-        The tensors ``x`` have the tangents ``d``, and ``u`` has the tangent ``du``; None stands for zero.
-        """
-        d = _filled(x, d)
-        do, mu = self._tangent(x, kept, d)
+        """Return the tangents of the results of :meth:`adjoint`."""
+        x, (mean, lse), d = self.x, self.kept, self._filled(d)
+        do, mu = self._tangent(d)
         # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
-        common, moved = _row_products(u, kept[0]), _row_products(u, do)
+        common, moved = _row_products(u, mean), _row_products(u, do)
         if du is None:
             du = torch.zeros_like(u)
         else:
-            moved = moved + _row_products(du, kept[0])
-        operands = (x["q"], d["q"], u, du, x["k"], d["k"], x["v"], d["v"], kept[1], mu, common, moved)
-        found = dict[str, Tensor]()
-        if "q" in which:
-            found["q"] = _result(x["q"])
-            self._run("second_queries", x, *operands, found["q"])
-        if "k" in which or "v" in which:
-            found["k"], found["v"] = _result(x["k"]), _result(x["v"])
-            self._run("second_keys", x, *operands, found["k"], found["v"])
+            moved = moved + _row_products(du, mean)
+        operands = (x["q"], d["q"], u, du, x["k"], d["k"], x["v"], d["v"], lse, mu, common, moved)
+        found = self._cotangents("second", operands, which)
         if "sinks" in which:
-            share = _sink_probability(x, kept)
-            found["sinks"] = share * ((mu - d["sinks"].float()) * common - moved)
+            found["sinks"] = self._sink_probability() * ((mu - d["sinks"].float()) * common - moved)
         return found
 
-    def _tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the tangent of the attention outputs, and for each query the mean tangent of its scores.
+    def _cotangents(self, name: str, operands: tuple[Tensor, ...], which: Sequence[str]) -> dict[str, Tensor]:
+        """Run the kernels of queries and of keys of the derivative ``name``, as far as ``which`` asks."""
+        found = {
+            of: torch.empty(self.x[of].shape, dtype=torch.float32, device=self.x[of].device) for of in "qkv"
+        }
+        if "q" in which:
+            self._run(f"{name}_queries", *operands, found["q"])
+        if "k" in which or "v" in which:
+            self._run(f"{name}_keys", *operands, found["k"], found["v"])
+        return found
 
-        The mean is μ = rowsum(P∘dS). The argument ``d`` must have a tangent of every tensor.
+    def _tangent(self, d: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the tangent of the outputs, and the mean μ = rowsum(P∘dS) of the tangents of scores.
+
+        The argument ``d`` must have a tangent of every tensor.
         """
-        mean, lse = kept
+        x, (mean, lse) = self.x, self.kept
         mu, out = torch.empty_like(lse), torch.empty_like(mean)
         # Without sinks the kernel does not read this argument.
         dsinks = d["sinks"].contiguous() if "sinks" in d else lse
         operands = (x["q"], d["q"], x["k"], d["k"], x["v"], d["v"], lse, mean, dsinks, mu, out)
-        self._run("tangent", x, *operands)
+        self._run("tangent", *operands)
         return out, mu
 
-    def _run(self, name: str, x: Mapping[str, Tensor], *tensors: Tensor) -> None:
-        """Run a Triton kernel on all blocks of query rows or of keys, with the largest tiles that fit into
-        on-chip memory.
-        """
+    def _filled(self, d: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tangents ``d`` with zeros for those that are missing."""
+        names = (name for name in ("q", "k", "v", "sinks") if name in self.x)
+        return {name: d[name] if name in d else torch.zeros_like(self.x[name]) for name in names}
+
+    def _sink_probability(self) -> Tensor:
+        return torch.exp2(self.x["sinks"].float() / math.log(2) - self.kept[1])
+
+    def _run(self, name: str, *tensors: Tensor) -> None:
+        """Run a kernel on all blocks of rows or of keys, with the largest tiles that fit on the chip."""
         # Imported here, so that the package works without Triton.
         from howsmooth.functional import fused_kernels
 
-        scores, q, k, v = self.scores, x["q"], x["k"], x["v"]
+        scores, x = self.scores, self.x
+        q, k, v = x["q"], x["k"], x["v"]
         group, visible = q.shape[2], scores.grid.visible
         added = next((x[name] for name in ("mask", "bias") if name in x), None)
         arguments = (
@@ -243,60 +242,27 @@ class Kernels:
 
 
 def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
-    """Return the tile sizes with which a Triton kernel can be launched, from the largest to the smallest.
-
-    The kernel pads the rows of its operands to ``width`` numbers.
-    """
+    """Return the tiles of a kernel that pads rows to ``width`` numbers, from the largest to the smallest."""
     every = _KEYS if name in _BY_KEYS else _ROWS
     first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
     return every[min(first, len(every) - 1) :]
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return the setting ``input_precision`` with which Triton multiplies matrices of a dtype without loss of
-    digits.
-
-    In float32, products of bfloat16 parts keep all digits.
-    """
+    """Return the setting ``input_precision`` of Triton with which products of a dtype keep all digits."""
     import triton
 
     return "bf16x6" if dtype == torch.float32 and not triton.knobs.runtime.interpret else "ieee"
 
 
-def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tangents ``d`` of queries, keys, values and sinks by name, with zeros for missing
-    tangents.
-    """
-    names = (name for name in ("q", "k", "v", "sinks") if name in x)
-    return {name: d[name] if name in d else torch.zeros_like(x[name]) for name in names}
-
-
 def _row_products(u: Tensor, of_queries: Tensor) -> Tensor:
-    """Return the inner product of each row of one tensor with the corresponding row of another tensor.
-
-    The tensors are shaped as queries; the result has shape (lead, kv_heads, group, m, 1).
-    """
     common: Tensor = torch.linalg.vecdot(u.float(), of_queries)
     return common[..., None]
 
 
-def _sink_probability(x: Mapping[str, Tensor], kept: Kept) -> Tensor:
-    """Return the attention probability that each query gives to the sink, of shape (lead, kv_heads, group, m,
-    1).
-    """
-    return torch.exp2(x["sinks"].float() / math.log(2) - kept[1])
-
-
-def _result(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=torch.float32, device=like.device)
-
-
 def _strided(t: Tensor | None, q: Tensor, n: int) -> tuple[object, ...]:
-    """Return a mask or bias as the arguments of a Triton kernel: the tensor and its four strides.
-
-    The tensor is shaped as scores, with strides of leading index, heads, rows and keys.
-
-    If ``t`` is None, ``q`` stands in for it; the kernel does not read it.
+    """Return a mask or bias as arguments of a kernel: the tensor, and its strides of leading index, heads,
+    rows and keys. For None, ``q`` stands in, which the kernel does not read.
     """
     if t is None:
         return q, 0, 0, 0, 0

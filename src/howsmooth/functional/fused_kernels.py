@@ -2,7 +2,7 @@
 global memory.
 
 With s = scale · q kᵀ, S = c tanh(s/c) + bias, D = 1 − tanh², P the row softmax, O = P v, and for each row
-μ = rowsum(P∘dS) and r = ⟨U, O⟩, as in :mod:`howsmooth.functional.softmax_attention`, the kernels compute:
+μ = rowsum(P∘dS) and r = ⟨U, O⟩, as in :mod:`howsmooth.jacobian.softmax_tile`, the kernels compute:
 
 - ``value``: O and the logarithm of the softmax denominator, over tiles of keys, with a running maximum;
 - ``tangent``: dO = (P∘(dS − μ)) v + P dv, and μ;

@@ -99,16 +99,13 @@ def _attention_forward(
 
 
 def _hide_unselected(mask: Tensor | None, chosen: Tensor) -> Tensor:
-    """Combine a mask with a selection of keys, such that keys outside the selection are hidden too."""
     if mask is None or mask.dtype == torch.bool:
         return chosen if mask is None else mask & chosen
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _check_supported(rest: dict[str, Any]) -> None:
-    """Raise ArgumentError if a layer of transformers uses a feature that the implementation "howsmooth" does
-    not support.
-    """
+    """Raise ArgumentError if a layer asks for something that this implementation does not have."""
     if rest.get("output_attentions"):
         raise ArgumentError(
             "output_attentions",

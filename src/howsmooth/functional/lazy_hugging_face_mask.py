@@ -48,7 +48,7 @@ class RuleMask(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> RuleMask:
-        """Create a mask that has a shape, dtype and device but no stored entries."""
+        """Create a mask that has a shape, dtype and device but no entries."""
         mask: RuleMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         mask.rule, mask.entries = (visible, padding), entries
         return mask
@@ -59,9 +59,7 @@ class RuleMask(torch.Tensor):
     # Computes the entries before torch.func sees the operation, so that they belong to its current level.
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply a PyTorch function to the computed entries of the mask, unless it only reads the shape, dtype
-        or device.
-        """
+        """Apply a function to the computed entries, unless it only reads the shape, dtype or device."""
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -71,7 +69,7 @@ class RuleMask(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # PyTorch annotates its placeholder alone.
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Apply an operation of PyTorch's dispatcher to the computed entries of the mask."""
+        """Apply an operation to the computed entries."""
         args, kwargs = tree_map_only(RuleMask, lambda mask: mask.entries(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

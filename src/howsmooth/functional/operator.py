@@ -19,8 +19,8 @@ from howsmooth.attention.masks import Visibility
 from howsmooth.errors import ArgumentError
 from howsmooth.functional.blockwise_autograd import Block, BlockMap, Grid, apply
 from howsmooth.functional.derivatives import attention_map
-from howsmooth.functional.fused_attention import Kernels, obstacle
-from howsmooth.functional.softmax_attention import Scores
+from howsmooth.functional.fused_attention import obstacle
+from howsmooth.functional.scores import Scores
 
 __all__ = ["attention_function", "attention_operator", "whole"]
 
@@ -41,8 +41,7 @@ def attention_function(
     dropout: float,
     kernels: bool,
 ) -> BlockMap:
-    """Return attention as a function of tensors that have five axes each, the first three of which are
-    queries, keys and values.
+    """Return attention as a function of tensors of five axes, first of queries, keys and values.
 
     ``names`` are their names in :class:`Scores`, with commas between them.
 
@@ -56,12 +55,10 @@ def attention_function(
     lead, kv_heads, group, m = q.shape[:4]
     grid = Grid(lead, kv_heads, group, m, Visibility(k.shape[-2], causal, window, offset=offset))
     scores = Scores(grid, scale, softcap, tuple(names.split(",")), dropout)
-    fused = None
-    if kernels:
-        if (found := obstacle(scores, dict(zip(scores.names, tensors, strict=False)))) is not None:
-            raise ArgumentError("kernels", expected="False, or a call that the kernels support", got=found)
-        fused = Kernels(scores)
-    return attention_map(scores, (*q.shape[:4], v.shape[-1]), fused)
+    found = obstacle(scores, dict(zip(scores.names, tensors, strict=False))) if kernels else None
+    if found is not None:
+        raise ArgumentError("kernels", expected="False, or a call that the kernels support", got=found)
+    return attention_map(scores, (*q.shape[:4], v.shape[-1]), kernels=kernels)
 
 
 def _derived(tensors: Sequence[Tensor], *settings: Any) -> BlockMap:
@@ -88,7 +85,7 @@ def attention_operator(tensors: Sequence[Tensor], *settings: Any) -> list[Tensor
     """Evaluate attention, or a reverse-mode derivative of it, as one operator of PyTorch.
 
     The arguments are those of :func:`attention_function`, then a text for the derivatives, which is empty for
-    attention itself. Further results may follow, which a kernel keeps for derivatives.
+    attention itself.
     """
     return [t.contiguous() for t in _derived(tensors, *settings).run(tuple(tensors))]
 
@@ -130,10 +127,8 @@ attention_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def evaluated(tensors: Sequence[Tensor], *settings: Any) -> Tensor:
-    """Return attention of tensors, which PyTorch can differentiate: in eager mode in every mode and any
-    number of times.
-
-    The arguments are those of :func:`attention_function`.
+    """Return attention as a tensor that PyTorch can differentiate, in eager mode in every mode and any number
+    of times. The arguments are those of :func:`attention_function`.
     """
     if not torch.compiler.is_compiling():
         return apply(attention_function(tensors, *settings), *tensors)[0]
@@ -146,9 +141,7 @@ def evaluated(tensors: Sequence[Tensor], *settings: Any) -> Tensor:
 
 
 def whole(function: BlockMap, *tensors: Tensor) -> Tensor:
-    """Evaluate a BlockMap of one result as one block, by operations that PyTorch differentiates in every
-    mode.
-    """
+    """Evaluate a BlockMap of one result as one block, in operations that PyTorch can differentiate."""
     grid = function.grid
     block = Block(*(slice(0, size) for size in (grid.lead, grid.kv_heads, grid.m, grid.visible.n)))
     dtype = tensors[0].dtype

@@ -1,22 +1,14 @@
 """Jacobians of token maps as linear operators, in closed form or by automatic differentiation.
 
-The closed form of attention rests on one derivative. For scaled queries q, keys k and values v, with scores
-S = q kᵀ (or S = c tanh(q kᵀ / c), whose derivative is D, else D = 1), row softmax P, O = P v and tangents
-dq, dk, dv ::
+The closed form of attention rests on one derivative, whose formulas stand in ``softmax_tile``. All else is a
+schedule around it, and gives the same numbers up to rounding:
 
-    T    = P∘D∘(dq kᵀ + q dkᵀ)
-    dO_i = Σ_j T_ij (v_j − O_i) + Σ_j P_ij dv_j                         the product J
-    U    = P∘D∘(G vᵀ − ⟨G_i, O_i⟩)                                      for a cotangent G of O
-    q̄, k̄, v̄ = U k, Uᵀ q, Pᵀ G                                           the adjoint product Jᵀ
-
-Its variants compute the same numbers up to rounding:
-
-- ``softmax``: P is kept in memory; with weights (the atoms of a measure) a second, weighted P beside it.
+- ``softmax``: P is kept in memory; at a measure (the atoms of which have weights) a second, weighted P too.
 - ``packed_sequences`` and ``padded_jacobian_batch``: several sequences of unequal lengths with P kept, which
   share the projections, or are padded with zeros to one length.
 - ``streamed_softmax``, cut by ``tiling``: P is formed tile by tile in each product, in memory O(n d).
 - ``fused_softmax``: the same in Triton kernels on a CUDA device, where tiles stay on the chip.
-- :mod:`howsmooth.functional`: a function that PyTorch differentiates again, to every order.
+- :mod:`howsmooth.functional`: blocks of rows, as a function that PyTorch differentiates to every order.
 
 ``attention`` puts the projections of a layer around one of them, ``custom_code_attention`` PyTorch code, and
 ``closed_form`` chooses the operator of a map. ``howsmooth.batching`` decides whether P is kept. The

@@ -9,7 +9,7 @@ projected tensors are in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -23,13 +23,8 @@ from howsmooth.jacobian.fused_softmax import fused
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
 from howsmooth.jacobian.projections import Projection, Projections
 from howsmooth.jacobian.rounding_bounds import attention_error
-from howsmooth.jacobian.softmax import (
-    SoftmaxDerivative,
-    WeightedSoftmaxDerivative,
-    softmax_derivative,
-    weighted_softmax_derivative,
-)
-from howsmooth.jacobian.streamed_softmax import Through, streamed_derivative
+from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative, weighted_softmax_derivative
+from howsmooth.jacobian.streamed_softmax import StreamedDerivative, streamed_derivative
 from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.operator import ProductError
@@ -40,49 +35,15 @@ Norms = tuple[NormJacobian | None, NormJacobian | None]
 """Jacobians of the norm of the queries and of the norm of the keys, where the layer has them."""
 
 
-@runtime_checkable
-class Core(Protocol):
-    """The interface of the derivative of softmax attention in all heads of a layer, with respect to queries,
-    keys and values.
-
-    Arguments and results are those of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
-    """
-
-    @property
-    def k(self) -> Tensor:
-        """The keys of the layer, of shape (b, n, key_dim), where the axis b runs over the key heads of all
-        sequences in the batch.
-        """
-
-    def rounding(self, batch: int) -> Tensor: ...
-    def product(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor: ...
-    def adjoint(self, do: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
-    def select(self, rows: Tensor) -> Self: ...
-
-
-@runtime_checkable
-class StreamedCore(Core, Protocol):
-    """The interface of a derivative J of softmax attention that also computes products with Jᵀ T J, where T
-    is a linear map that acts on the outputs of each token separately.
-
-    The method ``gram`` computes these products.
-
-    The arguments are those of :class:`~howsmooth.jacobian.streamed_softmax.StreamedDerivative`.
-    """
-
-    def gram(self, dq: Tensor, dk: Tensor, dv: Tensor, through: Through) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-_Core = TypeVar("_Core", bound=Core)
-
-
-class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
-    """Base class of the Jacobians of multi-head attention, which contain projections, norm layers and the
-    derivative of the softmax.
-    """
+class _MultiHeadJacobian(LinearOperator):
+    """What both Jacobians have: projections and norm layers around the derivative ``core`` of the softmax."""
 
     def __init__(
-        self, projection: Projection, core: _Core, norms: Norms, proved: ProductError | None = None
+        self,
+        projection: Projection,
+        core: SoftmaxDerivative | StreamedDerivative,
+        norms: Norms,
+        proved: ProductError | None = None,
     ) -> None:
         f, weight = projection.attention, projection.weight
         batch, n = core.k.shape[0] // f.kv_heads, core.k.shape[1]
@@ -104,12 +65,10 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         return type(self)(self.projection, self.core.select(rows), (query_norm, key_norm), proved)
 
     def _to_heads(self, part: int, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "b m width"]:
-        """Split the projected tangents of the queries, keys or values of all heads into one matrix for each
-        key head.
+        """Split projected tangents, of queries (``part`` 0), keys (1) or values (2) in all heads, into one
+        matrix for each key head.
 
-        The argument ``part`` is 0 for queries, 1 for keys and 2 for values. Each row of ``rows`` holds the
-        projected tangents of one token in all heads. The derivatives of the norm layer and the rotation,
-        which follow the projection, are applied here.
+        The derivatives of the norm layer and the rotation, which follow the projection, are applied here.
         """
         f, (b, n, _) = self.projection.attention, rows.shape
         heads, norm = (f.heads, f.kv_heads, f.kv_heads)[part], (*self.norms, None)[part]
@@ -125,11 +84,7 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
     def _from_heads(
         self, part: int, heads: Float[Tensor, "b m width"], out: Float[Tensor, "batch n rows"] | None = None
     ) -> Float[Tensor, "batch n rows"]:
-        """Apply the transpose of :meth:`_to_heads`: join the matrices of all key heads to one matrix, in
-        which each token has one row.
-
-        The result is written to ``out`` if it is given.
-        """
+        """Apply the transpose of :meth:`_to_heads`, written to ``out`` if it is given."""
         (n, _), norm = self.in_shape, (*self.norms, None)[part]
         heads = heads.reshape(self.batch, -1, n, heads.shape[-1])
         if part < 2 and self.projection.rotary is not None:
@@ -142,15 +97,10 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
     def _concatenated(
         self, do: Float[Tensor, "b m value_dim"], out: Float[Tensor, "batch n d_heads"] | None = None
     ) -> Float[Tensor, "batch n d_heads"]:
-        """Concatenate the outputs of all heads of an attention layer to one matrix, in which each token has
-        one row.
-
-        The result is written to ``out`` if it is given.
-        """
+        """Concatenate the outputs of all heads, one row for each token, written to ``out`` if it is given."""
         return _side_by_side(do.view(self.batch, -1, self.in_shape[0], do.shape[-1]), out)
 
     def _separated(self, heads: Float[Tensor, "batch n d_heads"]) -> Float[Tensor, "b m value_dim"]:
-        """Split the concatenated outputs of all heads into one matrix for each key head."""
         f, (b, n, _) = self.projection.attention, heads.shape
         do = heads.view(b, n, f.heads, f.value_dim).transpose(1, 2)
         return do.reshape(b * f.kv_heads, -1, f.value_dim)
@@ -159,7 +109,6 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
 def _side_by_side(
     heads: Float[Tensor, "batch heads n width"], out: Float[Tensor, "batch n rows"] | None
 ) -> Float[Tensor, "batch n rows"]:
-    """Concatenate the rows of all heads for each token; the result is written to ``out`` if it is given."""
     rows = heads.transpose(1, 2)
     if out is None:
         return rows.flatten(2)
@@ -174,11 +123,10 @@ def _norms(f: SelfAttention, x: Tensor, dtype: torch.dtype) -> Norms:
     )
 
 
-class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDerivative]):
-    """The Jacobian of multi-head self-attention at n tokens, with all attention probabilities kept in memory.
+class AttentionJacobian(_MultiHeadJacobian):
+    """The Jacobian of multi-head self-attention with all probabilities in memory, n² for each head."""
 
-    They are n² numbers for each head.
-    """
+    core: SoftmaxDerivative
 
     @classmethod
     def at(
@@ -190,10 +138,7 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         projections: Sequence[Projections],
         norms: MatrixNorms,
     ) -> list[LinearOperator]:
-        """Return the Jacobian of a float64 attention layer at float64 tokens, as one operator for each
-        requested dtype.
-
-        There is one operator for each item of ``projections``.
+        """Return the Jacobian of a float64 layer at float64 tokens, one operator for each of ``projections``.
 
         Parameters
         ----------
@@ -242,10 +187,8 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
     def heads(
         self, rows: Float[Tensor, "batch n rows"], out: Float[Tensor, "batch n d_heads"] | None = None
     ) -> Float[Tensor, "batch n d_heads"]:
-        """Return the tangents of the outputs of all heads, given the concatenated tangents of their queries,
-        keys and values.
-
-        The result is written to ``out`` if that is given.
+        """Return the tangents of the outputs of all heads, written to ``out`` if it is given, for the
+        concatenated tangents of their queries, keys and values.
         """
         parts = rows.split(self.projection.sizes, dim=-1)
         do = self.core.product(*(self._to_heads(i, t) for i, t in enumerate(parts)))
@@ -254,10 +197,8 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
     def heads_adjoint(
         self, heads: Float[Tensor, "batch n d_heads"], out: Float[Tensor, "batch n rows"] | None = None
     ) -> Float[Tensor, "batch n rows"]:
-        """Return the concatenated cotangents of queries, keys and values of all heads, given the cotangents
-        of the head outputs.
-
-        The result is written to ``out`` if that is given.
+        """Return the concatenated cotangents of queries, keys and values of all heads, written to ``out`` if
+        it is given, for the cotangents of the heads' outputs.
         """
         sizes = self.projection.sizes
         if out is None:
@@ -268,13 +209,14 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         return out
 
 
-class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
-    """The Jacobian of multi-head self-attention at n tokens, as an operator that keeps no n × n matrix in
-    memory.
+class StreamedAttentionJacobian(_MultiHeadJacobian):
+    """The Jacobian of multi-head self-attention without an n × n matrix in memory.
 
     Queries, keys and values are projected one after the other, so that few tensors with n rows of all heads
     are in memory at a time.
     """
+
+    core: StreamedDerivative
 
     @classmethod
     def at(
@@ -287,8 +229,7 @@ class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
         norms: MatrixNorms | None = None,
         allowance: float | None = None,
     ) -> StreamedAttentionJacobian:
-        """Return the Jacobian of a float64 attention layer at float64 tokens as an operator that keeps no n ×
-        n matrix.
+        """Return the Jacobian of a float64 layer at float64 tokens.
 
         Parameters
         ----------
@@ -332,16 +273,10 @@ class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
         return image, self._cotangent(*self.core.gram(*self._tangents(e), through))
 
     def _tangents(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tangents of the scaled queries, keys and values of all heads, for the tangents ``e`` of
-        the tokens.
-        """
         query, key, value = self.projection.parts
         return self._to_heads(0, e @ query.mT), self._to_heads(1, e @ key.mT), self._to_heads(2, e @ value.mT)
 
     def _cotangent(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Return the cotangent of the tokens, from the cotangents of the scaled queries, keys and values of
-        all heads.
-        """
         query, key, value = self.projection.parts
         out = self._from_heads(0, dq).flatten(0, 1) @ query
         out.addmm_(self._from_heads(1, dk).flatten(0, 1), key)

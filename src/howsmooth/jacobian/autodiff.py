@@ -1,4 +1,4 @@
-"""The Jacobian of any differentiable PyTorch map, by forward-mode and reverse-mode automatic differentiation.
+"""The Jacobian of any differentiable PyTorch map, by automatic differentiation.
 
 The graph of the map at its point is kept. Reverse mode over it gives Jᵀu, which is linear in u, so that
 reverse mode over that gives J e: no product evaluates the map again. PyTorch's forward mode does so, and
@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import cast
 
@@ -38,6 +38,7 @@ from howsmooth.spectral.scaling import PowersOfTwo, in_range, out_of_range, shif
 __all__ = [
     "MULTIPLES",
     "AutodiffJacobian",
+    "Linearisation",
     "allowance_for_rounding",
     "as_derivative_errors",
     "check_adjoint",
@@ -79,9 +80,7 @@ _STATEFUL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
 
 class AutodiffJacobian(LinearOperator):
-    """The Jacobian J of a map ``f`` at a point ``x``, computed by automatic differentiation in PyTorch.
-
-    Reverse mode gives Jᵀu. Reverse mode over Jᵀu gives J e or, where it cannot, forward mode does.
+    """The Jacobian of a map ``f`` at a point ``x``, computed by automatic differentiation in PyTorch.
 
     Parameters
     ----------
@@ -185,16 +184,13 @@ class AutodiffJacobian(LinearOperator):
         most = memory_budget(None, self._x.device) // _GRAPHS if self._x.shape[self._lead] < _LONG else 0
         try:
             with as_derivative_errors("reverse"):
-                self._kept = _Linearisation(self._f, self._x, most, watched=True)
+                self._kept = Linearisation(self._f, self._x, most, watched=True)
         except Exception:
             self._refuse_failing()
             raise
 
     def _refuse_other_outputs(self, again: Tensor | None) -> None:
-        """Raise an ArgumentError if the map ``f`` gives different outputs for the same input.
-
-        ``again`` is its output of a second evaluation, or None.
-        """
+        """Raise ArgumentError if f gives different outputs for x; ``again`` is a second one, or None."""
         # Where derivatives are computed too, the same operations may round otherwise; then values decide.
         if again is not None and torch.equal(self._kept.y, again):
             return
@@ -208,9 +204,7 @@ class AutodiffJacobian(LinearOperator):
             )
 
     def _refuse_failing(self) -> None:
-        """Evaluate the map ``f`` at the point ``x``, and convert any exception of ``f`` to an ArgumentError
-        that quotes it.
-        """
+        """Evaluate f at x, and convert any exception to an ArgumentError that quotes it."""
         f, x = self._f, self._x
         try:
             self._evaluate(x)
@@ -247,16 +241,11 @@ class AutodiffJacobian(LinearOperator):
         with one_backend(), as_derivative_errors("reverse"):
             return self._transposed(self._kept, u)
 
-    def _transposed(self, at: _Linearisation, u: Tensor) -> Tensor:
+    def _transposed(self, at: Linearisation, u: Tensor) -> Tensor:
         return at.adjoint_product(u.reshape(self._y_shape)).reshape(self.batch, *self.in_shape)
 
     def _forward_product(self, e: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return f(x) and the product J e of the Jacobian of f with the tangent ``e``, both computed in
-        forward mode.
-
-        If an operation of f has no forward mode, the first result is None, and J e is computed by double
-        reverse mode.
-        """
+        """Return f(x) and J e in forward mode; if f has none, None and J e by double reverse mode."""
         try:
             with one_backend(), as_derivative_errors("forward"):
                 y, tangent = _by_forward_mode(self._f, self._x, e.reshape(self._x.shape))
@@ -267,7 +256,7 @@ class AutodiffJacobian(LinearOperator):
         return y, tangent.reshape(self.batch, *self.out_shape)
 
     def _conditioning(self, u: Tensor, jtu: Tensor) -> Tensor:
-        """Estimate the relative error of a product Jᵀu that is caused by rounding inside the map ``f``.
+        """Estimate the relative error of a product Jᵀu that is caused by rounding inside f.
 
         Rounding inside f acts like a rounding error of its input. So Jᵀu, which is ``jtu``, is computed four
         more times, at tokens moved by one machine epsilon each, and sixteen times the largest relative change
@@ -279,7 +268,7 @@ class AutodiffJacobian(LinearOperator):
 
         def products() -> Iterator[Tensor]:
             for c, x in zip(MULTIPLES, moved_by_rounding(self._x), strict=True):
-                moved = partial(self._transposed, _Linearisation(self._f, x, -1))
+                moved = partial(self._transposed, Linearisation(self._f, x, -1))
                 yield self.powers.adjoint_product(moved, c * u) / c
 
         with one_backend(), as_derivative_errors("reverse"):
@@ -292,14 +281,11 @@ class AutodiffJacobian(LinearOperator):
             return allowance_for_rounding(itertools.chain([first], made), jtu)
 
     def _check_derivatives(self, y: Tensor, start: Tensor | None) -> Tensor | None:
-        """Check the forward-mode and reverse-mode derivatives of the map ``f`` against each other and against
-        finite differences. Return the product of the Jacobian with the tangent ``start``, or with a random
-        tangent if ``start`` is None.
+        """Check derivatives of f along ``start`` (None: a random tangent) against each other and against
+        finite differences, estimate their rounding errors, and return the product with ``start``.
 
-        Forward and reverse mode agree if ⟨J e, u⟩ = ⟨e, Jᵀu⟩. Members of a batch must not depend on each
-        other. The rounding errors of the products are estimated and stored. The argument ``y`` is f(x). The
-        result is None if the product leaves the range in which all digits are kept; then the products are
-        checked with other powers of two.
+        The argument ``y`` is f(x). The result is None if the product leaves the range in which all digits are
+        kept; then the products are checked with other powers of two.
         """
         # Not the seed of a start, as ⟨J e, e⟩ = ⟨e, Jᵀe⟩ shows less than two independent vectors.
         generator = torch.Generator().manual_seed(_CHECK_SEED)
@@ -357,8 +343,8 @@ class AutodiffJacobian(LinearOperator):
         return None if self.powers else first
 
     def _refuse_out_of_range(self, e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> None:
-        """Raise NonFiniteError if a product is zero, or far from one, because numbers inside the map leave
-        the range of their dtype.
+        """Raise NonFiniteError if a product is zero, or far from one, because numbers inside f leave the
+        range of their dtype.
 
         The arguments ``je`` and ``jtu`` are products of the scaled map with ``e`` and ``u``. A map whose
         Jacobian is zero passes.
@@ -384,8 +370,8 @@ class AutodiffJacobian(LinearOperator):
 
     @contextmanager
     def _range_first(self, e: Tensor, u: Tensor) -> Iterator[None]:
-        """Return a context manager that converts a DerivativeError to a NonFiniteError if numbers inside the
-        map leave the range of their dtype, as then its derivative need not be wrong.
+        """Convert a DerivativeError to a NonFiniteError if numbers inside f leave the range of their dtype,
+        as then its derivative need not be wrong.
         """
         try:
             yield
@@ -426,18 +412,25 @@ class AutodiffJacobian(LinearOperator):
         return bool(product(e).any()) and not _mixes(product, e)
 
 
-class _Linearisation:
+class Linearisation:
     """The Jacobian J of a map at one point, whose products are computed along the autograd graph of the map.
 
     The graph of u ↦ Jᵀu is kept too, and gives J e, if the graph of the map takes at most ``most`` bytes and
-    can be differentiated twice; otherwise J e takes forward mode. With ``watched`` the attribute ``infinite``
-    says whether the derivative is made of infinite numbers.
+    can be differentiated twice; otherwise J e takes forward mode, by ``forward`` if it is given. An infinite
+    ``most`` spares the counting, whose hooks only the garbage collector frees. With ``watched`` the attribute
+    ``infinite`` says whether the derivative is made of infinite numbers.
     """
 
     def __init__(
-        self, f: Callable[[Tensor], Tensor], x: Tensor, most: float, *, watched: bool = False
+        self,
+        f: Callable[[Tensor], Tensor],
+        x: Tensor,
+        most: float,
+        *,
+        watched: bool = False,
+        forward: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self._f = f
+        self._forward = forward or (lambda x, e: _by_forward_mode(f, x, e)[1])
         self._x = x.detach().requires_grad_()
         self._most = most
         self.infinite = False
@@ -453,7 +446,8 @@ class _Linearisation:
             return t
 
         try:
-            with torch.enable_grad(), one_backend(), saved_tensors_hooks(counted, lambda t: t):
+            hooks = nullcontext() if math.isinf(most) else saved_tensors_hooks(counted, lambda t: t)
+            with torch.enable_grad(), one_backend(), hooks:
                 self.y = f(self._x)
             # How many bytes PyTorch keeps for reverse mode, weights included
             self.graph_bytes: float = sum(kept.values())
@@ -468,15 +462,13 @@ class _Linearisation:
 
     @cached_property
     def twice(self) -> bool:
-        """True if products with the Jacobian J are computed along the autograd graph of u ↦ Jᵀu, and False if
-        they are computed in forward mode. This property creates the graph.
-        """
+        """Whether J e is computed along the graph of u ↦ Jᵀu, which this property creates."""
         if self.graph_bytes > self._most:
             return False
         self._u = torch.zeros_like(self.y).requires_grad_()
-        with torch.enable_grad(), one_backend():
-            self._jtu = _gradient(self.y, self._x, self._u, create_graph=True)
         try:
+            with torch.enable_grad(), one_backend():
+                self._jtu = _gradient(self.y, self._x, self._u, create_graph=True)
             zero = torch.zeros_like(self._x)
             linear = self._jtu is not None and _gradient(self._jtu, self._u, zero) is not None
         except RuntimeError:
@@ -485,16 +477,14 @@ class _Linearisation:
         return linear or not self.adjoint_product(torch.ones_like(self.y)).any()
 
     def product(self, e: Tensor) -> Tensor:
-        """Return J e, the product of the Jacobian J of a map with a tangent ``e`` of its input."""
+        """Return J e."""
         if not self.twice:
-            return _by_forward_mode(self._f, self._x.detach(), e)[1]
+            return self._forward(self._x.detach(), e)
         found = None if self._jtu is None else _gradient(self._jtu, self._u, e)
         return torch.zeros_like(self.y) if found is None else found
 
     def adjoint_product(self, u: Tensor) -> Tensor:
-        """Return Jᵀu, the product of the transposed Jacobian of a map with a cotangent ``u`` of its
-        output.
-        """
+        """Return Jᵀu."""
         found = _gradient(self.y, self._x, u)
         return torch.zeros_like(self._x) if found is None else found
 
@@ -511,7 +501,7 @@ class _Linearisation:
 
 
 def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor | None:
-    """Return (∂y/∂x)ᵀ u by autograd without freeing the graph, or None if y does not depend on x."""
+    """Return (∂y/∂x)ᵀ u without freeing the graph, or None if y does not depend on x."""
     if not y.requires_grad:
         return None
     options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
@@ -520,14 +510,12 @@ def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) ->
 
 
 def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """Return f(x) and the product of the Jacobian of f at x with e."""
     y, tangent, *_ = torch.func.jvp(f, (x,), (e,))
     return cast(Tensor, y).detach(), cast(Tensor, tangent).detach()
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Return True if the linear map ``product`` mixes the members of a batch: one member of its result
-    depends on another member of its input.
+    """Return True if one member of the result of ``product`` depends on another member of its input.
 
     Any two indices differ in some binary digit. So for each digit, e is set to zero at all indices without
     that digit, and the product must be zero there: as many products as indices have digits.
@@ -541,9 +529,7 @@ def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
 
 
 def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
-    """Yield four copies of the tensor ``x`` in which every entry is multiplied by 1 + ε or 1 − ε, at random,
-    where ε is the machine epsilon. Zeros remain zero.
-    """
+    """Yield four copies of ``x`` with every entry multiplied by 1 ± ε at random, ε the machine epsilon."""
     generator = torch.Generator().manual_seed(1)
     for _ in MULTIPLES:
         signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
@@ -553,13 +539,8 @@ def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
 
 
 def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float = _ALLOWED) -> Tensor:
-    """Estimate the relative rounding error of a Jacobian product by comparing it with repeated computations
-    of the same product.
-
-    The estimate is ``allowed`` times the largest relative difference from ``je``.
-
-    ``je`` (batch, ...) is the product, and ``moved`` are its repetitions, each with other rounding errors.
-    The result is (batch,), float64 on the CPU.
+    """Return ``allowed`` times the largest relative difference of a product ``je`` (batch, ...) from its
+    repetitions ``moved``, each with other rounding errors: (batch,), float64 on the CPU.
     """
     exponents = np.zeros(len(je), dtype=np.int64)
     if je.dtype == torch.float64:  # squares of float32 numbers are in range
@@ -574,11 +555,10 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float =
 def _true_of(
     question: Callable[[Callable[[Tensor], Tensor], Tensor], bool], f: Callable[[Tensor], Tensor], x: Tensor
 ) -> bool:
-    """Return what is known of a map at a point; of one that cannot be evaluated step by step nothing is."""
     try:
         with one_backend():
             return question(f, x)
-    except Exception:
+    except Exception:  # of a map that cannot be evaluated step by step nothing is known
         return False
 
 
@@ -588,7 +568,7 @@ def _nonzero(t: Tensor) -> Tensor:
 
 
 def _length(t: Tensor) -> float:
-    """Return the Euclidean norm of a tensor, also where squares leave the range of float64."""
+    """Return the Euclidean norm, also where squares leave the range of float64."""
     t = t.double()
     length = float(t.norm())
     if 1e-140 < length < 1e140:
@@ -638,8 +618,7 @@ def check_against_differences(
     rounding: float,
     je: Tensor | None = None,
 ) -> None:
-    """Raise DerivativeError if the derivative ``product`` of the map ``f`` at ``x`` disagrees with finite
-    differences.
+    """Raise DerivativeError if the derivative ``product`` of ``f`` at ``x`` contradicts finite differences.
 
     A ``detach`` or ``no_grad`` inside f cuts off forward and reverse mode of automatic differentiation alike,
     so only the values of f show it. Finite differences are taken along e. A single value of f is enough if
@@ -695,13 +674,11 @@ def check_against_differences(
 def _differences(
     f: Callable[[Tensor], Tensor], x: Tensor, at: Tensor, e: Tensor, steps: Sequence[float]
 ) -> tuple[Tensor, list[Tensor], float] | None:
-    """Compute finite differences of the map ``f`` at ``x``, or return None if f refuses all inputs near
-    ``x``.
+    """Return a direction, finite differences of ``f`` along it for each step length, and the change of slope
+    at ``x``: the difference between the two one-sided differences for the first step length.
 
-    The first result is the direction, the second is the list of finite differences along this direction, one
-    for each step length, and the third is the change of slope at ``x``. The direction is ``e`` unless f
-    refuses the inputs along it. The change of slope is the difference between the two one-sided differences
-    for the first step length. The argument ``at`` is f(x).
+    The direction is ``e`` unless f refuses the inputs along it. The result is None if f refuses all inputs
+    near ``x``. The argument ``at`` is f(x).
     """
     try:
         sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]
@@ -719,19 +696,10 @@ def _differences(
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
-    """Return the Jacobian of a map at a discrete measure by automatic differentiation. It has the blocks
-    √(a_i/a_j) ∂y_i/∂x_j, where the atoms x_i have the weights a_i and the images y_i.
+    """Return the Jacobian of a float64 map at a measure, with the blocks √(a_i/a_j) ∂y_i/∂x_j for atoms x_i
+    (n, d) of weights a_i and images y_i.
 
     It is the Jacobian of Y ↦ √a ∘ f(Y / √a) at Y = √a ∘ X, so the checks of :class:`AutodiffJacobian` apply.
-
-    Parameters
-    ----------
-    f
-        Any map that acts on measures, in float64.
-    x
-        Atoms (n, d), float64.
-    weighting
-        Weights and positions of the atoms; no weight may be below e^-600.
 
     Raises
     ------
@@ -767,20 +735,14 @@ def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
 
 @contextmanager
 def one_backend() -> Iterator[None]:
-    """Return a context manager under which PyTorch's attention can be differentiated in both forward and
-    reverse mode.
-
-    Only PyTorch's "math" backend has both modes, so the context allows no other backend.
-    """
+    """Let PyTorch's attention run in its "math" backend alone, which has forward and reverse mode."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 @contextmanager
 def as_derivative_errors(mode: str) -> Iterator[None]:
-    """Return a context manager that converts errors of forward-mode or reverse-mode differentiation to a
-    DerivativeError, whose message quotes the original error.
-    """
+    """Convert errors of forward-mode or reverse-mode differentiation to a DerivativeError."""
     try:
         yield
     except HowsmoothError:

@@ -24,8 +24,7 @@ __all__ = ["Operands"]
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """The queries, keys and values of one softmax attention, with query heads grouped by the key head that
-    they share.
+    """The queries, keys and values of one softmax attention.
 
     Parameters
     ----------
@@ -57,9 +56,7 @@ class Operands:
         scale: float,
         features: ScoreFeatures,
     ) -> Operands:
-        """Scale the given queries, subtract the means of the given keys and values, and return all three as
-        Operands.
-        """
+        """Return the operands of given queries, keys and values."""
         key_shift, value_shift = k.mean(dim=2, keepdim=True), v.mean(dim=2, keepdim=True)
         if features.softcap is not None:
             key_shift = torch.zeros_like(key_shift)
@@ -68,9 +65,7 @@ class Operands:
 
     @classmethod
     def of_tokens(cls, f: SelfAttention, x: Float[Tensor, "batch n d"]) -> Operands:
-        """Compute the queries, keys and values of the attention layer ``f`` at tokens ``x``, and subtract the
-        means of keys and values.
-        """
+        """Return the operands of the attention layer ``f`` at tokens ``x``."""
         mean = x.mean(dim=-2, keepdim=True)
         centred = x - mean
         q, k = f.queries_and_keys(x)
@@ -94,32 +89,18 @@ class Operands:
 
     @property
     def whole_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys of the attention layer before their mean was subtracted."""
+        """The keys before their shift was subtracted."""
         return self.k + self.key_shift
 
     @property
     def whole_values(self) -> Float[Tensor, "batch kv_heads n value_dim"]:
-        """The values of the attention layer before their mean was subtracted."""
+        """The values before their shift was subtracted."""
         return self.v + self.value_shift
 
     @property
     def score_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys from which attention scores are computed. Their mean is subtracted unless the layer has
-        attention sinks.
+        """The keys from which scores are computed, shifted unless there are sinks.
 
         With a sink, a shift of the keys would change P, because the sink's score does not move with the keys.
         """
         return self.k if self.features.sinks is None else self.whole_keys
-
-    def outputs(
-        self,
-        averages: Float[Tensor, "b *rows value_dim"],
-        total: Float[Tensor, "b *rows"],
-    ) -> Float[Tensor, "b *rows value_dim"]:
-        """Return the attention outputs, given the averages of the centred values under the attention
-        probabilities.
-
-        ``total`` is Σ_j P_ij, which is below one if there is a sink.
-        """
-        shift = self.value_shift.reshape(self.heads, *(1,) * (averages.ndim - 2), -1)
-        return averages + total[..., None] * shift

@@ -1,5 +1,4 @@
-"""Jacobians in closed form of the maps of this library: attention, norm layers, residual connections and
-compositions.
+"""Jacobians in closed form: of attention, norm layers, residual connections and compositions.
 
 The point of linearisation is computed in float64 for every dtype of the products, because in float32 the
 rounding of a large score would be an error in the exponent of a probability. Only the products run in the
@@ -8,7 +7,7 @@ dtype that the caller asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,43 +38,41 @@ __all__ = [
     "closed_form_jacobians",
     "has_closed_form",
     "in_double",
+    "layers",
     "runs_members_alone",
 ]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The settings by which the Jacobians of all attention layers of one map are computed.
-
-    The fields ``streamed`` and ``allowance`` are arguments of :func:`closed_form_jacobian`; ``norms`` keeps
-    the norms of matrices that proofs of rounding errors have computed.
-    """
+    """Arguments of :func:`closed_form_jacobian`, and the norms of matrices for proofs of rounding errors."""
 
     streamed: bool = False
     allowance: float | None = None
     norms: MatrixNorms = field(default_factory=MatrixNorms)
 
 
+def layers(f: object) -> Iterator[object]:
+    """Yield the layers of which residual connections and compositions make the map ``f``."""
+    match f:
+        case Residual():
+            yield from layers(f.inner)
+        case Compose():
+            yield from layers(f.outer)
+            yield from layers(f.inner)
+        case _:
+            yield f
+
+
 def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
     """Return True if the Jacobian of the map ``f`` is known in closed form."""
-    if isinstance(f, Residual):
-        return has_closed_form(f.inner)
-    if isinstance(f, Compose):
-        return has_closed_form(f.outer) and has_closed_form(f.inner)
-    return isinstance(f, SelfAttention | StagedAttention | LayerNorm | RMSNorm | LayerScale)
+    known = SelfAttention | StagedAttention | LayerNorm | RMSNorm | LayerScale
+    return all(isinstance(layer, known) for layer in layers(f))
 
 
 def runs_members_alone(f: Callable[[Tensor], Tensor]) -> bool:
-    """Return True if the Jacobian of ``f`` is computed for one sequence after another, so that batches save
-    no time.
-    """
-    match f:
-        case Residual():
-            return runs_members_alone(f.inner)
-        case Compose():
-            return runs_members_alone(f.outer) or runs_members_alone(f.inner)
-        case _:
-            return isinstance(f, StagedAttention)
+    """Return True if the Jacobian of ``f`` is computed for one sequence at a time: batches save no time."""
+    return any(isinstance(layer, StagedAttention) for layer in layers(f))
 
 
 def closed_form_jacobian(
@@ -125,11 +122,10 @@ def closed_form_jacobian(
 def closed_form_jacobians(
     f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return the closed-form Jacobian of the map ``f`` at each of the batches ``xs``, once for each dtype.
+    """Return, for each of the batches ``xs`` (batch, n, d) of lengths of their own, the Jacobian of ``f`` in
+    each dtype, as :func:`closed_form_jacobian` returns it.
 
-    The result has, for each batch, a dictionary from dtype to Jacobian. Each batch (batch, n, d) has its own
-    length n. Each Jacobian is what :func:`closed_form_jacobian` returns. Jacobians of one dtype share their
-    projections, and each batch is linearised once for all dtypes.
+    Jacobians of one dtype share their projections, and each batch is linearised once for all dtypes.
     """
     return _linearised(f, xs, None, dtypes, _Form())
 
@@ -186,10 +182,7 @@ def _linearise(
     made: Sequence[Projections],
     form: _Form,
 ) -> list[LinearOperator]:
-    """Return the Jacobian of a map at the batch of sequences ``x`` in closed form, as one operator for each
-    requested dtype.
-
-    The map and its tokens are float64. Each item of ``made`` holds the projections of the map in one dtype.
+    """Return the Jacobian of a float64 map at float64 tokens, one operator for each dtype of ``made``.
 
     ``off`` (batch, n) bounds the distance of each token from its exact value; if it is None, no bound on the
     rounding error is proved.
@@ -247,7 +240,7 @@ class ResidualJacobian(LinearOperator):
         return u + self.inner.adjoint_product(u)
 
     def select(self, members: Tensor) -> ResidualJacobian:
-        """Return the Jacobians of a residual connection at the chosen sequences of the batch."""
+        """Return the Jacobians at the chosen sequences of the batch."""
         return ResidualJacobian(self.inner.select(members))
 
 
@@ -280,5 +273,5 @@ class ComposedJacobian(LinearOperator):
         return image, self.inner.adjoint_product(gram)
 
     def select(self, members: Tensor) -> ComposedJacobian:
-        """Return the Jacobians of a composition of maps at the chosen sequences of the batch."""
+        """Return the Jacobians at the chosen sequences of the batch."""
         return ComposedJacobian(self.outer.select(members), self.inner.select(members))

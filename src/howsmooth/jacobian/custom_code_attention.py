@@ -10,6 +10,7 @@ is linear in u, so J e is one backward pass through the graph of Jᵀ u. Neither
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from howsmooth.attention.custom_code_attention import SoftmaxCore, StagedAttenti
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian.autodiff import (
     MULTIPLES,
+    Linearisation,
     allowance_for_rounding,
     as_derivative_errors,
     check_adjoint,
@@ -37,16 +39,12 @@ __all__ = ["StagedJacobian"]
 
 
 class StagedJacobian(LinearOperator):
-    """The Jacobian, at a batch of sequences, of an attention layer that is written as PyTorch code around
-    calls of softmax attention.
-
-    There is one autograd graph for each sequence.
-    """
+    """The Jacobian of such a layer at a batch of sequences, with one autograd graph for each."""
 
     def __init__(self, members: tuple[_Member, ...]) -> None:
         first = members[0]
         rounding = torch.stack([member.rounding for member in members])
-        shapes = tuple(first.x.shape), tuple(first.y.shape)
+        shapes = tuple(first.x.shape), tuple(first.kept.y.shape)
         super().__init__(len(members), *shapes, first.x.dtype, first.x.device, rounding)
         self.members = members
 
@@ -54,10 +52,7 @@ class StagedJacobian(LinearOperator):
     def at(
         cls, f: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool = False
     ) -> StagedJacobian:
-        """Return the Jacobian of the attention layer ``f`` at a batch of sequences (batch, n, d), as an
-        operator with products in ``dtype``.
-
-        The map and the tokens are float64.
+        """Return the Jacobian of a float64 layer at float64 tokens (batch, n, d), with products in ``dtype``.
 
         If ``streamed``, the softmaxes keep no probabilities: memory O(n d) instead of O(n²).
 
@@ -81,45 +76,38 @@ class StagedJacobian(LinearOperator):
         return torch.stack([member.adjoint(part) for member, part in zip(self.members, u, strict=True)])
 
     def select(self, members: Tensor) -> StagedJacobian:
-        """Return the Jacobians of the layer at the chosen sequences of the batch."""
+        """Return the Jacobians at the chosen sequences of the batch."""
         return StagedJacobian(tuple(self.members[i] for i in members.tolist()))
 
 
 class _Member:
-    """The Jacobian, at one sequence, of an attention layer that is written as PyTorch code around calls of
-    softmax attention.
-
-    Parameters
-    ----------
-    f
-        The layer, in the dtype of the products.
-    cores
-        Its softmaxes at the point of linearisation.
-    x
-        Tokens (n, d), in the dtype of the products.
-
-    """
+    """The Jacobian of a layer ``f`` with softmaxes ``cores`` at one sequence ``x``, all in one dtype."""
 
     def __init__(self, f: StagedAttention, cores: tuple[_CoreAt, ...], x: Tensor) -> None:
         self.f = f
         self.cores = cores
-        self.x = x.detach().requires_grad_()
-        with torch.enable_grad(), one_backend(), as_derivative_errors("reverse"):
+        self.x = x.detach()
+
+        def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o: Tensor = _Linearised.apply(q, k, v, cores[i])  # type: ignore[no-untyped-call]
+            return o
+
+        def tangent(x: Tensor, e: Tensor) -> Tensor:
+            with torch.no_grad(), one_backend(), as_derivative_errors("forward"), forward_ad.dual_level():
+                y, moved = forward_ad.unpack_dual(f.run(forward_ad.make_dual(x, e), core))
+            return torch.zeros_like(y) if moved is None else moved
+
+        self.forward_product = tangent
+        with as_derivative_errors("reverse"):
             # PyTorch refuses in-place changes of a leaf. A layer may change its input, so it gets a copy.
-            self.y = f.run(self.x * 1, self._core)
-            self._u = torch.zeros_like(self.y).requires_grad_()
-            self._image = self._image_of_the_adjoint()
+            self.kept = Linearisation(lambda x: f.run(x * 1, core), self.x, math.inf, forward=tangent)
         self.rounding = torch.zeros((), dtype=torch.float64)
 
     @classmethod
     def at(
         cls, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool
     ) -> _Member:
-        """Return the Jacobian of the attention layer ``f`` at one sequence (n, d).
-
-        The layer ``f`` and the tokens are float64; ``rounded`` is the same layer in ``dtype``, the dtype of
-        the products.
-        """
+        """Return the Jacobian at one float64 sequence; ``rounded`` is the float64 layer in ``dtype``."""
         found: list[_CoreAt] = []
 
         def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -135,71 +123,23 @@ class _Member:
         member._check(y)
         return member
 
-    def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the stored output of one softmax attention of the layer, as a tensor that autograd
-        differentiates in closed form.
-        """
-        o: Tensor = _Linearised.apply(q, k, v, self.cores[i])  # type: ignore[no-untyped-call]
-        return o
-
-    def _tangent(self, x: Tensor, e: Tensor) -> Tensor:
-        """Return J e, the tangent of the output of the layer, by running the layer at ``x`` in forward mode
-        with the tangent ``e``.
-        """
-        with (
-            torch.no_grad(),
-            one_backend(),
-            as_derivative_errors("forward"),
-            forward_ad.dual_level(),
-        ):
-            y = self.f.run(forward_ad.make_dual(x.detach(), e), self._core)
-            tangent = forward_ad.unpack_dual(y).tangent
-        return torch.zeros_like(self.y) if tangent is None else tangent
-
-    def _image_of_the_adjoint(self) -> Tensor | None:
-        """Return Jᵀ u, where J is the Jacobian of the layer and u a variable cotangent, as a tensor that
-        autograd can differentiate with respect to u.
-
-        The result is None if PyTorch cannot make the graph of this derivative.
-        """
-        if not self.y.requires_grad:
-            return None
-        try:
-            (image,) = torch.autograd.grad(
-                self.y, self.x, self._u, create_graph=True, allow_unused=True, materialize_grads=True
-            )
-        except (NotImplementedError, RuntimeError):
-            return None
-        return image if image.requires_grad else None
-
     def product(self, e: Tensor) -> Tensor:
-        if self._image is None:
-            return self._tangent(self.x, e)
         with one_backend(), as_derivative_errors("reverse"):
-            (tangent,) = torch.autograd.grad(
-                self._image, self._u, e, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-        return tangent
+            return self.kept.product(e)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        if not self.y.requires_grad:
-            return torch.zeros_like(self.x)
         with one_backend(), as_derivative_errors("reverse"):
-            (cotangent,) = torch.autograd.grad(
-                self.y, self.x, u, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-        return cotangent
+            return self.kept.adjoint_product(u)
 
     def _check(self, y: Tensor) -> None:
-        """Check that forward mode, reverse mode and finite differences of the layer agree, and estimate the
-        rounding error of products.
+        """Check that forward mode, reverse mode and finite differences agree, and estimate the rounding.
 
         ``y`` is the output in float64.
         """
         dtype = self.x.dtype
         # The run with the graph must reproduce the float64 run, up to rounding.
-        drift = (self.y.detach().double() - y).norm()
-        if self.y.shape != y.shape or bool(drift > 1e4 * torch.finfo(dtype).eps * y.norm()):
+        drift = (self.kept.y.detach().double() - y).norm()
+        if self.kept.y.shape != y.shape or bool(drift > 1e4 * torch.finfo(dtype).eps * y.norm()):
             raise ArgumentError(
                 "f",
                 expected="the same output for the same input",
@@ -210,28 +150,31 @@ class _Member:
         e = torch.randn(self.x.shape, generator=generator, dtype=torch.float64).to(self.x)
         u = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(self.x)
         # Forward mode runs the layer with tangents, by other formulas than the two graphs: it is the judge.
-        je = self._tangent(self.x, e)
+        je = self.forward_product(self.x, e)
         jtu = self.adjoint(u)
         moves = zip(MULTIPLES, moved_by_rounding(self.x), strict=True)
-        forward = allowance_for_rounding((self._tangent(x, c * e)[None] / c for c, x in moves), je[None])
+        forward = allowance_for_rounding(
+            (self.forward_product(x, c * e)[None] / c for c, x in moves), je[None]
+        )
         reverse = allowance_for_rounding((self.adjoint(c * u)[None] / c for c in MULTIPLES), jtu[None])
         check_adjoint(e, je, u, jtu, forward, reverse)
         # Without a valid graph of the adjoint, products are computed in forward mode.
-        if not self._image_gives(e, je):
-            self._image = None
+        if not self._twice_gives(e, je):
+            self.kept.twice = False
         core = torch.stack([core.rounding for core in self.cores]).amax()
         self.rounding = core + torch.maximum(forward, reverse)[0]
-        x = self.x.detach()
-        rounding = float(self.rounding)
-        at = self._value(x)
-        check_against_differences(self._value, x, at, e, lambda e: self._tangent(x, e), rounding, je)
+        check_against_differences(
+            self._value,
+            self.x,
+            self._value(self.x),
+            e,
+            lambda e: self.forward_product(self.x, e),
+            float(self.rounding),
+            je,
+        )
 
-    def _image_gives(self, e: Tensor, je: Tensor) -> bool:
-        """Return True if the product of the Jacobian with ``e`` in double reverse mode agrees with ``je``,
-        the same product in forward mode.
-
-        Double reverse mode differentiates Jᵀ u with respect to u.
-        """
+    def _twice_gives(self, e: Tensor, je: Tensor) -> bool:
+        """Return True if double reverse mode gives the product ``je`` of forward mode."""
         try:
             off = (self.product(e) - je).norm()
         except DerivativeError:  # an operation in the layer has no second derivative
@@ -245,8 +188,7 @@ class _Member:
 
 @dataclass(frozen=True, eq=False)
 class _CoreAt:
-    """One softmax attention of a layer at given queries, keys and values, with its stored output and its
-    derivative in closed form.
+    """One softmax attention at given queries, keys and values: its output and its derivative.
 
     Products take tangents and cotangents in the shapes of the layer's own queries, keys and values, whose
     leading axes may be anything; queries are unscaled.
@@ -284,14 +226,8 @@ class _CoreAt:
         if streamed:
             derivative = streamed_derivative(operands, visible, dtype)
         else:
-            seen = visible.whole(q.device)
-            derivative = softmax_derivative(operands, seen, dtype)
-        return cls(
-            o.detach().to(dtype, copy=True),
-            derivative,
-            core.scale,
-            derivative.rounding(1).amax(),
-        )
+            derivative = softmax_derivative(operands, visible.whole(q.device), dtype)
+        return cls(o.detach().to(dtype, copy=True), derivative, core.scale, derivative.rounding(1).amax())
 
     def product(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         rows = self.derivative.k.shape[0]
@@ -309,9 +245,7 @@ class _CoreAt:
 
 
 class _Linearised(torch.autograd.Function):
-    """An autograd function that returns the stored output of one softmax attention, and differentiates it in
-    closed form.
-    """
+    """The autograd function that returns the stored output of a softmax, with its derivative."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: _CoreAt) -> Tensor:
@@ -337,9 +271,7 @@ class _Linearised(torch.autograd.Function):
 
 
 class _Transposed(torch.autograd.Function):
-    """The adjoint of the derivative of a softmax attention, as an autograd function that can be
-    differentiated again.
-    """
+    """The adjoint of that derivative, which can be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, do: Tensor, core: _CoreAt, shapes: Any, dtypes: Any) -> tuple[Tensor, ...]:

@@ -1,8 +1,4 @@
-"""The derivative of x ↦ Γ_μ(x) for a fixed measure μ, where Γ_μ(x) is the point to which attention moves a
-point x of the measure.
-
-The derivative is computed at the atoms of μ, for any map of measures that moves each point x to a point
-Γ_μ(x).
+"""The derivative of x ↦ Γ_μ(x) at the atoms of a fixed measure μ, where a map moves a point x to Γ_μ(x).
 
 It is the term with δ_ij in the Jacobian: V C_i A for a head of softmax attention, where C_i is the covariance
 of the atoms that x_i sees. It describes an atom that splits into two halves which move apart, while the
@@ -23,6 +19,7 @@ from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAtten
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.scaled_dot_product import attention_probabilities, cap_slope
 from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.softmax_tile import derivative_in_own_query
 
 __all__ = ["frozen_derivatives"]
 
@@ -38,23 +35,7 @@ Rows = Callable[[slice], Tensor]
 def frozen_derivatives(
     f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
 ) -> Iterator[Float[Tensor, "block d_out d"]]:
-    """Yield the derivative of x ↦ Γ_μ(x) at each atom x of a fixed measure μ, where Γ_μ(x) is the point to
-    which the map ``f`` moves x.
-
-    The derivatives are D Γ_μ(x_i), for one block of atoms at a time.
-
-    Parameters
-    ----------
-    f
-        A map that acts on measures, in float64.
-    x
-        Atoms (n, d), float64.
-    weighting
-        Weights and positions of the atoms.
-
-    Yields
-    ------
-    Derivatives of the atoms of one block, (block, d_out, d), float64.
+    """Yield D Γ_μ(x_i) of a float64 map ``f`` at float64 atoms x_i, for one block of atoms at a time.
 
     Raises
     ------
@@ -70,11 +51,7 @@ def frozen_derivatives(
 
 
 def _width(f: TokenMap) -> int:
-    """Return how many numbers have to be in memory for each pair of atoms while the derivatives at a block of
-    atoms are computed.
-
-    A pair is an atom of the block and an atom that it sees.
-    """
+    """Return how many numbers are in memory for each pair of an atom of a block and an atom that it sees."""
     match f:
         case SelfAttention():
             return f.heads * (f.key_dim + f.value_dim)
@@ -104,11 +81,8 @@ def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
 
 
 def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
-    """Return a function that computes the derivatives of softmax attention at given atoms of a measure, in
-    closed form.
-
-    The argument of the function is a range of rows i. Its result is Σ_h W_h Cov_i(v, k) · scale Q_h, with the
-    output matrix W_h and the query matrix Q_h of each head h.
+    """Return the derivatives of rows i as Σ_h W_h Cov_i(v, k) · scale Q_h, with the output matrix W_h and the
+    query matrix Q_h of each head h.
 
     Cov_i(v, k) is the covariance of values and keys under row i of P. If the scores have a cap with
     derivative D, Σ_j P_ij (v_j − O_i) D_ij k_jᵀ takes its place.
@@ -125,14 +99,10 @@ def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
     def derivatives(rows: slice) -> Tensor:
         seen = None if visible is None else visible[rows]
         p = attention_probabilities(q[..., rows, :], k, 1.0, seen, weighting.log_weights, f.features)
-        dv = v[:, None, None] - (p @ v[:, None])[..., None, :]
-        if f.softcap is None:
-            slope, dk = p, k[:, None, None] - (p @ k[:, None])[..., None, :]
-        else:
-            scores = q[..., rows, :] @ k[:, None].mT
-            slope, dk = p * cap_slope(scores, f.softcap), k[:, None, None]
-        spread = (slope[..., None] * dv).mT @ dk
-        moved = spread.flatten(0, 1) @ (f.scale * f.query)[:, None]
+        slope = p if f.softcap is None else p * cap_slope(q[..., rows, :] @ k[:, None].mT, f.softcap)
+        values, keys = (t[:, None].expand(-1, p.shape[1], -1, -1) for t in (v, k))
+        spread = derivative_in_own_query(p, slope, values, keys).flatten(0, 1)
+        moved = spread @ (f.scale * f.query)[:, None]
         return torch.einsum("ohv,hbvd->bod", output, moved)
 
     return derivatives
@@ -152,10 +122,7 @@ def _norm(f: LayerNorm | RMSNorm, x: Tensor) -> Rows:
 
 
 def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
-    """Return a function that computes the derivatives of any map at given atoms of a measure, by automatic
-    differentiation.
-
-    The argument of the function is a range of rows i, its result the derivatives D Γ_μ(x_i).
+    """Return the derivatives of any map by automatic differentiation.
 
     Copies of the atoms, without mass, are added to the measure. They do not change it, and their images are
     Γ_μ at the places where they are.

@@ -57,8 +57,7 @@ class FusedDerivative(StreamedDerivative):
     parts: int = 3
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative rounding error that these Triton kernels cause in the norm of the Jacobian,
-        for each sequence of a batch.
+        """Estimate, for each sequence, the relative rounding error of the norm of the Jacobian.
 
         Errors measured on an H200 stay below eps (10 + κ / 3) with three parts, eps that of float32, and
         below 2⁻¹⁶ κ / 20 with two, for saturated and unsaturated, causal and unmasked heads of 96 to 4096
@@ -74,9 +73,7 @@ class FusedDerivative(StreamedDerivative):
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return the tangent of the outputs of softmax attention, for tangents of the scaled queries, keys
-        and values.
-        """
+        """Return the tangent of the outputs, for tangents of the scaled queries, keys and values."""
         # Imported here, so that the package works without Triton.
         from howsmooth.jacobian import fused_kernels
 
@@ -100,9 +97,7 @@ class FusedDerivative(StreamedDerivative):
     def adjoint(
         self, do: Float[Tensor, "b rows value_dim"]
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the cotangents of the scaled queries, keys and values of softmax attention, for a cotangent
-        of its outputs.
-        """
+        """Return the cotangents of the scaled queries, keys and values, for a cotangent of the outputs."""
         from howsmooth.jacobian import fused_kernels
 
         q, k, v = self._operands
@@ -128,12 +123,7 @@ class FusedDerivative(StreamedDerivative):
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Apply the derivative J of softmax attention, then a linear map T of the attention output, and then
-        the transpose of J.
-
-        The result is Jᵀ(T(J(dq, dk, dv))), where T is ``through``. It is called once for each input of the
-        batch.
-        """
+        """Return Jᵀ(T(J(dq, dk, dv))), where T is ``through``, called once for each input of the batch."""
         # The kernels keep no tiles, so the product is completed before the adjoint begins.
         do = self.product(dq, dk, dv).view(self.mean.shape)
         rows = slice(0, self.q.shape[2])
@@ -143,9 +133,6 @@ class FusedDerivative(StreamedDerivative):
 
     @cached_property
     def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries, keys and values of an attention layer, each split into bfloat16 tensors whose sum
-        approximates it.
-        """
         return self._split(self.q.flatten(0, 1)), self._split(self.k), self._split(self.v)
 
     @cached_property
@@ -154,11 +141,7 @@ class FusedDerivative(StreamedDerivative):
 
     @property
     def _width(self) -> int:
-        """The number of columns to which queries, keys and values are padded for the Triton kernels.
-
-        Keys and values are padded to one width, because Triton 3.6 compiles wrong code for three parts if
-        their widths differ.
-        """
+        # Keys and values have one width: Triton 3.6 compiles wrong code for three parts if theirs differ.
         return padded_width(self.k.shape[-1], self.v.shape[-1])
 
     def _split(self, t: Float[Tensor, "heads rows width"]) -> Tensor:
@@ -176,9 +159,6 @@ class FusedDerivative(StreamedDerivative):
         return out
 
     def _sizes(self) -> tuple[int, ...]:
-        """Return the integer arguments of all Triton kernels of this derivative, such as the numbers of rows
-        and keys.
-        """
         q, k, _ = self._operands
         group, m = self.q.shape[1:3]
         return (
@@ -192,10 +172,7 @@ class FusedDerivative(StreamedDerivative):
         )
 
     def _run(self, kernel: Any, tiles: dict[int, Tile], of: str, *arguments: object) -> None:
-        """Run a Triton kernel on all heads of an attention layer.
-
-        If ``of`` is "rows", it runs on all blocks of query rows, otherwise on all blocks of keys.
-        """
+        """Run a kernel on all heads, and on all blocks of rows if ``of`` is "rows", otherwise of keys."""
         heads, length = self.k.shape[:2]
         if of == "rows":
             heads, length = heads * self.q.shape[1], self.q.shape[2]
@@ -216,8 +193,7 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return the same derivative as ``at`` with products computed by Triton kernels, or ``at`` itself if no
-    kernel supports it.
+    """Return ``at`` with products computed by Triton kernels, or ``at`` itself if no kernel supports it.
 
     The kernels split float32 numbers into two or three bfloat16 parts. They get as few parts as keep the
     relative rounding error within ``allowance``; if three parts do not, ``at`` is returned. Without an
@@ -227,11 +203,7 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return the same derivative as ``at`` with products computed by Triton kernels, or ``at`` itself if the
-    kernels are not accurate enough.
-
-    If the relative error exceeds ``allowance`` even with three bfloat16 parts, ``at`` is returned.
-    """
+    """Return ``at`` with products computed by kernels, or ``at`` itself if these are not accurate enough."""
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
     # ``exact`` is dropped: the kernels form scores from the parts of q and k.

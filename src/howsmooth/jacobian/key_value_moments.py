@@ -13,15 +13,12 @@ from torch import Tensor
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.rounding import gamma
 
-__all__ = ["Moments", "moment_columns", "moment_width"]
+__all__ = ["Moments", "moment_columns"]
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Upper bounds on the root mean square deviations of keys and values from their means under the attention
-    probabilities P.
-
-    Further fields bound the row sums, the row norms and the spectral norm of P.
+    """Upper bounds on the deviations of keys and values from their means under P, and on norms of P.
 
     Axes: b = batch member times key/value head, m = query rows of all its query heads.
 
@@ -59,8 +56,7 @@ class Moments:
         sink: Float[Tensor, "b m"],
         p: Float[Tensor, "b m n"] | None = None,
     ) -> Moments:
-        """Compute the bounds from the averages, under the attention probabilities P, of the columns that
-        :func:`moment_columns` returns.
+        """Compute the bounds from the averages under P of the columns that :func:`moment_columns` returns.
 
         ``mean`` are the outputs, shifted as the values are. Without P itself, which streamed products do not
         keep, ``squares`` and ``spread`` are bounded by the row sums.
@@ -99,19 +95,12 @@ class Moments:
 
 
 def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
-    """Return a matrix with one row for each key. The averages of these rows under the attention probabilities
-    determine :class:`Moments`.
+    """Return columns with an entry for each key, whose averages under P determine :class:`Moments`.
 
-    The columns are k, |k|² and |v|². If there is a sink, |k|² and |v|² of the unshifted keys and values
-    follow.
+    They are k, |k|² and |v|². If there is a sink, |k|² and |v|² of the unshifted keys and values follow.
     """
     k, v = operands.k.flatten(0, 1), operands.v.flatten(0, 1)
     squared = [k, v]
     if operands.features.sinks is not None:
         squared += [operands.whole_keys.flatten(0, 1), operands.whole_values.flatten(0, 1)]
     return torch.cat((k, *(t.square().sum(dim=-1, keepdim=True) for t in squared)), dim=-1)
-
-
-def moment_width(operands: Operands) -> int:
-    """Return the number of columns of the matrix that :func:`moment_columns` returns."""
-    return operands.k.shape[-1] + (2 if operands.features.sinks is None else 4)

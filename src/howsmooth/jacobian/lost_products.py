@@ -32,12 +32,11 @@ _LOST = 64.0
 
 
 def underflows(y: Tensor, x: Tensor, u: Tensor, digits: bool = False) -> bool:
-    """Return True if numbers become zero in the product (∂y/∂x)ᵀu although their exact values are not; or,
-    with ``digits``, if they lose digits below the smallest normal number.
+    """Return True if numbers become zero in (∂y/∂x)ᵀu although their exact values are not; or, with
+    ``digits``, if they lose digits below the smallest normal number.
 
-    The product is computed along the autograd graph of ``y``, which is kept. Each of its steps is linear.
-    Where a step returns zeros, it is repeated with numbers multiplied by a power of two, which shows whether
-    they remain zero.
+    Each step of the autograd graph of ``y``, which is kept, is linear. Where one returns zeros, it is
+    repeated with numbers multiplied by a power of two, which shows whether they remain zero.
     """
     found: list[bool] = []
     hooks = [node.register_hook(_Watch(node, found, digits)) for node in _nodes(y)]
@@ -60,8 +59,8 @@ def overflows(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
 
 
 def values_out_of_range(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Return True if the derivative of the map ``f`` at ``x`` is made of numbers that have overflowed, or of
-    products that have underflowed to zero or to a number with few digits.
+    """Return True if the derivative of ``f`` at ``x`` is made of numbers that have overflowed, or of products
+    that have underflowed to zero or to a number with few digits.
     """
     seen = _Values()
     with torch.enable_grad(), seen:
@@ -78,7 +77,6 @@ def values_out_of_range(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
 
 
 def _nodes(y: Tensor) -> Iterator[Any]:
-    """Yield the steps of the autograd graph of ``y``."""
     seen: set[Any] = set()
     left = [y.grad_fn]
     while left:

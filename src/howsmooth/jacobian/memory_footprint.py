@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention
+from howsmooth.jacobian.closed_form import layers
 from howsmooth.jacobian.fused_softmax import PARTS_BYTES
 from howsmooth.jacobian.tiling import parts_for_threads, working_bytes
 from howsmooth.triton_launch import padded_width
@@ -23,40 +24,32 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return the largest number of bytes that n × n tensors take at one time while the norm of the Jacobian
-    at n tokens is computed.
-
-    The tensors are the attention probabilities and temporary tensors of a product. For attention layers
-    written as PyTorch code, autograd graphs are counted too.
+    """Return the largest number of bytes that n × n tensors take at one time: probabilities, and temporary
+    tensors of a product. For layers written as PyTorch code, autograd graphs are counted too.
 
     If ``dtype`` is float32, the tensors are counted in float32 and in float64, because the result of a
     float32 computation is computed again in float64 while the float32 operator is in memory.
     """
-    match f:
-        case Residual():
-            return cached_bytes(f.inner, n, dtype)
-        case Compose():
-            return cached_bytes(f.outer, n, dtype) + cached_bytes(f.inner, n, dtype)
-        case SelfAttention():
-            copies = 1 if f.softcap is None else 2  # P, and P∘D beside it under a cap
-            single = copies * dtype.itemsize if dtype != torch.float64 else 0
-            return f.heads * n * n * (single + (copies + 2) * _DOUBLE)
-        case StagedAttention():
-            single = dtype.itemsize if dtype != torch.float64 else 0
-            return _IN_GRAPHS * n * max(f.d, f.d_out) * (single + _DOUBLE) + sum(
-                shape.lead * shape.heads * shape.m * shape.n * (copies * single + (copies + 2) * _DOUBLE)
-                for shape, core in zip(f.core_shapes(), f.cores, strict=True)
-                for copies in (1 if core.softcap is None else 2,)
-            )
-        case _:
-            return 0
+    single = dtype.itemsize if dtype != torch.float64 else 0
+
+    def of_pairs(pairs: int, softcap: float | None) -> int:
+        copies = 1 if softcap is None else 2  # P, and P∘D beside it under a cap
+        return pairs * (copies * single + (copies + 2) * _DOUBLE)
+
+    found = 0
+    for layer in layers(f):
+        if isinstance(layer, SelfAttention):
+            found += of_pairs(layer.heads * n * n, layer.softcap)
+        elif isinstance(layer, StagedAttention):
+            found += _IN_GRAPHS * n * max(layer.d, layer.d_out) * (single + _DOUBLE)
+            for shape, core in zip(layer.core_shapes(), layer.cores, strict=True):
+                found += of_pairs(shape.lead * shape.heads * shape.m * shape.n, core.softcap)
+    return found
 
 
 def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes of a Jacobian at one sequence of n tokens if attention probabilities are not kept in
-    memory.
-
-    It is the peak of linearising the map and of one product.
+    """Return the bytes of a Jacobian at one sequence if probabilities are not kept: the peak of linearising
+    the map and of one product.
     """
     match f:
         case Residual():
@@ -73,22 +66,17 @@ def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, de
 
 
 def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the additional bytes that Triton kernels need for a Jacobian at one sequence, or 0 if no kernel
-    runs.
-
-    The kernels hold all operands of their matrix products, split into bfloat16 parts.
+    """Return the additional bytes of Triton kernels for a Jacobian at one sequence, or 0 if no kernel runs:
+    the operands of their matrix products, split into bfloat16 parts.
     """
-    match f:
-        case Residual():
-            return kernel_bytes(f.inner, n, dtype, device)
-        case Compose():
-            return kernel_bytes(f.outer, n, dtype, device) + kernel_bytes(f.inner, n, dtype, device)
-        case SelfAttention() if device.type == "cuda" and dtype == torch.float32:
-            # Queries, their tangents and the heads' cotangents; keys, values and the tangents of both.
-            rows = n * (3 * f.heads + 4 * f.kv_heads)
-            return rows * padded_width(f.key_dim, f.value_dim) * PARTS_BYTES
-        case _:
-            return 0
+    if device.type != "cuda" or dtype != torch.float32:
+        return 0
+    # Queries, their tangents and the heads' cotangents; keys, values and the tangents of both.
+    return sum(
+        n * (3 * f.heads + 4 * f.kv_heads) * padded_width(f.key_dim, f.value_dim) * PARTS_BYTES
+        for f in layers(f)
+        if isinstance(f, SelfAttention)
+    )
 
 
 def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -19,11 +19,9 @@ __all__ = ["NormJacobian", "ScaleJacobian", "norm_jacobian"]
 def norm_jacobian(
     norm: LayerNorm | RMSNorm | None, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> NormJacobian | None:
-    """Return the Jacobian of the norm layer that an attention layer applies to its queries or keys, or None
-    if there is none.
+    """Return the Jacobian of the norm of the queries or keys of an attention layer, or None without a norm.
 
-    The rows of the Jacobian are the tokens if the norm is over all heads side by side, and the pairs of token
-    and head if it is over each head.
+    Its rows are the tokens if the norm is over all heads side by side, else the pairs of token and head.
     """
     if norm is None:
         return None
@@ -74,9 +72,7 @@ class NormJacobian(LinearOperator):
     def at(
         cls, f: LayerNorm | RMSNorm, x: Tensor, dtype: torch.dtype, off: Tensor | None = None
     ) -> NormJacobian:
-        """Return the Jacobian of a norm layer at tokens ``x``, as an operator with products in ``dtype``.
-
-        The layer and the tokens are float64.
+        """Return the Jacobian of a float64 layer at float64 tokens, with products in ``dtype``.
 
         ``off`` (batch, n) bounds the distance of each token from its exact value, for a proof of the error.
 
@@ -99,11 +95,7 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
-        """Multiply the tangent of each token by the Jacobian of the norm layer at this token. The gains are
-        left out, so that the Jacobian is a symmetric matrix.
-
-        The matrix is (√d/s)(H − h hᵀ/s²).
-        """
+        """Multiply each token by the symmetric matrix (√d/s)(H − h hᵀ/s²): the Jacobian without the gains."""
         if self.centred:
             e = e - e.mean(dim=-1, keepdim=True)
         return self.factor * (e - self.unit * (self.unit * e).sum(dim=-1, keepdim=True))
@@ -115,7 +107,7 @@ class NormJacobian(LinearOperator):
         return self._symmetric(self.gain * u)
 
     def select(self, members: Tensor) -> NormJacobian:
-        """Return the Jacobians of a norm layer at the chosen sequences of the batch."""
+        """Return the Jacobians at the chosen sequences of the batch."""
         members = members.to(self.device)
         proved = None if self.proved is None else self.proved.select(members)
         return NormJacobian(self.gain, self.unit[members], self.factor[members], proved, centred=self.centred)
@@ -137,5 +129,5 @@ class ScaleJacobian(LinearOperator):
         return self.weight * u
 
     def select(self, members: Tensor) -> ScaleJacobian:
-        """Return the Jacobians of a layer scale at the chosen sequences of the batch."""
+        """Return the Jacobians at the chosen sequences of the batch."""
         return ScaleJacobian(self.weight, len(members), self.in_shape[0])

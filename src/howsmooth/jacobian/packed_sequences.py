@@ -1,8 +1,7 @@
-"""Products with the Jacobians of one map at sequences of unequal lengths, where the tokens of all sequences
-are projected in one matrix product.
+"""Products with the Jacobians of one map at sequences of unequal lengths, without padding.
 
 A projection maps each token by itself, so the tokens of all sequences go through it in one matrix product.
-The softmax of each sequence is computed by itself, at its own length. Nothing is padded.
+The softmax of each sequence is computed by itself, at its own length.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from howsmooth.attention import Compose, Residual, SelfAttention
+from howsmooth.attention import SelfAttention
 from howsmooth.jacobian.attention import AttentionJacobian
-from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian
+from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, layers
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.operator import squared_lengths
 
@@ -25,30 +24,16 @@ __all__ = ["energy_products_together", "instances", "shares_products"]
 
 
 def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
-    """Return True if sequences of different lengths can share matrix products in the Jacobian of ``f``.
-
-    They can where ``f`` has an attention layer: the tokens of all sequences go through its projections as one
-    matrix.
+    """Return True if sequences of different lengths share matrix products in the Jacobian of ``f``: if it has
+    an attention layer.
     """
-    match f:
-        case SelfAttention():
-            return True
-        case Residual():
-            return shares_products(f.inner)
-        case Compose():
-            return shares_products(f.outer) or shares_products(f.inner)
-        case _:
-            return False
+    return any(isinstance(layer, SelfAttention) for layer in layers(f))
 
 
 def energy_products_together(
     operators: Sequence[LinearOperator], vectors: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return |J E|² and JᵀJ E for each operator J and its tangent E. The operators are Jacobians of one map
-    at batches of sequences of unequal lengths.
-
-    The matrix products with projections are shared. E has the shape (batch, n, d), |J E|² (batch,), and JᵀJ E
-    (batch, n, d).
+    """Return |J E|² (batch,) and JᵀJ E (batch, n, d) for each operator J and its tangent E (batch, n, d).
 
     The operators come from one call of ``closed_form_jacobians``, or are selected members of such operators.
     """
@@ -88,9 +73,7 @@ def _adjoint_products(operators: Sequence[LinearOperator], vectors: Sequence[Ten
 
 
 def _heads(attention: Sequence[AttentionJacobian], vectors: Sequence[Tensor]) -> Tensor:
-    """Return the tangents of the outputs of all heads, as one matrix with a row for each token of each
-    sequence.
-    """
+    """Return the tangents of the heads' outputs, with a row for each token of each sequence."""
     projection = attention[0].projection
     rows = projection.into(_packed(vectors))
     heads = rows.new_empty(len(rows), projection.attention.heads * projection.attention.value_dim)
@@ -102,11 +85,7 @@ def _heads(attention: Sequence[AttentionJacobian], vectors: Sequence[Tensor]) ->
 def _heads_adjoint(
     attention: Sequence[AttentionJacobian], heads: Tensor, vectors: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the cotangents of the tokens of each sequence. The argument ``heads`` holds the cotangents of
-    the head outputs, with one row for each token of each sequence.
-
-    The argument ``vectors`` has the shapes of the sequences.
-    """
+    """Return the cotangents of the tokens of each sequence, in the shapes of ``vectors``."""
     projection = attention[0].projection
     rows = heads.new_empty(len(heads), sum(projection.sizes))
     for op, part, out in zip(attention, _unpacked(heads, vectors), _unpacked(rows, vectors), strict=True):
@@ -125,9 +104,6 @@ def _unpacked(rows: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def instances(operators: Sequence[LinearOperator], kind: type[_Kind]) -> list[_Kind] | None:
-    """Return the given operators if all of them are instances of the class ``kind``, and otherwise None.
-
-    Subclasses of ``kind`` do not count.
-    """
+    """Return the operators if all are of the class ``kind``, not of a subclass, and otherwise None."""
     found = [op for op in operators if type(op) is kind]
     return found if len(found) == len(operators) else None

@@ -27,8 +27,7 @@ __all__ = ["filled", "joined"]
 
 
 def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
-    """Join the Jacobians of one map at sequences of different lengths to one batched operator, padded with
-    zeros to the longest length.
+    """Join the Jacobians of one map at sequences of different lengths to one batched operator.
 
     Products take vectors (batch, n, d) that are zero from each sequence's own length on, and return the
     products of the separate operators, padded with zeros.
@@ -69,10 +68,9 @@ def filled(rows: Float[Tensor, "*lead n d"], n: int) -> Float[Tensor, "*lead lon
 def _attention(operators: Sequence[AttentionJacobian]) -> AttentionJacobian:
     first = operators[0]
     query_norms, key_norms = zip(*(op.norms for op in operators), strict=True)
-    cores = [op.core for op in operators if isinstance(op.core, SoftmaxDerivative)]
     return AttentionJacobian(
         first.projection,
-        _softmax(list(zip(cores, (op.in_shape[0] for op in operators), strict=True))),
+        _softmax([(op.core, op.in_shape[0]) for op in operators]),
         (_optional_norm(query_norms), _optional_norm(key_norms)),
         ProductError.of_all([op.proved for op in operators]),
     )
@@ -93,8 +91,7 @@ def _norm(norms: Sequence[NormJacobian]) -> NormJacobian:
 
 
 def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivative:
-    """Join the derivatives of softmax attention at several sequences to one derivative, padded to the longest
-    sequence.
+    """Join the derivatives of softmax attention at several sequences, padded to the longest sequence.
 
     The query heads of a group lie one after the other on one axis, and each is padded by itself. Padded rows
     and columns of P are zero, so that the padding neither gives nor takes anything.
@@ -108,32 +105,28 @@ def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivativ
         return filled(rows, longest)
 
     def of_both(entries: Tensor, n: int) -> Tensor:
-        # P has queries and keys as axes, and both are padded.
         return of_queries(of_keys(entries.mT, n).mT, n)
-
-    def of_sinks() -> Sink | None:
-        given = [(core.sink, n) for core, n in cores if core.sink is not None]
-        return (
-            None
-            if not given
-            else Sink(
-                p=torch.cat([of_queries(sink.p[..., None], n)[..., 0] for sink, n in given]),
-                k=torch.cat([sink.k for sink, _ in given]),
-                away=torch.cat([of_queries(sink.away, n) for sink, n in given]),
-            )
-        )
 
     def of_all(name: str, one: Callable[[Tensor, int], Tensor]) -> Tensor:
         return torch.cat([one(getattr(core, name), n) for core, n in cores])
 
+    sinks = [(core.sink, n) for core, n in cores if core.sink is not None]
     # Without a cap P∘D is the tensor P itself, and stays so.
     p = of_all("p", of_both)
+    slope = p if all(core.slope is core.p for core, _ in cores) else of_all("slope", of_both)
     return SoftmaxDerivative(
         q=of_all("q", of_queries),
         k=of_all("k", of_keys),
         v=of_all("v", of_keys),
         p=p,
+        slope=slope,
+        slope_of_keys=slope,
         mean=of_all("mean", of_queries),
-        slope=p if all(core.slope is core.p for core, _ in cores) else of_all("slope", of_both),
-        sink=of_sinks(),
+        sink=None
+        if not sinks
+        else Sink(
+            p=torch.cat([of_queries(sink.p[..., None], n)[..., 0] for sink, n in sinks]),
+            k=torch.cat([sink.k for sink, _ in sinks]),
+            away=torch.cat([of_queries(sink.away, n) for sink, n in sinks]),
+        ),
     )

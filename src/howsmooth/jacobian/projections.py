@@ -23,8 +23,7 @@ _EXPECTED_STEPS = 32
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """The query, key, value and output matrices of one attention layer, in the dtype of the products with its
-    Jacobian.
+    """The matrices of one attention layer.
 
     Parameters
     ----------
@@ -51,10 +50,7 @@ class Projection:
 
     @classmethod
     def of(cls, f: SelfAttention, dtype: torch.dtype, tokens: int) -> Projection:
-        """Return the matrices of a float64 attention layer, converted to ``dtype``.
-
-        The argument ``tokens`` is the number of tokens in a product.
-        """
+        """Return the matrices of a float64 layer in ``dtype``, for products of so many tokens."""
         parts = (f.scale * f.query, f.key, f.value)
         weight = torch.cat([part.to(dtype).flatten(0, 1) for part in parts])
         output = None if f.output is None else f.output.to(dtype)
@@ -63,46 +59,36 @@ class Projection:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The numbers of rows of the query, key and value matrices, which are stacked in ``weight``."""
+        """The numbers of rows of queries, keys and values in ``weight``."""
         f = self.attention
         return f.heads * f.key_dim, f.kv_heads * f.key_dim, f.kv_heads * f.value_dim
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The query, key and value matrices of the attention layer, as parts of the stacked matrix
-        ``weight``.
-        """
+        """The query, key and value matrices, as parts of ``weight``."""
         query, key, value = self.weight.split(self.sizes)
         return query, key, value
 
     def into(self, e: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch rows"]:
-        """Multiply tangents ``e`` of the tokens by the query, key and value matrices of the layer."""
+        """Return tangents of queries, keys and values, for tangents ``e`` of the tokens."""
         return e @ self.weight.mT
 
     def into_adjoint(self, rows: Float[Tensor, "*batch rows"]) -> Float[Tensor, "*batch d"]:
-        """Return the cotangent of the tokens, given the cotangents of the queries, keys and values of an
-        attention layer.
-
-        This multiplies by the transpose of the query, key and value matrices.
-        """
+        """Return the cotangent of the tokens, for cotangents of queries, keys and values."""
         return rows @ self.weight
 
     def out(self, heads: Float[Tensor, "*batch d_heads"]) -> Float[Tensor, "*batch d_out"]:
-        """Multiply the concatenated outputs of all heads by the output matrix of the attention layer."""
+        """Multiply the concatenated outputs of all heads by W_O."""
         return heads if self.output is None else heads @ self.output.mT
 
     def out_adjoint(self, u: Float[Tensor, "*batch d_out"]) -> Float[Tensor, "*batch d_heads"]:
-        """Multiply cotangents of the output of an attention layer by the transpose of its output matrix."""
+        """Multiply cotangents of the output by W_Oᵀ."""
         return u if self.output is None else u @ self.output
 
     def through(
         self, heads: Float[Tensor, "*batch d_heads"]
     ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch d_heads"]]:
-        """Return |W h|² and WᵀW h for each token, where W is the output matrix of the layer and h the
-        concatenated head outputs.
-
-        The squared norms are float64.
-        """
+        """Return |W_O h|² in float64 and W_OᵀW_O h for each token, with concatenated outputs h of heads."""
         if self.output_gram is None:
             image = self.out(heads)
             return torch.linalg.vector_norm(image, dim=-1).double().square(), self.out_adjoint(image)
@@ -111,11 +97,10 @@ class Projection:
 
     @cached_property
     def output_gram(self) -> Float[Tensor, "d_heads d_heads"] | None:
-        """The matrix WᵀW, where W is the output matrix of the layer. It is None if a product with WᵀW is not
-        cheaper than two products with W.
+        """The matrix W_OᵀW_O, or None if a product with it is not cheaper than two products with W_O.
 
-        It is used in float32 only, where the final value is computed again in float64: if W nearly cancels,
-        WᵀW loses twice as many digits.
+        It is used in float32 only, where the final value is computed again in float64: if W_O nearly cancels,
+        the square loses twice as many digits.
         """
         if self.output is None or self.output.dtype != torch.float32:
             return None
@@ -128,16 +113,9 @@ class Projection:
 
 
 class Projections:
-    """The projection matrices of every attention layer in a map, converted only once to the dtype of the
-    products.
+    """The matrices of every attention layer of a map, each converted once to the dtype of the products.
 
-    Parameters
-    ----------
-    dtype
-        Dtype of the products.
-    tokens
-        Number of tokens of all sequences together.
-
+    ``tokens`` is the number of tokens of all sequences together.
     """
 
     def __init__(self, dtype: torch.dtype, tokens: int) -> None:
@@ -146,11 +124,7 @@ class Projections:
         self._made: dict[int, Projection] = {}
 
     def of(self, f: SelfAttention) -> Projection:
-        """Return the projection matrices of the attention layer ``f``, which are converted at the first call
-        and cached.
-
-        The layer must outlive this object.
-        """
+        """Return the matrices of the attention layer ``f``, which must outlive this object."""
         if id(f) not in self._made:
             self._made[id(f)] = Projection.of(f, self.dtype, self.tokens)
         return self._made[id(f)]

@@ -25,7 +25,7 @@ _left = _KeptMemory()
 
 
 class Scratch:
-    """Memory for the temporary tensors of one pass over the tiles of an attention matrix.
+    """Memory for the temporary tensors of one pass over all tiles.
 
     A small amount of memory is kept for the next pass of the same thread. Otherwise the system would take it
     back and map it again page by page, a tenth of the time of a product at two thousand tokens.
@@ -36,9 +36,7 @@ class Scratch:
         self.memory, _left.memory = _left.memory or {}, None
 
     def empty(self, name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor, in the memory of an earlier tensor of the same name if that is
-        large enough.
-        """
+        """Return an uninitialised tensor, in memory of that name if there is enough."""
         size, key = math.prod(shape), (name, dtype, device)
         held = self.memory.get(key)
         if held is None or len(held) < size:
@@ -48,9 +46,7 @@ class Scratch:
         return held[:size].view(shape)
 
     def leave(self) -> None:
-        """Keep the memory of the temporary tensors for the next pass in this thread, unless it
-        exceeds 8 MiB.
-        """
+        """Keep the memory for the next pass in this thread, unless it exceeds 8 MiB."""
         if sum(t.nbytes for t in self.memory.values()) <= _LEFT:
             _left.memory = self.memory
         self.memory = {}

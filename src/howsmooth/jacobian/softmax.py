@@ -1,13 +1,11 @@
 """The derivative of softmax attention with respect to queries, keys and values, with the probabilities P kept
-in memory.
-
-The formulas, which all variants of this derivative share, stand in the docstring of
-:mod:`howsmooth.jacobian`. This module knows neither tokens nor projections.
+in memory: one :class:`~howsmooth.jacobian.softmax_tile.Tile` of all queries and keys.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,12 +16,13 @@ from howsmooth.attention.scaled_dot_product import attention_scores, cap_slope, 
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.key_value_moments import Moments, moment_columns
+from howsmooth.jacobian.softmax_tile import Tile
 
 __all__ = [
     "Sink",
     "SoftmaxDerivative",
-    "WeightedSoftmaxDerivative",
     "largest_score",
+    "outputs_and_sink",
     "rounding_of",
     "softmax_derivative",
     "weighted_softmax_derivative",
@@ -32,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Sink:
-    """An attention sink, which is an additional key of each head with value zero and a constant score.
+    """An attention sink: one further key of each head, with value zero and a constant score.
 
     The other keys are shifted by a constant vector. The softmax forgets a shift only if all keys have it, so
     the sink's zero key is shifted too.
@@ -54,65 +53,54 @@ class Sink:
     k: Float[Tensor, "b key_dim"]
     away: Float[Tensor, "b *rows value_dim"]
 
-    @classmethod
-    def at(cls, operands: Operands, p: Tensor, output: Tensor) -> Sink:
-        """Return the attention sinks of all heads, given the probabilities of the sinks and the attention
-        outputs.
+    def each(self, one: Callable[[Tensor], Tensor]) -> Sink:
+        """Return the sinks with ``one`` applied to every tensor."""
+        return Sink(one(self.p), one(self.k), one(self.away))
 
-        The outputs are averages of the values before centring.
-        """
-        heads = operands.heads
-        return cls(p, -operands.key_shift.reshape(heads, -1), -output)
+    def of_rows(self, heads: slice, rows: slice) -> Sink:
+        """Return the part of a block of queries, from tensors of rows (b, group, m)."""
+        return Sink(self.p[heads, :, rows], self.k[heads], self.away[heads, :, rows])
 
-    def to(self, dtype: torch.dtype) -> Sink:
-        """Return the attention sinks converted to another dtype."""
-        return Sink(*(t.to(dtype) for t in vars(self).values()))
+    def add_tangent(self, out: Tensor, dq: Tensor) -> None:
+        """Add to the tangents ``out`` of the outputs what the sinks contribute."""
+        out.addcmul_((dq @ self._keys(dq).mT).mul_(self.p[..., None]), self.away)
 
-    def select(self, rows: Tensor) -> Sink:
-        """Return the attention sinks of the chosen heads.
+    def add_adjoint(self, out: Tensor, do: Tensor) -> None:
+        """Add to the cotangents ``out`` of the queries what the sinks contribute."""
+        moved = (do * self.away).sum(dim=-1, keepdim=True).mul_(self.p[..., None])
+        out.addcmul_(moved, self._keys(out))
 
-        The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
-        """
-        return Sink(*(t[rows] for t in vars(self).values()))
+    def _keys(self, rows: Tensor) -> Tensor:
+        return self.k.view(len(self.k), *(1,) * (rows.ndim - 2), -1)
 
 
-@dataclass(frozen=True)
-class SoftmaxDerivative:
-    """The derivative of softmax attention with respect to queries, keys and values, with all probabilities
-    kept in memory.
+@dataclass(frozen=True, eq=False)
+class SoftmaxDerivative(Tile):
+    """The derivative of softmax attention with all probabilities kept in memory.
 
     Axes: b = batch member times key/value head, m = number of query rows, n for each query head that shares
-    the key head.
+    the key head. At a measure, tangents and cotangents are multiplied by the square roots of the weights
+    (documentation page "The local constant of mean-field attention").
 
     Parameters
     ----------
-    q
-        Scaled queries (b, m, key_dim).
-    k, v
-        Keys (b, n, key_dim) and values (b, n, value_dim), each less a constant vector of its head (for keys
-        only if the scores have no cap). The derivative does not change by these shifts, because
-        Σ_j P_ij (v_j − O_i) = 0, and smaller numbers lose fewer digits.
-    p
-        Attention probabilities P (b, m, n).
+    q, k, v, p, slope, slope_of_keys
+        As for :class:`~howsmooth.jacobian.softmax_tile.Tile`.
     mean
         Outputs O (b, m, value_dim), shifted as the values are.
-    slope
-        P∘D (b, m, n), D the derivative of the cap; the tensor ``p`` itself if the scores have no cap.
     sink
         One further key of each head, or None.
     moments
-        Moments under P in float64, for the proof of the rounding error; None in float32.
+        Moments under P in float64, for the proof of the rounding error; None in float32 and at measures.
+    log_range
+        At a measure the largest |log a_j|, whose rounding is an error in the exponents.
 
     """
 
-    q: Float[Tensor, "b m key_dim"]
-    k: Float[Tensor, "b n key_dim"]
-    v: Float[Tensor, "b n value_dim"]
-    p: Float[Tensor, "b m n"]
     mean: Float[Tensor, "b m value_dim"]
-    slope: Float[Tensor, "b m n"]
     sink: Sink | None = None
     moments: Moments | None = None
+    log_range: float | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
         """Estimate, for each sequence, the relative rounding error of the norm of the attention Jacobian when
@@ -121,8 +109,16 @@ class SoftmaxDerivative:
         Entries of dS are as large as κ = max|q| max|k| for a unit tangent, and the softmax keeps differences
         of order one. Measured errors stay below eps (2 + κ / 100), for saturated and unsaturated, causal and
         unmasked heads with κ up to 2000. Proved bounds are in :mod:`howsmooth.jacobian.rounding_bounds`.
+
+        At a measure a small P_ij counts if a_j is small too, and its logarithm is a float64 number of size
+        κ + ``log_range``. Compared with 60 digits, measured errors of the exponents stay below
+        (κ + log_range) eps, for weights down to e^-1400 and κ up to 14,000.
         """
-        return rounding_of(largest_score(self.q, self.k, batch), self.q.dtype)
+        kappa = largest_score(self.q, self.k, batch)
+        found = rounding_of(kappa, self.q.dtype)
+        if self.log_range is None:
+            return found
+        return found + 4.0 * torch.finfo(torch.float64).eps * (kappa + self.log_range)
 
     def product(
         self,
@@ -130,153 +126,48 @@ class SoftmaxDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b m value_dim"]:
-        """Return the tangent of the outputs of softmax attention, for tangents of the scaled queries, keys
-        and values.
-        """
-        ds = torch.baddbmm(torch.bmm(dq, self.k.mT), self.q, dk.mT).mul_(self.slope)
-        out = torch.baddbmm(torch.bmm(ds, self.v), self.p, dv)
-        # Σ_j dS_ij (v_j − O_i), with the sum of dS taken once instead of n differences.
-        out.addcmul_(ds.sum(dim=-1, keepdim=True), self.mean, value=-1)
+        """Return the tangent of the outputs, for tangents of the scaled queries, keys and values."""
+        out, total = self.tangent(dq, dk, dv)
+        # Σ_j T_ij (v_j − O_i), with the sum of T taken once instead of n differences.
+        out.addcmul_(total, self.mean, value=-1)
         if self.sink is not None:
-            moved = torch.bmm(dq, self.sink.k[..., None]).mul_(self.sink.p[..., None])
-            out.addcmul_(moved, self.sink.away)
+            self.sink.add_tangent(out, dq)
         return out
 
     def adjoint(
         self, do: Float[Tensor, "b m value_dim"]
     ) -> tuple[Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the cotangents of the scaled queries, keys and values of softmax attention, for a cotangent
-        of its outputs.
-        """
-        ds = torch.bmm(do, self.v.mT)
+        """Return the cotangents of the scaled queries, keys and values, for a cotangent of the outputs."""
         # Σ_j P_ij ⟨do_i, v_j⟩ is ⟨do_i, O_i⟩, so no sum over n² numbers is needed.
-        ds.sub_((do * self.mean).sum(dim=-1, keepdim=True)).mul_(self.slope)
-        dq = torch.bmm(ds, self.k)
+        of_queries, of_keys = self.scores_adjoint(do, (do * self.mean).sum(dim=-1, keepdim=True))
+        dq = torch.bmm(of_queries, self.k)
         if self.sink is not None:
-            moved = (do * self.sink.away).sum(dim=-1, keepdim=True).mul_(self.sink.p[..., None])
-            dq.addcmul_(moved, self.sink.k[:, None])
-        return dq, torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
+            self.sink.add_adjoint(dq, do)
+        return dq, torch.bmm(of_keys.mT, self.q), torch.bmm(self.p.mT, do)
 
     def to(self, dtype: torch.dtype) -> SoftmaxDerivative:
-        """Return the derivative of softmax attention converted to ``dtype``. A conversion to another dtype
-        drops the proved rounding bounds.
-        """
-        if dtype == self.q.dtype:
-            return self
-        p = self.p.to(dtype)
-        slope = p if self.slope is self.p else self.slope.to(dtype)
-        sink = None if self.sink is None else self.sink.to(dtype)
-        q, k, v, mean = (t.to(dtype) for t in (self.q, self.k, self.v, self.mean))
-        return SoftmaxDerivative(q, k, v, p, mean, slope, sink)
+        """Return the derivative in another dtype, for which nothing about rounding is proved."""
+        return self if dtype == self.q.dtype else self._each(lambda t: t.to(dtype))
 
     def select(self, rows: Tensor) -> SoftmaxDerivative:
-        """Return the derivative of softmax attention for the chosen heads.
+        """Return the derivative for the heads at the indices ``rows`` of the axis b."""
+        return self._each(lambda t: t[rows])
 
-        The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
-        """
-        p = self.p[rows]
-        slope = p if self.slope is self.p else self.slope[rows]
-        sink = None if self.sink is None else self.sink.select(rows)
-        return SoftmaxDerivative(self.q[rows], self.k[rows], self.v[rows], p, self.mean[rows], slope, sink)
-
-
-@dataclass(frozen=True)
-class WeightedSoftmaxDerivative:
-    """The derivative of softmax attention at a discrete measure, for tangents scaled by the square roots of
-    the weights of the atoms.
-
-    The atoms have weights a_i, and squared norms are weighted by a_i (Definition C.4).
-
-    Tangents and images are multiplied by the square root of the weight of their atom. With dq̃_i = √a_i dq_i,
-    and dk̃, dṽ, dÕ likewise, dÕ_i = Σ_j T_ij (v_j − O_i) + Σ_j P̃_ij dṽ_j, where P̃_ij = √(a_i/a_j) P_ij and
-    T = P∘D∘(dq̃ kᵀ) + P̃∘D∘(q dk̃ᵀ). All of these numbers are formed from logarithms, so that no weight is too
-    small. The derivation is on the documentation page "The local constant of mean-field attention".
-
-    Parameters
-    ----------
-    q, k, v, mean, slope
-        As for :class:`SoftmaxDerivative`, with P_ij ∝ a_j e^{S_ij}.
-    tilted, tilted_slope
-        P̃ and P̃∘D, each (b, m, n).
-    log_range
-        Largest |log a_j|. Its rounding is an error in the exponents, which :meth:`rounding` allows for.
-
-    """
-
-    q: Float[Tensor, "b m key_dim"]
-    k: Float[Tensor, "b n key_dim"]
-    v: Float[Tensor, "b n value_dim"]
-    slope: Float[Tensor, "b m n"]
-    tilted: Float[Tensor, "b m n"]
-    tilted_slope: Float[Tensor, "b m n"]
-    mean: Float[Tensor, "b m value_dim"]
-    log_range: float
-
-    def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each measure, the relative rounding error of the weighted norm of the Jacobian when
-        the norm is computed with this derivative.
-
-        It is the error of :class:`SoftmaxDerivative` and an error of the exponents: a small P_ij counts here
-        if a_j is small too, and its logarithm is a float64 number of size κ + ``log_range``. Compared with 60
-        digits, measured errors stay below (κ + log_range) eps, for weights down to e^-1400 and κ up to
-        14,000.
-        """
-        kappa = largest_score(self.q, self.k, batch)
-        exponents = 4.0 * torch.finfo(torch.float64).eps * (kappa + self.log_range)
-        return rounding_of(kappa, self.q.dtype) + exponents
-
-    def product(
-        self,
-        dq: Float[Tensor, "b m key_dim"],
-        dk: Float[Tensor, "b n key_dim"],
-        dv: Float[Tensor, "b n value_dim"],
-    ) -> Float[Tensor, "b m value_dim"]:
-        """Return the tangent of the attention outputs at the atoms of a measure, for tangents of the scaled
-        queries, keys and values.
-
-        All tangents are multiplied by the square roots of the atoms' weights, as in √a_i dO_i.
-        """
-        t = torch.bmm(dq, self.k.mT).mul_(self.slope)
-        t.addcmul_(torch.bmm(self.q, dk.mT), self.tilted_slope)
-        do = torch.addcmul(torch.bmm(t, self.v), t.sum(dim=-1, keepdim=True), self.mean, value=-1)
-        return torch.baddbmm(do, self.tilted, dv)
-
-    def adjoint(
-        self, do: Float[Tensor, "b m value_dim"]
-    ) -> tuple[Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the cotangents of the scaled queries, keys and values at the atoms of a measure, for a
-        cotangent of the attention outputs.
-
-        All cotangents are weighted as the tangents of :meth:`product` are.
-        """
-        w = torch.bmm(do, self.v.mT).sub_((do * self.mean).sum(dim=-1, keepdim=True))
-        dk = torch.bmm((w * self.tilted_slope).mT, self.q)
-        return torch.bmm(w.mul_(self.slope), self.k), dk, torch.bmm(self.tilted.mT, do)
-
-    def select(self, rows: Tensor) -> WeightedSoftmaxDerivative:
-        """Return the derivative of softmax attention at a measure for the chosen heads.
-
-        The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
-        """
-        return replace(
-            self,
-            q=self.q[rows],
-            k=self.k[rows],
-            v=self.v[rows],
-            slope=self.slope[rows],
-            tilted=(tilted := self.tilted[rows]),
-            tilted_slope=tilted if self.tilted_slope is self.tilted else self.tilted_slope[rows],
-            mean=self.mean[rows],
-        )
+    def _each(self, one: Callable[[Tensor], Tensor]) -> SoftmaxDerivative:
+        q, k, v, p, mean = (one(t) for t in (self.q, self.k, self.v, self.p, self.mean))
+        # Without a cap P∘D is the tensor P itself, and stays so; and P̃∘D is P∘D, but at measures.
+        slope = p if self.slope is self.p else one(self.slope)
+        of_keys = slope if self.slope_of_keys is self.slope else None
+        if of_keys is None:
+            of_keys = p if self.slope_of_keys is self.p else one(self.slope_of_keys)
+        sink = None if self.sink is None else self.sink.each(one)
+        return SoftmaxDerivative(q, k, v, p, slope, of_keys, mean, sink, log_range=self.log_range)
 
 
 def softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, dtype: torch.dtype
 ) -> SoftmaxDerivative:
-    """Return the derivative of softmax attention at given queries, keys and values, as an object with
-    products in ``dtype``.
-
-    The queries, keys and values in ``operands`` are float64.
+    """Return the derivative at float64 queries, keys and values, with products in ``dtype``.
 
     Probabilities are formed in float64, one block of rows after the other, and stored in ``dtype``: all n²
     of them are in memory once.
@@ -308,25 +199,22 @@ def softmax_derivative(
                 uncapped = q[some, :, rows] @ k[some, None].mT
                 slope[some, :, rows] = (exact * cap_slope(uncapped, features.softcap)).to(dtype)
     q, rounded, averages, total, sink_p = (t.flatten(1, 2) for t in (q, p, averages, total, sink_p))
-    mean, sink = averages[..., : v.shape[-1]], None
-    if features.sinks is not None:
-        output = operands.outputs(mean, total)
-        mean, sink = output - operands.value_shift.flatten(0, 1), Sink.at(operands, sink_p, output).to(dtype)
+    mean, sink = outputs_and_sink(operands, averages[..., : v.shape[-1]], total, sink_p, dtype)
     moments = None
     if dtype == torch.float64:
         moments = Moments.of(operands, averages[..., v.shape[-1] :], mean, total, sink_p, rounded)
     q, k, v, mean = (t.to(dtype) for t in (q, k, v, mean))
     slope = rounded if features.softcap is None else slope.flatten(1, 2)
-    return SoftmaxDerivative(q, k, v, rounded, mean, slope, sink, moments)
+    return SoftmaxDerivative(q, k, v, rounded, slope, slope, mean, sink, moments)
 
 
 def weighted_softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, weighting: Weighting, dtype: torch.dtype
-) -> WeightedSoftmaxDerivative:
-    """Return the derivative of softmax attention at a discrete measure, as an object with products in
+) -> SoftmaxDerivative:
+    """Return the derivative at float64 queries, keys and values of the atoms of a measure, with products in
     ``dtype``.
 
-    The queries, keys and values in ``operands`` are float64.
+    All numbers are formed from logarithms, so that no weight is too small.
 
     Raises
     ------
@@ -357,13 +245,32 @@ def weighted_softmax_derivative(
         factor = cap_slope(q @ k.mT, features.softcap)
         slope, tilted_slope = p * factor, (tilted * factor).to(dtype)
     q, k, v, slope, mean = (t.to(dtype) for t in (q, k, v, slope, mean))
-    return WeightedSoftmaxDerivative(q, k, v, slope, tilted, tilted_slope, mean, log_range)
+    return SoftmaxDerivative(q, k, v, tilted, slope, tilted_slope, mean, log_range=log_range)
+
+
+def outputs_and_sink(
+    operands: Operands,
+    averages: Float[Tensor, "b *rows value_dim"],
+    total: Float[Tensor, "b *rows"],
+    sink_p: Float[Tensor, "b *rows"],
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "b *rows value_dim"], Sink | None]:
+    """Return the outputs, shifted as the values are, and the sinks in ``dtype``, from the averages of the
+    shifted values under P, ``total`` = Σ_j P_ij, and the probabilities of the sinks.
+    """
+    if operands.features.sinks is None:
+        return averages, None
+    heads = operands.heads
+    shift = operands.value_shift.reshape(heads, *(1,) * (averages.ndim - 2), -1)
+    output = averages + total[..., None] * shift
+    sink = Sink(sink_p, -operands.key_shift.reshape(heads, -1), -output)
+    return output - shift, sink.each(lambda t: t.to(dtype))
 
 
 def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
-    """Return an upper bound on the absolute attention scores of each sequence of a batch.
+    """Return κ = max|q| max|k|, the largest over the heads of each sequence, in float64 on the CPU.
 
-    It is κ = max|q| max|k|, the largest over the heads, in float64 on the CPU.
+    No absolute score is larger.
     """
     longest_q, longest_k = (
         torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).flatten(1).amax(dim=-1).view(batch, -1)
@@ -374,9 +281,7 @@ def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
 
 
 def rounding_of(kappa: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
-    """Estimate the relative error of the norm ‖J‖ of the Jacobian of attention if products with J are
-    computed in ``dtype``.
-
-    The absolute scores are at most ``kappa``.
+    """Estimate the relative error of the norm of the Jacobian of attention in ``dtype``, where no absolute
+    score exceeds ``kappa``.
     """
     return torch.finfo(dtype).eps * (32.0 + kappa / 25.0)

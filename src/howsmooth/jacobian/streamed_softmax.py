@@ -1,7 +1,7 @@
 """The derivative of softmax attention without n × n matrices in memory, where each product recomputes the
 probabilities tile by tile.
 
-The formulas are those of :mod:`howsmooth.jacobian`. The tensors that are kept have n rows: q, k, v,
+The tensors that are kept have n rows: q, k, v,
 the outputs P v, and the logarithm of the denominator of each row's softmax. From these a tile of P takes one
 matrix product and one exponential. Rows of queries do not depend on each other, so JᵀJ is computed one block
 of rows after the other, and each tile of P is formed once: nine matrix products a tile. The derivation is on
@@ -21,9 +21,10 @@ from torch import Tensor
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.scaled_dot_product import ScoreFeatures, cap_slope
 from howsmooth.jacobian.centred_queries_keys_values import Operands
-from howsmooth.jacobian.key_value_moments import Moments, moment_columns, moment_width
+from howsmooth.jacobian.key_value_moments import Moments, moment_columns
 from howsmooth.jacobian.scratch_memory import Scratch
-from howsmooth.jacobian.softmax import Sink, largest_score, rounding_of
+from howsmooth.jacobian.softmax import Sink, largest_score, outputs_and_sink, rounding_of
+from howsmooth.jacobian.softmax_tile import Tile
 from howsmooth.jacobian.tiling import Block, Piece, Tiling
 
 __all__ = ["SINGLE_SCORES", "StreamedDerivative", "streamed_derivative"]
@@ -47,8 +48,7 @@ rows (heads, group, rows, value_dim); it returns a tensor of that shape.
 
 @dataclass(frozen=True)
 class StreamedDerivative:
-    """The derivative of softmax attention with respect to queries, keys and values, which recomputes the
-    probabilities in each product.
+    """The derivative of softmax attention that recomputes the probabilities in each product.
 
     Axes: b = batch member times key/value head, group = query heads that share the key head, m = query rows,
     n = keys. Tangents and cotangents of queries and outputs are (b, group · m, width).
@@ -112,9 +112,7 @@ class StreamedDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return the tangent of the outputs of softmax attention, for tangents of the scaled queries, keys
-        and values.
-        """
+        """Return the tangent of the outputs, for tangents of the scaled queries, keys and values."""
         dq = dq.view(self.q.shape)
         out, tiles = torch.empty_like(self.mean), _Tiles(self, keep=False)
         for block in tiles.blocks():
@@ -125,9 +123,7 @@ class StreamedDerivative:
     def adjoint(
         self, do: Float[Tensor, "b rows value_dim"]
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the cotangents of the scaled queries, keys and values of softmax attention, for a cotangent
-        of its outputs.
-        """
+        """Return the cotangents of the scaled queries, keys and values, for a cotangent of the outputs."""
         do = do.view(self.mean.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=False)
         for block in tiles.blocks():
@@ -142,12 +138,10 @@ class StreamedDerivative:
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Apply the derivative J of softmax attention, then a linear map T of the attention output, and then
-        the transpose of J.
+        """Return Jᵀ(T(J(dq, dk, dv))) in one pass over blocks of rows, where T is ``through``.
 
-        The result Jᵀ(T(J(dq, dk, dv))), where T is ``through``, takes one pass over blocks of rows.
-        ``through`` is called once for each input of the batch and block of rows, with all heads. It must map
-        each row by itself.
+        T is called once for each input of the batch and block of rows, with all heads. It must map each row
+        by itself.
         """
         dq = dq.view(self.q.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=True)
@@ -163,48 +157,30 @@ class StreamedDerivative:
         return parts.taken()
 
     def select(self, rows: Tensor) -> StreamedDerivative:
-        """Return the derivative of softmax attention at the chosen sequences of the batch.
-
-        The sequences are given by the indices ``rows`` of all of their heads along the axis b.
-        """
+        """Return the derivative at sequences given by the indices ``rows`` of all of their heads."""
         members = rows[:: self.kv_heads] // self.kv_heads
+        features = self.features
         return replace(
             self,
-            q=self.q[rows],
-            k=self.k[rows],
-            v=self.v[rows],
-            lse=self.lse[rows],
-            mean=self.mean[rows],
+            **{name: getattr(self, name)[rows] for name in ("q", "k", "v", "lse", "mean")},
             exact=None if self.exact is None else (self.exact[0][rows], self.exact[1][rows]),
-            sink=None if self.sink is None else self.sink.select(rows),
+            sink=None if self.sink is None else self.sink.each(lambda t: t[rows]),
             moments=None,
             kappa=self.kappa[members.cpu()],
             features=replace(
-                self.features,
-                bias=_of_members(self.features.bias, members),
-                seen=_of_members(self.features.seen, members),
+                features, bias=_of_members(features.bias, members), seen=_of_members(features.seen, members)
             ),
         )
 
     @property
     def tiling(self) -> Tiling:
-        """The rules by which the n × n attention scores are cut into tiles that fit into memory."""
+        """The rules by which the scores are cut into tiles."""
         b, group, m, _ = self.q.shape
         members, n = b // self.kv_heads, self.k.shape[1]
-        return Tiling(
-            members,
-            self.kv_heads,
-            group,
-            m,
-            n,
-            self.q.itemsize,
-            self.q.device,
-            self.visibility,
-            bool(self.features),
-        )
+        scores = self.visibility, bool(self.features)
+        return Tiling(members, self.kv_heads, group, m, n, self.q.itemsize, self.q.device, *scores)
 
     def _features(self, block: Block, keys: slice) -> ScoreFeatures:
-        """Return the soft cap, bias, sinks and masks of one tile of attention scores."""
         if not self.features:
             return self.features
         heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
@@ -220,9 +196,8 @@ _ONE_PLACE = (0, 0, 0)
 
 @dataclass(frozen=True)
 class _Scored:
-    """The queries and keys of one block of query rows, from which attention scores are computed.
-
-    ``less``, log₂ of the denominator of each row, is subtracted from the scores in units of log 2.
+    """The queries and keys from which the scores of one block of rows are formed, and ``less``, log₂ of the
+    denominator of each row, which is subtracted from them in units of log 2.
     """
 
     q: Float[Tensor, "b r key_dim"]
@@ -231,8 +206,7 @@ class _Scored:
 
 
 class _Cotangents:
-    """Accumulated cotangents of queries, keys and values, to which each tile of the attention matrix adds its
-    part.
+    """Cotangents of queries, keys and values, to which each tile adds its part.
 
     The cotangents of keys and values are stored transposed, in one contiguous tensor for each tile of keys:
     ``baddbmm_`` adds to a contiguous tensor at the full rate, and to a part of a larger tensor one product
@@ -255,10 +229,7 @@ class _Cotangents:
         left: tuple[Tensor, Tensor],
         right: tuple[Tensor, Tensor],
     ) -> None:
-        """Add the contributions of one tile to the cotangents of its keys and values.
-
-        The contributions are left[0] @ right[0] and left[1] @ right[1].
-        """
+        """Add left[0] @ right[0] and left[1] @ right[1] to the cotangents of a tile's keys and values."""
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
             product = None
             for batches, own in block.places(keys):
@@ -275,9 +246,7 @@ class _Cotangents:
                 place[..., first : first + b.shape[2]].add_(own_product)
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the accumulated cotangents of queries, keys and values as three tensors with one row for
-        each token, and free the memory of the tiles.
-        """
+        """Return the sums as three tensors with one row for each token, and free the memory of the tiles."""
         return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
 
     def _rows(self, parts: list[Tensor]) -> Tensor:
@@ -291,74 +260,50 @@ class _Cotangents:
 
 
 class _Tiles:
-    """One pass over the tiles of the attention matrix that computes a product with the derivative of softmax
-    attention.
-
-    Parameters
-    ----------
-    at
-        The derivative.
-    keep
-        Whether :meth:`product` keeps the tiles of P of a block of rows until :meth:`add_adjoint`.
-
+    """One pass over all tiles. With ``keep``, :meth:`product` keeps the tiles of a block of rows until
+    :meth:`add_adjoint`.
     """
 
     def __init__(self, at: StreamedDerivative, *, keep: bool) -> None:
         self.at = at
         self.tiling = at.tiling
         self.keep = keep
-        self.kept: dict[_Place, tuple[Tensor, Tensor] | None] = {}
+        self.kept: dict[_Place, Tile | None] = {}
         self.scratch = Scratch()
         self.views: dict[tuple[int, ...], Tensor] = {}
 
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks of the attention matrix that cover all query rows and heads, each with as many heads
-        as fit into one tile.
-        """
+        """Yield blocks that cover all query rows and heads, each with as many heads as fit into one tile."""
         for block in self.tiling.blocks():
             yield from block.cut(self.tiling.heads_at_once(block))
 
     def product(
         self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "heads group rows value_dim"]:
-        """Return the tangent of the attention outputs of one block of query rows, for tangents of the scaled
-        queries, keys and values.
-        """
-        sink = self.at.sink
+        """Return the tangents of the outputs of one block of query rows."""
         out = self._of_pieces(block, lambda number, piece: self._image(number, piece, dq, dk, dv))
-        if sink is not None:
-            heads, rows = block.heads, block.rows
-            # The sink is one more key for all tiles, in closed form.
-            ds = (dq[heads, :, rows] @ sink.k[heads, None, :, None]) * sink.p[heads, :, rows, None]
-            out += ds * sink.away[heads, :, rows]
+        if self.at.sink is not None:
+            own = self.at.sink.of_rows(block.heads, block.rows)
+            own.add_tangent(out, dq[block.heads, :, block.rows])
         return out
 
     def add_adjoint(
         self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> None:
-        """Add the contributions of one block of query rows to the cotangents of queries, keys and values.
-
-        The cotangents of the block's queries are written to ``parts``, and its summands for keys and values
-        are added there.
-        """
-        sink = self.at.sink
+        """Write the cotangents of the queries of one block to ``parts``, and add those of keys and values."""
 
         def of_piece(number: int, piece: Piece) -> Tensor:
             return self._cotangent(number, piece, piece.block.part_of(do, block), parts)
 
         out = self._of_pieces(block, of_piece)
-        if sink is not None:
-            heads, rows = block.heads, block.rows
-            ds = (do * sink.away[heads, :, rows]).sum(dim=-1, keepdim=True) * sink.p[heads, :, rows, None]
-            out += ds * sink.k[heads, None, None]
+        if self.at.sink is not None:
+            self.at.sink.of_rows(block.heads, block.rows).add_adjoint(out, do)
         parts.queries[block.heads, :, block.rows] = out
 
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Apply the function ``of_piece`` to all pieces of one block of query rows, and return the sum of the
-        results.
-        """
+        """Return the sum of what ``of_piece`` returns for all pieces of one block of query rows."""
         group, out = self.at.q.shape[1], None
         for number, piece in enumerate(self.tiling.pieces(block)):
             part = piece.block.grid(of_piece(number, piece), group)
@@ -374,36 +319,28 @@ class _Tiles:
     def _image(
         self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "b r value_dim"]:
-        """Return the contribution of the keys of one piece to the tangent of the attention outputs of its
-        query rows.
-
-        The argument ``piece`` holds the query rows and the keys.
-        """
+        """Return what the keys of one piece contribute to the tangents of the outputs of its query rows."""
         at, block = self.at, piece.block
         q, dq, mean = (block.of_rows(t) for t in (at.q, dq, at.mean))
         scored = self._scored(block)
-        out = torch.zeros_like(mean)
-        total = q.new_zeros(*q.shape[:2], 1)
+        sums = torch.zeros_like(mean), q.new_zeros(*q.shape[:2], 1)
         for i, keys in enumerate(piece.keys):
-            tile = self._tile((number, i), block, keys, scored)
-            if tile is None:
-                continue
-            p, slope = tile
-            ds = self._empty("ds", p.shape, p.dtype)
-            torch.bmm(dq, self._keys(at.k, block, keys).mT, out=ds)
-            ds.baddbmm_(q, self._keys(dk, block, keys).mT).mul_(slope)
-            # Σ_j T_ij is summed over the tiles; O_i Σ_j T_ij is subtracted once at the end.
-            total += ds.sum(dim=-1, keepdim=True)
-            out.baddbmm_(ds, self._keys(at.v, block, keys)).baddbmm_(p, self._keys(dv, block, keys))
+            place = self._place((number, i), block)
+            tile = self._tile(place, block, keys, q, scored)
+            if self.keep:
+                self.kept[place] = tile
+            if tile is not None:
+                dk_here, dv_here = self._keys(dk, block, keys), self._keys(dv, block, keys)
+                tile.tangent(dq, dk_here, dv_here, sums, self._empty("ds", tile.p.shape, tile.p.dtype))
+        out, total = sums
+        # Σ_j T_ij is summed over the tiles; O_i Σ_j T_ij is subtracted once at the end.
         return out.addcmul_(total, mean, value=-1)
 
     def _cotangent(
         self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return the contribution of the keys of one piece to the cotangents of its queries.
-
-        The argument ``piece`` holds the query rows and the keys. The piece's summands for the cotangents of
-        keys and values are added to ``parts``.
+        """Return what the keys of one piece contribute to the cotangents of its queries; add to ``parts``
+        those of keys and values.
         """
         at, block = self.at, piece.block
         q, mean = block.of_rows(at.q), block.of_rows(at.mean)
@@ -414,26 +351,18 @@ class _Tiles:
         common = (do * mean).sum(dim=-1, keepdim=True)
         out = torch.zeros_like(q)
         for i, keys in enumerate(piece.keys):
-            place = (number, i)
-            tile = self._tile(place, block, keys, scored) if scored else self.kept[self._place(place, block)]
-            if tile is None:
-                continue
-            p, slope = tile
-            ds = self._empty("ds", p.shape, p.dtype)
-            torch.bmm(do, self._keys(at.v, block, keys).mT, out=ds)
-            ds.sub_(common).mul_(slope)
-            out.baddbmm_(ds, self._keys(at.k, block, keys))
-            parts.add(block, keys, left, (ds, p))
+            place = self._place((number, i), block)
+            tile = self._tile(place, block, keys, q, scored) if scored else self.kept[place]
+            if tile is not None:
+                ds, _ = tile.scores_adjoint(do, common, self._empty("ds", tile.p.shape, tile.p.dtype))
+                out.baddbmm_(ds, tile.k)
+                parts.add(block, keys, left, (ds, tile.p))
         return out
 
     def _keys(
         self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
     ) -> Float[Tensor, "b keys width"]:
-        """Return the rows of a tensor that belong to a range of keys and to the key heads of one block of the
-        attention matrix.
-
-        The tensor ``t`` has one row for each key. The result is a view, which is made once and kept.
-        """
+        """Return the rows of a range of keys, as a view that is made once and kept."""
         name = (id(t), keys.start, keys.stop, *block.keys_of)
         view = self.views.get(name)
         if view is None:
@@ -441,30 +370,11 @@ class _Tiles:
         return view
 
     def _place(self, place: tuple[int, int], block: Block) -> _Place:
-        """Return the name under which the temporary memory of one tile of probabilities is stored.
-
-        Tiles that are not kept share one name, so that each overwrites the one before.
-        """
+        """Return the name of the memory of a tile; tiles that are not kept overwrite each other."""
         return (*place, block.heads.start % self.at.kv_heads) if self.keep else _ONE_PLACE
 
-    def _tile(
-        self, place: tuple[int, int], block: Block, keys: slice, scored: _Scored
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return the attention probabilities P of one tile, and P multiplied by the derivative of the soft
-        cap.
-
-        These are P and P∘D, where D is the derivative of the soft cap. The result is None if all keys of the
-        tile are hidden.
-        """
-        kept = self._place(place, block)
-        tile = self._formed(kept, block, keys, scored)
-        if self.keep:
-            self.kept[kept] = tile
-        return tile
-
-    def _formed(
-        self, place: _Place, block: Block, keys: slice, scored: _Scored
-    ) -> tuple[Tensor, Tensor] | None:
+    def _tile(self, place: _Place, block: Block, keys: slice, q: Tensor, scored: _Scored) -> Tile | None:
+        """Form one tile of P in the memory ``place``, or return None if all of its keys are hidden."""
         at = self.at
         # Scores in the dtype of the products are turned into P in place, so they need the memory of the tile.
         # Float64 scores of float32 products are temporary, and share one memory.
@@ -477,8 +387,10 @@ class _Tiles:
         p.exp2_()
         at.visibility.clear(block.grid(p, at.q.shape[1]), block.rows, keys)
         if slope is None:
-            return p, p
-        return p, torch.mul(p, slope, out=self._empty(("slope", place), p.shape, at.q.dtype))
+            slope = p
+        else:
+            slope = torch.mul(p, slope, out=self._empty(("slope", place), p.shape, at.q.dtype))
+        return Tile(q, self._keys(at.k, block, keys), self._keys(at.v, block, keys), p, slope, slope)
 
     def _scored(self, block: Block, *, normalised: bool = True) -> _Scored:
         at = self.at
@@ -489,12 +401,10 @@ class _Tiles:
     def _scores(
         self, place: _Place, block: Block, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
-        """Return the attention scores of one tile, and the derivative of the soft cap (None if there is no
-        cap).
+        """Return the scores of one tile times log₂ e, less ``scored.less``, and the derivative of a soft cap.
 
-        The scores are multiplied by log₂ e, and ``scored.less`` is subtracted. The rules of ``visibility``
-        are not applied to them. The result is None if a mask hides all keys of the tile from all of its
-        queries.
+        The rules of ``visibility`` are not applied to them. The result is None if a mask hides all keys of
+        the tile from all of its queries.
         """
         at = self.at
         features, mask = at._features(block, keys), at.visibility.mask
@@ -522,12 +432,10 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute, for each query of a block, the softmax denominator and the average of the rows of
-        ``table`` under the attention probabilities of the query.
+        """Write log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
+        probabilities of the sinks to the block's part of ``lse``, ``averages`` and ``sink_p``.
 
-        The results are log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
-        probabilities of the sinks. They are written to the block's part of ``lse``, ``averages`` and
-        ``sink_p``. The tiles are formed once; running sums are scaled when a row finds a larger score.
+        The tiles are formed once; running sums are scaled when a row finds a larger score.
         """
         at, sinks = self.at, self.at.features.sinks
         q, v = at.q[block.heads, :, block.rows], table[block.heads]
@@ -573,7 +481,6 @@ class _Tiles:
         averages[block.heads, :, block.rows] = out / total
 
     def _own(self, block: Block) -> slice:
-        """Return the indices of a block's key heads, counted from the first key head of their sequence."""
         first = block.heads.start % self.at.kv_heads
         return slice(first, first + block.heads.stop - block.heads.start)
 
@@ -582,18 +489,9 @@ class _Tiles:
 
 
 def streamed_derivative(operands: Operands, visibility: Visibility, dtype: torch.dtype) -> StreamedDerivative:
-    """Return the derivative of softmax attention at float64 queries, keys and values, as an object that keeps
-    no n × n matrix.
+    """Return the derivative at float64 queries, keys and values, with products in ``dtype``.
 
-    Parameters
-    ----------
-    operands
-        Queries, keys and values. Every query must see a key or have a sink.
-    visibility
-        Rules that say which keys a query sees.
-    dtype
-        float32 or float64.
-
+    Every query must see a key or have a sink.
     """
     batch, kv_heads = operands.q.shape[:2]
     width = operands.v.shape[-1]
@@ -628,16 +526,12 @@ def streamed_derivative(operands: Operands, visibility: Visibility, dtype: torch
         for strip in tiles.tiling.strips(block):
             tiles.normalise(strip, table, lse, averages, sink_p)
     tiles.scratch.leave()
-    mean, sink, total = averages[..., :width], None, torch.ones_like(lse)
-    if features.sinks is not None:
-        total = averages[..., width]
-        output = operands.outputs(mean, total)
-        mean = output - operands.value_shift.flatten(0, 1)[:, None]
-        sink = Sink.at(operands, sink_p, output).to(dtype)
+    total = torch.ones_like(lse) if features.sinks is None else averages[..., width]
+    mean, sink = outputs_and_sink(operands, averages[..., :width], total, sink_p, dtype)
     moments = None
     if dtype == torch.float64:
-        rows = (t.flatten(1, 2) for t in (averages[..., -moment_width(operands) :], mean, total, sink_p))
-        moments = Moments.of(operands, *rows)
+        of_moments = averages[..., -columns[-1].shape[-1] :]
+        moments = Moments.of(operands, *(t.flatten(1, 2) for t in (of_moments, mean, total, sink_p)))
     return replace(at, mean=mean.to(dtype).contiguous(), sink=sink, moments=moments)
 
 

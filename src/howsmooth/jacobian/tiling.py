@@ -55,11 +55,10 @@ def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tupl
 
 
 def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.device, *, capped: bool) -> int:
-    """Return an upper bound on the bytes of all tiles that are in memory at once in a pass over the attention
-    scores.
+    """Return an upper bound on the bytes of all tiles that are in memory at once.
 
-    ``itemsize`` is the size of a probability in bytes; ``capped`` says if the scores have a cap, which needs
-    P∘D beside P. Scores are counted in float64.
+    ``itemsize`` is the size of a probability in bytes. A cap needs P∘D beside P. Scores are counted in
+    float64.
     """
     _, rows, columns = _tile_shape(heads, n, itemsize, device)
     kept, formed = (2 if capped else 1) * n * itemsize, 4 * columns * 8
@@ -67,25 +66,24 @@ def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.devic
 
 
 def parts_for_threads(kv_heads: int, device: torch.device) -> int:
-    """Return the number of equal parts into which the query rows of one head are cut, one part for each
-    processor thread.
+    """Return the number of equal parts into which the query rows of one head are cut.
 
-    It is 1 unless there is a single key head, on a CPU with two to four threads. The threads share one matrix
-    product with few columns badly, because each writes memory that another reads next. Parts of the rows
-    make a batch of products instead, each with its own cotangents of all keys.
+    It is 1 unless there is a single key head, on a CPU with two to four threads: then each thread has a part.
+    The threads share one matrix product with few columns badly, because each writes memory that another reads
+    next. Parts of the rows make a batch of products instead, each with its own cotangents of all keys.
     """
     threads = torch.get_num_threads() if kv_heads == 1 and device.type == "cpu" else 1
     return threads if threads <= _MOST_THREADS_APART else 1
 
 
 def shifted(rows: slice, by: int) -> slice:
-    """Return the range of indices ``rows`` shifted by ``by``."""
+    """Return ``rows`` shifted by ``by``."""
     return slice(rows.start + by, rows.stop + by)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of attention scores: a range of query rows with all keys, for some key heads of one sequence.
+    """A range of query rows with all keys, for some key heads of one sequence.
 
     Matrix products are batched over the heads or, if there is one head, over ``batches`` equal parts of the
     rows. In the shapes below, b is the number of heads times ``batches``, and r = group · rows / batches.
@@ -107,66 +105,49 @@ class Block:
 
     @property
     def length(self) -> int:
-        """The number of query rows in this block of attention scores."""
+        """The number of query rows."""
         return int(self.rows.stop - self.rows.start)
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A tuple that identifies the keys of this block; blocks with equal tuples can share their key
-        tensors.
-        """
+        """A tuple that is equal for blocks with the same keys."""
         return self.heads.start, self.heads.stop, self.batches
 
     def cut(self, heads: int) -> list[Block]:
-        """Divide this block of attention scores into blocks with the same query rows and at most ``heads``
-        key heads each.
-        """
+        """Divide this block into blocks of at most ``heads`` key heads each."""
         first, last = self.heads.start, self.heads.stop
         return [replace(self, heads=slice(i, min(i + heads, last))) for i in range(first, last, heads)]
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the rows of this block's queries from a tensor that has one row for each query."""
+        """Return the rows of this block's queries."""
         t = t[self.heads, :, self.rows]
         return t.reshape(t.shape[0] * self.batches, -1, t.shape[-1])
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows of a range of keys, for the heads of this block, from a tensor that has one row for
-        each key.
-        """
+        """Return the rows of a range of keys, for the heads of this block."""
         t = t[self.heads, keys]
         return t if self.batches == 1 else t.expand(self.batches, -1, -1)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "heads group rows width"]:
-        """Reshape a tensor with one row for each query of this block to the axes key head, query head within
-        the group, and row.
-
-        The tensor ``t`` has the shape that :meth:`of_rows` returns.
-        """
+        """Undo the flattening of :meth:`of_rows`."""
         return t.view(self.heads.stop - self.heads.start, group, self.length, t.shape[-1])
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return the rows of this block from a tensor that has the query rows of a larger block.
-
-        The tensor ``t`` has shape (heads, group, rows, width); ``block`` contains this block.
-        """
+        """Return this block's rows of a tensor (heads, group, rows, width) of a larger block."""
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Convert a range of keys of this block to indices of keys in the whole sequence.
-
-        The result is a list of pairs (batches, keys), where ``batches`` numbers the products of a batched
-        matrix product. An integer stands for one product, a slice for several with the same keys.
+        """Convert a range of keys to pairs of products of a batched matrix product, and the keys that they
+        have in the whole sequence. An integer stands for one product, a slice for several.
         """
         return [(slice(self.batches), keys)]
 
 
 @dataclass(frozen=True)
 class DiagonalSquares(Block):
-    """A block of attention scores that is spread over several equal squares on the causal diagonal: it
-    contains the same range of rows of every square.
+    """The same range of rows in each of several equal squares on the causal diagonal, one for each thread.
 
-    There is one square for each thread. ``rows`` and keys are numbered from the first row and key of their
-    square.
+    ``rows`` and keys are numbered from the first row and key of their square.
 
     Parameters
     ----------
@@ -182,61 +163,37 @@ class DiagonalSquares(Block):
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A tuple that identifies the keys of this block; blocks with equal tuples can share their key
-        tensors.
-        """
+        """A tuple that is equal for blocks with the same keys."""
         return *super().keys_of, self.origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the rows of this block's queries from a tensor that has one row for each query.
-
-        They are the same range of rows in every square at the causal diagonal.
-        """
+        """Return the rows of this block's queries."""
         start, _, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows of a range of keys in each square of this block, from a tensor that has one row for
-        each key.
-
-        The keys are numbered within the square.
-        """
+        """Return the rows of a range of keys in each square."""
         start, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, keys, row, entry)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
-        """Insert an axis of length 1, in the position of the query heads of a group, into a tensor with one
-        row for each query of this block.
-
-        The tensor ``t`` has the shape that :meth:`of_rows` returns.
-        """
+        """Undo the flattening of :meth:`of_rows`: there is one query head."""
         return t.unsqueeze(1)
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return the rows of this block from a tensor that has the query rows of a larger block.
-
-        The tensor ``t`` has shape (1, 1, rows, width); ``block`` contains this block.
-        """
+        """Return this block's rows of a tensor (1, 1, rows, width) of a larger block."""
         _, _, row, entry = t.stride()
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return a list of pairs, one for each square of this block. The first entry is the index of the
-        square, the second the range ``keys`` of the square, as indices of keys in the whole sequence.
-
-        The argument ``keys`` is numbered from the first key of each square.
-        """
+        """Return, for each square, its number and the keys of the whole sequence."""
         return [(i, shifted(keys, self.origin + i * self.side)) for i in range(self.batches)]
 
     def _strips(
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
     ) -> Float[Tensor, "b own width"]:
-        """Return, as one view of the tensor ``t``, the same range of rows of each square of attention scores
-        at the causal diagonal that belongs to this block.
-
-        The range ``own`` is numbered from the first row of each square. ``start`` is the offset of the head
-        in the memory of ``t``, ``origin`` the first row of the first square, ``row`` and ``entry`` are
-        strides of ``t``.
+        """Return the rows ``own`` of each square as one view of ``t``, whose strides are ``row`` and
+        ``entry``. ``start`` is the offset of the head, ``origin`` the first row of the first square.
         """
         # One operation instead of four: at 2048 tokens the time to start operations matters.
         shape, strides = (self.batches, own.stop - own.start, t.shape[-1]), (self.side * row, row, entry)
@@ -245,20 +202,14 @@ class DiagonalSquares(Block):
 
 @dataclass(frozen=True)
 class Piece:
-    """The attention scores of a block of queries with some of the keys that these queries see.
-
-    The keys are given as ranges, one for each tile of scores.
-    """
+    """A block of queries with some of the keys that they see: a range for each tile of scores."""
 
     block: Block
     keys: list[slice]
 
     @property
     def pairs(self) -> int:
-        """The number of (query, key) pairs in this piece whose attention probability is computed.
-
-        The pairs of one head are counted.
-        """
+        """The number of probabilities that are computed for one head."""
         squares = self.block.batches if isinstance(self.block, DiagonalSquares) else 1
         return int(squares * self.block.length * sum(keys.stop - keys.start for keys in self.keys))
 
@@ -296,27 +247,22 @@ class Tiling:
 
     @cached_property
     def columns(self) -> int:
-        """The largest number of keys in one tile of attention scores.
-
-        Tiles begin and end at multiples of it, or at the first and last key that is seen.
+        """The largest number of keys in one tile. Tiles begin and end at multiples of it, or at the first and
+        last key that is seen.
         """
         return _tile_shape(1, self.n, self.itemsize, self.device)[2]
 
     @property
     def batches(self) -> int:
-        """The number of equal parts into which the query rows of one head are cut. It is 1 or the number of
-        processor threads.
-        """
+        """The number of equal parts into which the query rows of one head are cut."""
         return parts_for_threads(self.kv_heads, self.device)
 
     def spans(self) -> list[range]:
-        """Return the ranges of keys, one for each tile, into which one row of attention scores is divided."""
+        """Return the ranges of keys, one for each tile, of one row of scores."""
         return [range(i, min(i + self.columns, self.n)) for i in range(0, self.n, self.columns)]
 
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks that cover the attention scores of all sequences of the batch. Each block consists of
-        a range of query rows of one sequence, for all key heads.
-        """
+        """Yield blocks that cover all scores, each for all key heads of one sequence."""
         window = self.visibility.window
         # Keys that a block of rows sees, roughly: their tiles are kept between J and Jᵀ.
         reach = self.n if window is None else min(self.n, 2 * window + _COLUMNS["cpu"])
@@ -329,13 +275,13 @@ class Tiling:
                 yield self._block(slice(head, head + self.kv_heads), row, min(row + length, self.m))
 
     def heads_at_once(self, block: Block) -> int:
-        """Return the number of key heads for which the scores of a block of query rows fit into one tile."""
+        """Return the number of key heads for which the scores of a block fit into one tile."""
         heads, most, _ = _tile_shape(self.kv_heads * self.group, self.n, self.itemsize, self.device)
         # A block with fewer rows, at the end of the sequence or in a window, can have more heads.
         return max(1, min(self.kv_heads, heads * most // (block.length * self.group)))
 
     def strips(self, block: Block) -> list[Block]:
-        """Divide a block of query rows into smaller blocks, unless all of its rows see the same keys."""
+        """Divide a block into smaller ones, unless all of its rows see the same keys."""
         length = self._strip if self._edged else block.length
         if block.length <= length:
             return [block]
@@ -343,8 +289,7 @@ class Tiling:
         return [self._block(block.heads, i, min(i + length, last)) for i in range(first, last, length)]
 
     def pieces(self, block: Block) -> list[Piece]:
-        """Divide the attention scores of a block of query rows into pieces, such that few masked scores are
-        computed.
+        """Divide a block of query rows into pieces, such that few masked scores are computed.
 
         One piece has the keys that all rows of the block see. Each strip of rows is another piece, with the
         further keys that its rows see.
@@ -368,9 +313,6 @@ class Tiling:
         ]
 
     def _has_diagonal_squares(self, block: Block) -> bool:
-        """Return True if equal squares along the causal diagonal, one for each processor thread, can be cut
-        out of a block of query rows.
-        """
         plain = self.visibility.triangle and self.group == 1 and not self.features
         side = block.length // block.batches
         # A tile of a square must lie within one tile of the sequence, where its cotangents are added.
@@ -379,12 +321,9 @@ class Tiling:
         return bool(block.batches > 1 and plain and aligned)
 
     def _diagonal_squares(self, block: Block) -> list[Piece]:
-        """Divide a block of query rows near the causal diagonal into squares on the diagonal and rectangles
-        left of them.
+        """Return pieces that cover a block's scores from the key of its first row to the causal diagonal.
 
-        The returned pieces cover the block's scores from the key of its first row to the causal diagonal.
-
-        The rows of each batch form one piece with the keys before their own first row, and a square at the
+        The rows of each thread form one piece with the keys before their own first row, and a square at the
         diagonal with the other keys that they see. The squares are cut into strips, and the same strip of all
         squares is one piece.
         """
@@ -401,16 +340,14 @@ class Tiling:
         return below + [Piece(strip, self.tiles(slice(0, strip.rows.stop))) for strip in squares]
 
     def tiles(self, keys: slice) -> list[slice]:
-        """Divide a range of keys into ranges of at most ``columns`` keys, one for each tile."""
+        """Divide a range of keys into the ranges of tiles."""
         # The cuts are at multiples of ``columns``, so all blocks of rows add to the same tiles of cotangents.
         edges = range(keys.start // self.columns * self.columns, keys.stop, self.columns)
         return [slice(max(i, keys.start), min(i + self.columns, keys.stop)) for i in edges]
 
     @property
     def _edged(self) -> bool:
-        """True if the query rows of a block see different keys, because attention is causal or has
-        a window.
-        """
+        """True if the query rows of a block see different keys."""
         return self.visibility.causal or self.visibility.window is not None
 
     @property

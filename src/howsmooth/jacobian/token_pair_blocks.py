@@ -1,5 +1,4 @@
-"""The blocks J_ij = ∂y_i/∂x_j of the Jacobian of attention for pairs of an output token i and an input token
-j, as batched operators.
+"""The blocks J_ij = ∂y_i/∂x_j of the Jacobian of attention, as batched operators.
 
 For a tangent e of token j ≠ i, one head moves its output at token i by ::
 
@@ -36,22 +35,20 @@ from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, c
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
 from howsmooth.jacobian.projections import Projection
 from howsmooth.jacobian.softmax import softmax_derivative
+from howsmooth.jacobian.softmax_tile import derivative_in_own_query
 from howsmooth.spectral import LinearOperator
 
 __all__ = ["DenseBlocks", "TokenBlocks", "token_blocks"]
 
 
 class TokenBlocks(abc.ABC):
-    """The blocks J_ij = ∂y_i/∂x_j of a Jacobian at one sequence of tokens, computed for a group of pairs (i,
-    j) at a time.
-    """
+    """The blocks J_ij = ∂y_i/∂x_j of a Jacobian at one sequence, for a group of pairs (i, j) at a time."""
 
     @abc.abstractmethod
     def weights(self) -> Float[Tensor, "n n"]:
-        """Return for each block J_ij a rough estimate of its norm, which is zero if the block is zero.
+        """Return for each block a rough estimate of its norm, which is zero if the block is zero.
 
-        Off the diagonal it is the largest attention probability P_ij of all heads. The norms of matrices and
-        tokens, which the norm of a block also depends on, are left out.
+        Off the diagonal it is the largest P_ij of all heads, without the norms of matrices and tokens.
         """
 
     @abc.abstractmethod
@@ -62,8 +59,7 @@ class TokenBlocks(abc.ABC):
         factor: Float[Tensor, " pairs"],
         dtypes: Sequence[torch.dtype],
     ) -> list[LinearOperator]:
-        """For each dtype, return the blocks J_ij of the given pairs of tokens (i, j), multiplied by
-        ``factor``, as a batch of operators (1, d) -> (1, d_out).
+        """For each dtype, return the blocks of pairs times ``factor``, as operators (1, d) -> (1, d_out).
 
         Either all pairs lie on the diagonal i = j, or none does. With the reciprocals of :meth:`weights` as
         factors, the blocks stay in the range of the dtypes.
@@ -93,7 +89,6 @@ def token_blocks(f: TokenMap, x: Float[Tensor, "n d"]) -> TokenBlocks | None:
 
 
 def _acts_on_tokens(f: TokenMap) -> bool:
-    """Return True if a map is known to act on each token separately, as norm layers do."""
     match f:
         case Residual():
             return _acts_on_tokens(f.inner)
@@ -104,7 +99,7 @@ def _acts_on_tokens(f: TokenMap) -> bool:
 
 
 class DenseBlocks(LinearOperator):
-    """A batch of linear operators: blocks of a Jacobian that are given as matrices (pairs, d_out, d)."""
+    """Blocks of a Jacobian that are given as matrices (pairs, d_out, d)."""
 
     def __init__(self, matrices: Float[Tensor, "pairs d_out d"]) -> None:
         pairs, d_out, d = matrices.shape
@@ -118,7 +113,7 @@ class DenseBlocks(LinearOperator):
         return u @ self.matrices
 
     def select(self, members: Tensor) -> DenseBlocks:
-        """Return the blocks of the chosen pairs of tokens."""
+        """Return the blocks of the chosen pairs."""
         return DenseBlocks(self.matrices[members.to(self.device)])
 
 
@@ -126,9 +121,7 @@ class DenseBlocks(LinearOperator):
 
 
 class _Diagonal(TokenBlocks):
-    """The blocks J_ij of the Jacobian of a map that acts on each token separately, which are zero
-    for i ≠ j.
-    """
+    """The blocks of a map that acts on each token separately: zero for i ≠ j."""
 
     def __init__(self, f: TokenMap, x: Float[Tensor, "n d"]) -> None:
         self._f, self._x = f, x
@@ -148,9 +141,7 @@ class _Diagonal(TokenBlocks):
 
 
 class _ResidualBlocks(TokenBlocks):
-    """The blocks J_ij of the Jacobian of a residual connection: the blocks of its branch, plus the identity
-    for i = j.
-    """
+    """The blocks of a residual connection: those of its branch, plus the identity for i = j."""
 
     def __init__(self, inner: TokenBlocks) -> None:
         self._inner = inner
@@ -167,9 +158,7 @@ class _ResidualBlocks(TokenBlocks):
 
 
 class _ComposedBlocks(TokenBlocks):
-    """The blocks J_ij of the Jacobian of a composition of two maps, at least one of which acts on each token
-    separately.
-    """
+    """The blocks of a composition of two maps, one of which acts on each token separately."""
 
     def __init__(self, outer: TokenBlocks, inner: TokenBlocks) -> None:
         self._outer, self._inner = outer, inner
@@ -195,8 +184,6 @@ class _ComposedBlocks(TokenBlocks):
 
 
 class _AttentionBlocks(TokenBlocks):
-    """The blocks J_ij of the Jacobian of multi-head self-attention."""
-
     def __init__(self, f: SelfAttention, x: Float[Tensor, "n d"]) -> None:
         self._f, n = f, len(x)
         tokens = x[None]
@@ -241,11 +228,8 @@ class _AttentionBlocks(TokenBlocks):
         return found
 
     def _read(self, i: Tensor, j: Tensor) -> tuple[Int[Tensor, " pairs"], Float[Tensor, "owners heads d"]]:
-        """Return, for each head and pair (i, j), the gradient of the score of query i and key j with respect
-        to token j.
-
-        The second result has the distinct gradients, and the first their indices for the pairs. Without
-        rotary positions and a norm of the keys, the gradient is the same for all j.
+        """Return, for each head, the distinct gradients b_ij of scores with respect to token j, and their
+        indices for the pairs. Without rotary positions and a norm of the keys, b_ij is the same for all j.
         """
         f = self._f
         if f.rotary is None and f.key_norm is None:
@@ -255,9 +239,6 @@ class _AttentionBlocks(TokenBlocks):
         return torch.arange(len(i), device=i.device), self._read_at_keys(i, j)
 
     def _read_at_keys(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
-        """Return the gradients of :meth:`_read` separately for each pair (i, j), for layers in which they
-        depend on both tokens.
-        """
         f, t = self._f, self._q[:, i].transpose(0, 1)
         pairs, weight, n = len(i), f.key, self._p.shape[1]
         if f.key_norm is None or f.key_norm.d == f.key_dim:
@@ -271,27 +252,15 @@ class _AttentionBlocks(TokenBlocks):
         return rows @ weight.flatten(0, 1)
 
     def _own_query(self, i: Tensor, factor: Tensor) -> _OwnQuery:
-        """Return the derivative of the output of each head at the tokens ``i`` with respect to the query of
-        the same token.
-        """
         n, heads, sink = self._p.shape[1], [], self._core.sink
-        pairs = torch.arange(len(i), device=i.device)
         for head, (values, keys) in enumerate(zip(self._v, self._k, strict=True)):
-            # Σ_l P_il D_il (v_l − O_i) k_lᵀ. Where one key m has nearly all the weight, terms of order one
-            # would cancel; so values are taken relative to v_m, and the sums leave m out.
-            p, slope = self._p[head, i], self._slope[head, i]
-            m = p.argmax(dim=-1)
-            top, others, rows = values[m], p.clone(), slope.clone()
-            others[pairs, m], rows[pairs, m] = 0.0, 0.0
-            mean = others @ values - others.sum(dim=-1, keepdim=True) * top  # O_i − v_m
-            if sink is not None:
-                of_sink, away = (t.view(self._f.heads, n, -1)[head, i] for t in (sink.p, sink.away))
-                mean += of_sink * (self._mean[head, i] + away - top)
-            matrix = (rows[..., None] * values).mT @ keys - top[..., None] * (rows @ keys)[:, None]
-            matrix -= mean[..., None] * (slope @ keys)[:, None]
-            if sink is not None:
-                matrix += (of_sink * away)[..., None] * sink.k[self._group[head]]
-            heads.append(matrix)
+            of_keys = self._p[head, i], self._slope[head, i], values, keys
+            if sink is None:
+                heads.append(derivative_in_own_query(*of_keys))
+                continue
+            of_sink, away = (t.view(self._f.heads, n, -1)[head, i] for t in (sink.p, sink.away))
+            matrix = derivative_in_own_query(*of_keys, (of_sink, self._mean[head, i] + away))
+            heads.append(matrix + (of_sink * away)[..., None] * sink.k[self._group[head]])
         matrices = torch.stack(heads, dim=1)
         matrices *= factor[:, None, None, None]
         return _OwnQuery(matrices, _Placed.at(self._query_norm, self._f.rotary, n, i))
@@ -301,8 +270,6 @@ class _AttentionBlocks(TokenBlocks):
 class _Placed:
     """The derivatives of the norm layer and the rotary embedding that follow the query or key projection, at
     one token of each pair.
-
-    Vectors have shape (pairs, heads, key_dim).
     """
 
     norm: NormJacobian | None
@@ -317,11 +284,9 @@ class _Placed:
         tokens: Int[Tensor, " pairs"],
         heads: Int[Tensor, " heads"] | None = None,
     ) -> _Placed:
-        """Return the derivatives of the norm layer and the rotary embedding at the given tokens of a sequence
-        of n tokens.
+        """Return the derivatives at the given tokens.
 
-        ``norm`` is the Jacobian of the norm at all tokens. Its rows are tokens, or pairs of token and head,
-        of which ``heads`` chooses some.
+        The rows of ``norm`` are all n tokens, or pairs of token and head, of which ``heads`` chooses some.
         """
         if norm is not None:
             unit, factor = (t.view(n, -1, t.shape[-1])[tokens] for t in (norm.unit, norm.factor))
@@ -360,9 +325,7 @@ class _Placed:
 
 @dataclass(frozen=True, eq=False)
 class _OwnQuery:
-    """The derivative of the output of each head at a token with respect to the query of the same token, as
-    matrices.
-    """
+    """The derivative of the output of each head at a token with respect to the query of that token."""
 
     matrices: Float[Tensor, "pairs heads value_dim key_dim"]
     placed: _Placed
@@ -374,22 +337,15 @@ class _OwnQuery:
         return _OwnQuery(self.matrices[members], self.placed.select(members))
 
     def product(self, rows: Float[Tensor, "pairs rows"]) -> Float[Tensor, "pairs heads value_dim"]:
-        """Return the tangents of the head outputs at some tokens, for tangents of the queries of the same
-        tokens.
-        """
         heads, key_dim = self.matrices.shape[1], self.matrices.shape[3]
         return (self.matrices @ self.placed.product(rows.view(-1, heads, key_dim))[..., None])[..., 0]
 
     def adjoint(self, z: Float[Tensor, "pairs heads value_dim"]) -> Float[Tensor, "pairs rows"]:
-        """Return the cotangents of the queries of some tokens, for cotangents of the head outputs at the same
-        tokens.
-        """
         return self.placed.adjoint((self.matrices.mT @ z[..., None])[..., 0]).flatten(1)
 
 
 class _AttentionTile(LinearOperator):
-    """The blocks J_ij of the Jacobian of multi-head self-attention for a group of pairs (i, j), as operators
-    (1, d) -> (1, d_out).
+    """The blocks of multi-head self-attention for a group of pairs.
 
     Parameters
     ----------
@@ -438,9 +394,7 @@ class _AttentionTile(LinearOperator):
         return energy, self._heads_adjoint(through.view_as(self.moved))[:, None]
 
     def _heads(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads value_dim"]:
-        """For each pair (i, j), return the tangents of the head outputs at token i, given the tangent of
-        token j in ``e``.
-        """
+        """Return the tangents of the head outputs at tokens i, for tangents of the tokens j."""
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (e @ value.mT).view(len(e), f.kv_heads, 1, f.value_dim)
         p = self.p.view(len(e), f.kv_heads, -1, 1)
@@ -448,20 +402,13 @@ class _AttentionTile(LinearOperator):
         return z if self.own is None else z + self.own.product(e @ query.mT)
 
     def _heads_adjoint(self, z: Float[Tensor, "pairs heads value_dim"]) -> Float[Tensor, "pairs d"]:
-        """Return, for each pair (i, j), the cotangent of token j. The argument ``z`` contains the cotangents
-        of the head outputs at token i.
-        """
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (self.p[..., None] * z).view(len(z), f.kv_heads, -1, f.value_dim).sum(dim=2)
         e = self._add_scores_adjoint(v.flatten(1) @ value, torch.linalg.vecdot(z, self.moved))
         return e if self.own is None else e.addmm_(self.own.adjoint(z), query)
 
     def _scores(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads"]:
-        """Return the tangent of the attention score of each pair (i, j) and head, given the tangent of token
-        j in ``e``.
-
-        For the tangent e_j of token j it is ⟨b_ij, e_j⟩.
-        """
+        """Return ⟨b_ij, e_j⟩, the tangents of the scores."""
         if self._counts is None:
             return (self._b @ e[..., None])[..., 0]
         return torch.cat([part @ b.mT for part, b in zip(e.split(self._counts), self._b, strict=True)])
@@ -469,9 +416,6 @@ class _AttentionTile(LinearOperator):
     def _add_scores_adjoint(
         self, e: Float[Tensor, "pairs d"], scores: Float[Tensor, "pairs heads"]
     ) -> Float[Tensor, "pairs d"]:
-        """For each pair (i, j), add to ``e`` the cotangent of token j, given the cotangents ``scores`` of the
-        attention scores of all heads.
-        """
         if self._counts is None:
             return torch.baddbmm(e[..., None], self._b.mT, scores[..., None])[..., 0]
         parts = zip(e.split(self._counts), scores.split(self._counts), self._b, strict=True)
@@ -480,7 +424,7 @@ class _AttentionTile(LinearOperator):
         return e
 
     def select(self, members: Tensor) -> _AttentionTile:
-        """Return the blocks of the chosen pairs of tokens."""
+        """Return the blocks of the chosen pairs."""
         members = members.to(self.device)
         own = None if self.own is None else self.own.select(members)
         p, moved, owners = (t[members] for t in (self.p, self.moved, self.owners))

@@ -32,7 +32,7 @@ _COLUMN_BYTES = 2**29
 # The error of float32 products shows how far the terms of a block cancel: float64 products err by that, times
 # the operator's relative rounding error as a multiple of the unit of float32, times this margin. A weight
 # P = e^s is as uncertain as s, by up to 4 units of rounding times the largest score κ (as in
-# ``WeightedSoftmaxDerivative.rounding``), and the operator's error contains κ / 25.
+# ``SoftmaxDerivative.rounding``), and the operator's error contains κ / 25.
 _MARGIN = 100.0
 _SMALLEST = torch.finfo(torch.float64).tiny
 
