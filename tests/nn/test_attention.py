@@ -21,13 +21,9 @@ from howsmooth.bounds import (
     masked_ball_upper_bound,
     two_cluster_lower_bound,
 )
-from howsmooth.bounds.differentiable_upper_bounds import (
-    _norm,
-    any_boolean_mask,
-    products_norms,
-    softmax_layer,
-)
-from howsmooth.bounds.visible_key_counts import visible_rows
+from howsmooth.bounds.differentiable_norms import norms, products_norms
+from howsmooth.bounds.differentiable_upper_bounds import softmax_layer
+from howsmooth.bounds.visible_key_counts import any_boolean_mask, visible_rows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn import QueryKeyNormAttention, SoftmaxAttention
 from tests._selection import others_slow
@@ -298,7 +294,7 @@ def test_norms_and_their_gradients_of_all_shapes(d: int) -> None:
         matrix = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
         other = torch.randn(shape[1], d, generator=generator, dtype=torch.float64)
         for ours, theirs in (
-            (_norm(matrix), torch.linalg.matrix_norm(matrix, 2)),
+            (norms(matrix), torch.linalg.matrix_norm(matrix, 2)),
             (products_norms(matrix, other), torch.linalg.matrix_norm(matrix @ other, 2)),
         ):
             assert ours.item() == pytest.approx(theirs.item(), rel=3e-12)
@@ -308,7 +304,7 @@ def test_norms_and_their_gradients_of_all_shapes(d: int) -> None:
                 rtol=1e-7,
                 atol=1e-9,
             )
-    assert float(_norm(torch.zeros(d, d, dtype=torch.float64))) == 0
+    assert float(norms(torch.zeros(d, d, dtype=torch.float64))) == 0
 
 
 def test_gradients_of_large_layers_in_evaluation() -> None:

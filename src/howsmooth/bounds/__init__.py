@@ -38,9 +38,14 @@ from howsmooth.bounds.ball_lower_bounds import (
 )
 from howsmooth.bounds.ball_upper_bounds import (
     ball_upper_bound,
+    causal_ball_upper_bound,
+    causal_mean_field_upper_bound,
+    masked_ball_upper_bound,
     mean_field_upper_bound,
     theorem_3_3,
     theorem_3_5,
+    theorem_4_3,
+    theorem_4_4,
     theorem_e_3,
 )
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity
@@ -49,13 +54,6 @@ from howsmooth.bounds.comparison_with_measurement import table
 from howsmooth.bounds.key_value_error_upper_bounds import OutputErrorBound, kv_error_upper_bound
 from howsmooth.bounds.large_radius_bounds import theorem_3_7, theorem_4_5
 from howsmooth.bounds.local_upper_bounds import diameter_upper_bound, theorem_c_3, yudin_theorem_3
-from howsmooth.bounds.masked_ball_upper_bounds import (
-    causal_ball_upper_bound,
-    causal_mean_field_upper_bound,
-    masked_ball_upper_bound,
-    theorem_4_3,
-    theorem_4_4,
-)
 from howsmooth.bounds.mean_field_lower_bounds import (
     proposition_3_6,
     proposition_3_6_rate,

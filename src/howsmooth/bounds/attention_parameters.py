@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -33,10 +34,11 @@ __all__ = [
     "Head",
     "Parameters",
     "SiteLike",
+    "as_matrix",
     "largest_distance",
-    "log_largest_weight",
     "log_size",
     "log_spectral_norm",
+    "norms_of_rows",
     "parameters_of",
     "row_blocks",
     "spectral_norm",
@@ -84,8 +86,12 @@ def log_size(tensor: Tensor) -> float:
 
 def unit(tensor: Tensor) -> Tensor:
     """Return a tensor divided by its largest absolute entry, or the tensor itself if it is zero or empty."""
-    size = float(tensor.abs().max()) if tensor.numel() else 0.0
-    return tensor / size if size > 0 else tensor
+    return tensor / _size(tensor)
+
+
+def _size(tensor: Tensor) -> float:
+    """Return the largest absolute entry of a tensor, or 1 if it is zero or empty."""
+    return float(tensor.abs().max()) or 1.0 if tensor.numel() else 1.0
 
 
 def row_blocks(n: int) -> Iterator[slice]:
@@ -96,9 +102,65 @@ def row_blocks(n: int) -> Iterator[slice]:
 
 
 def largest_distance(x: Tensor) -> float:
-    """Return the largest distance between two rows of x (n, d), computed from differences of rows."""
-    exact = "donot_use_mm_for_euclid_dist"
-    return max(float(torch.cdist(x[rows], x, compute_mode=exact).amax()) for rows in row_blocks(len(x)))
+    """Return the largest distance between two rows of x (n, d), from differences of rows, rounded up."""
+    exact, scaled = "donot_use_mm_for_euclid_dist", unit(x)  # squares of large entries overflow
+    blocks = (torch.cdist(scaled[rows], scaled, compute_mode=exact) for rows in row_blocks(len(x)))
+    return _size(x) * max(float(distances.amax()) for distances in blocks) * (1 + _NORM_MARGIN)
+
+
+def norms_of_rows(x: Tensor) -> Tensor:
+    """Return the norms of the rows of x, whose squares may leave the range of float64."""
+    norms: Tensor = _size(x) * torch.linalg.vector_norm(unit(x), dim=-1)
+    return norms
+
+
+def as_matrix(
+    name: str,
+    value: object,
+    shape: tuple[int | str, ...],
+    *,
+    what: str = "numbers",
+    remedy: str = "",
+) -> Tensor:
+    """Return an argument as a float64 tensor on the CPU: a tensor, an array or nested lists of real numbers.
+
+    An entry of ``shape`` is a required size, or the name of a size that may be any positive number. ``what``
+    and ``remedy`` are words for the error.
+
+    Raises
+    ------
+    ArgumentError
+        If ``value`` is of another kind or shape.
+    NonFiniteError
+        If an entry is NaN or infinite.
+
+    """
+    got = type(value).__name__
+    try:
+        given = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        got = f"shape {tuple(given.shape)}" if given.ndim else repr(value)
+        real = not given.dtype.is_complex and given.dtype != torch.bool
+        if not real:
+            got = str(given.dtype)
+        fits = (
+            real
+            and given.ndim == len(shape)
+            and all(
+                size == want if isinstance(want, int) else size >= 1
+                for size, want in zip(given.shape, shape, strict=True)
+            )
+        )
+    except (TypeError, ValueError):  # text, None, or lists of different lengths
+        fits = False
+    if not fits:
+        sizes = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        if not remedy and shape[0] == "heads" and got.startswith("shape"):
+            remedy = f"For a single head give {name}[None]."
+        expected = f"{what} of shape ({sizes}), a tensor, an array or nested lists"
+        raise ArgumentError(name, expected=expected, got=got, remedy=remedy)
+    if not bool(torch.isfinite(given).all()):
+        raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity")
+    return given.to(device="cpu", dtype=torch.float64)
 
 
 class Head:
@@ -111,7 +173,7 @@ class Head:
     A
         Matrix of the scores, (d, d), or a pair of factors (left (d, k), right (k, d)) with A = left @ right.
     V
-        Value matrix, (d_out, d).
+        Value matrix, (d_out, d). All are tensors, arrays or nested lists of real numbers.
     b
         Query bias of the scores, (d,), or None for zero.
 
@@ -124,40 +186,31 @@ class Head:
 
     """
 
-    def __init__(self, A: Tensor | tuple[Tensor, Tensor], V: Tensor, b: Tensor | None = None) -> None:
-        if isinstance(A, tuple):
-            left, right = (_matrix("A", factor) for factor in A)
-            if left.shape[1] != right.shape[0]:
-                raise ArgumentError(
-                    "A",
-                    expected="factors (d, k) and (k, d)",
-                    got=f"shapes {tuple(left.shape)} and {tuple(right.shape)}",
-                )
-            shape = (left.shape[0], right.shape[1])
+    def __init__(self, A: object, V: object, b: object = None) -> None:
+        if isinstance(A, tuple) and len(A) == 2 and np.ndim(A[0]) == 2:
+            left = as_matrix("A", A[0], ("d", "k"), what="factors")
+            right = as_matrix(
+                "A", A[1], (left.shape[1], left.shape[0]), what="factors (d, k) and (k, d), here one"
+            )
         else:
-            left = _matrix("A", A)
-            shape = (left.shape[0], left.shape[1])
-            right = torch.eye(shape[1], dtype=torch.float64)
-        if shape[0] != shape[1]:
+            left = as_matrix("A", A, ("d", "d"), what="a matrix")
+            right = torch.eye(left.shape[1], dtype=torch.float64)
+        if left.shape[0] != right.shape[1]:
             raise ArgumentError(
                 "A",
                 expected="a square matrix (d, d), the bilinear form of the scores",
-                got=f"shape {shape}",
+                got=f"shape {tuple(left.shape)}",
                 remedy="For query and key matrices Q, K of shape (k, d), A = K.T @ Q / k**0.5.",
             )
         _require_product("A", left, right)
         self.left, self.right = left, right
-        self.d = shape[0]
-        self.V = _matrix("V", V)
-        if self.V.shape[1] != self.d:
-            raise ArgumentError(
-                "V", expected=f"a matrix (d_out, {self.d}), as A", got=f"shape {tuple(V.shape)}"
-            )
-        self.b = torch.zeros(self.d, dtype=torch.float64)
-        if b is not None:
-            self.b = _matrix("b", b[None] if b.ndim == 1 else b)[0]
-            if b.ndim != 1 or self.b.shape[0] != self.d:
-                raise ArgumentError("b", expected=f"a vector ({self.d},)", got=f"shape {tuple(b.shape)}")
+        self.d = left.shape[0]
+        self.V = as_matrix("V", V, ("d_out", self.d), what="a matrix")
+        self.b = (
+            torch.zeros(self.d, dtype=torch.float64)
+            if b is None
+            else as_matrix("b", b, (self.d,), what="a vector")
+        )
 
     @cached_property
     def A(self) -> Tensor:
@@ -213,24 +266,6 @@ def _require_product(name: str, left: Tensor, right: Tensor) -> None:
         )
 
 
-def _matrix(name: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor) or value.ndim != 2 or not value.is_floating_point():
-        got = (
-            f"{value.dtype} of shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else type(value).__name__
-        )
-        raise ArgumentError(
-            name,
-            expected="a floating-point tensor (matrix)",
-            got=got,
-            remedy="" if isinstance(value, Tensor) else "Use torch.as_tensor.",
-        )
-    if not bool(torch.isfinite(value).all()):
-        raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity")
-    return value.detach().to(device="cpu", dtype=torch.float64)
-
-
 Masking = Literal["none", "causal", "other"]
 
 
@@ -247,6 +282,8 @@ class Parameters:
         the heads are concatenated.
     masking
         "none", "causal" (token i sees the tokens j <= i), or "other".
+    bare
+        Whether it is a head alone, which statements about a causal mask take as causal.
     mask
         For "other": boolean (n, n), True where the query (row) sees the key (column), or None. A mask fixes
         the length.
@@ -262,9 +299,10 @@ class Parameters:
     mask: Bool[Tensor, "n n"] | None
     window: int | None = None
     causal: bool = False
+    bare: bool = False
 
-    def visibility(self, n: int) -> Visibility:
-        """Return the mask of the attention for n tokens.
+    def visibility(self, n: int, *, argument: str = "length") -> Visibility:
+        """Return the mask of the attention for n tokens, which ``argument`` gave.
 
         Raises
         ------
@@ -274,7 +312,9 @@ class Parameters:
         """
         if self.mask is not None and self.mask.shape[0] != n:
             raise ArgumentError(
-                "length", expected=f"{self.mask.shape[0]}, the length of the mask", got=str(n)
+                argument,
+                expected=f"{self.mask.shape[0]}, the length of the mask",
+                got=str(n),
             )
         return Visibility(n, self.masking == "causal" or self.causal, self.window, self.mask)
 
@@ -357,7 +397,7 @@ def parameters_of(attention: object) -> Parameters:
         return attention
     if isinstance(attention, Head):
         identity = torch.eye(attention.V.shape[0], dtype=torch.float64)
-        return Parameters((attention,), (identity,), "none", None)
+        return Parameters((attention,), (identity,), "none", None, bare=True)
     if not isinstance(attention, SelfAttention):
         require_plain_scores(attention, "these bounds")
         if isinstance(attention, SiteLike):
@@ -408,16 +448,3 @@ def _of_site(site: SiteLike) -> Parameters:
         got=f"scope {getattr(site, 'scope', '?')!r}",
         remedy="Capture with scope 'attention', 'heads' or 'head'; for norms see pre_norm_upper_bound.",
     )
-
-
-def log_largest_weight(n: int | float, a: float) -> float:
-    """Return the log of the largest attention weight that is possible if a query sees n keys with scores in
-    [−a, a].
-
-    This weight is P̄(n, a) = 1/(1 + (n−1)e^{−2a}).
-    """
-    if n <= 1:
-        return 0.0
-    exponent = math.log(n - 1) - 2 * a
-    # log(1 + e^t), without overflow for large t
-    return -(max(exponent, 0.0) + math.log1p(math.exp(-abs(exponent))))

@@ -15,9 +15,10 @@ __all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_radius", "e
 
 Side = Literal["upper", "lower"]
 
-# Formulas are evaluated in float64, mostly as logarithms up to a few hundred. This margin of the logarithm
-# exceeds their rounding, so that an upper bound is never below and a lower bound never above its formula.
-_MARGIN = 1e-12
+# Formulas are evaluated in float64, mostly as logarithms up to a few hundred. This margin of the logarithm,
+# and some units of its own last place, exceed their rounding, so that an upper bound is never below and a
+# lower bound never above its formula.
+_MARGIN, _PLACES = 1e-12, 8 * 2.0**-52
 
 
 class Quantity(StrEnum):
@@ -97,8 +98,8 @@ class Bound:
 
         Pass either the value as ``formula`` or its logarithm as ``log_formula``.
         """
-        log = _log(formula, log_formula)
-        return cls(name, "upper", quantity, source, log + _MARGIN, hypotheses)
+        log, allowance = _log(formula, log_formula)
+        return cls(name, "upper", quantity, source, log + allowance, hypotheses)
 
     @classmethod
     def lower(
@@ -111,12 +112,9 @@ class Bound:
         log_formula: float | None = None,
         hypotheses: tuple[Hypothesis, ...] = (),
     ) -> Bound:
-        """Return a lower bound from the computed value of its formula, which is rounded down.
-
-        Pass either the value as ``formula`` or its logarithm as ``log_formula``.
-        """
-        log = _log(formula, log_formula)
-        return cls(name, "lower", quantity, source, log - _MARGIN, hypotheses)
+        """Return a lower bound, which is rounded down, with the arguments of :meth:`upper`."""
+        log, allowance = _log(formula, log_formula)
+        return cls(name, "lower", quantity, source, log - allowance, hypotheses)
 
     @property
     def holds(self) -> bool:
@@ -160,7 +158,8 @@ class Bound:
         return f"Bound({self.quantity} {sign} {number}{reason}; {self.name}, {self.source})"
 
 
-def _log(formula: float | None, log_formula: float | None) -> float:
+def _log(formula: float | None, log_formula: float | None) -> tuple[float, float]:
+    """Return the logarithm of a formula and the allowance for the rounding of its evaluation."""
     if (formula is None) == (log_formula is None):
         raise TypeError("give one of formula and log_formula")
     if log_formula is None:
@@ -168,7 +167,7 @@ def _log(formula: float | None, log_formula: float | None) -> float:
         log_formula = -math.inf if formula == 0 else math.log(formula)
     if math.isnan(log_formula):
         raise ArithmeticError("a formula gave nan")
-    return log_formula
+    return log_formula, _MARGIN + (_PLACES * abs(log_formula) if math.isfinite(log_formula) else 0.0)
 
 
 def exp(log: float) -> float:
@@ -195,12 +194,12 @@ def check_radius(radius: object) -> float:
     return value
 
 
-def check_length(length: object, *, least: int = 1) -> int:
+def check_length(length: object, *, least: int = 1, name: str = "length") -> int:
     """Return ``length`` as an int after checking that it is a whole number >= ``least``."""
     try:
         n = operator.index(length)  # type: ignore[arg-type]
     except TypeError:
         n = least - 1
     if isinstance(length, bool) or n < least:
-        raise ArgumentError("length", expected=f"a whole number of tokens n >= {least}", got=repr(length))
+        raise ArgumentError(name, expected=f"a whole number of tokens n >= {least}", got=repr(length))
     return n

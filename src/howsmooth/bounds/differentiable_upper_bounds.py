@@ -15,26 +15,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.ball_upper_bounds import h_star_maximiser
+from howsmooth.bounds.ball_upper_bounds import h_star, largest_weight, row_square
+from howsmooth.bounds.differentiable_norms import grams, norms, products_norms, reach, root
 from howsmooth.bounds.visible_key_counts import VisibleRows
 
-__all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
+__all__ = ["query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
 
-# Norms are rounded up by this relative error, as in ``parameters``.
+# Norms are rounded up by this relative error.
 _NORM_MARGIN = 1e-12
-# For larger matrices only the leading eigenvector is computed, instead of all.
-_LARGE = 96
-
-
-def any_boolean_mask(length: int) -> VisibleRows:
-    """Return counts of visible keys, as a :class:`VisibleRows`, with which the bounds of this module hold
-    under every boolean mask.
-
-    The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
-    the result has only these two kinds of row.
-    """
-    counts = torch.tensor([1.0, 2.0] if length > 1 else [1.0], dtype=torch.float64)
-    return VisibleRows(counts, torch.zeros_like(counts, dtype=torch.bool), False, None, length, "any")
 
 
 def softmax_layer(
@@ -69,10 +57,8 @@ def softmax_layer(
     heads = _Heads.of(value.double(), output.double())
     m = rows.counts.to(a.device)
     several = _sees_several_keys(rows, m)
-    rho = _h_star(a3)[:, None].expand(-1, len(m))  # (heads, rows)
-    if not rows.free:
-        by_largest = (1 + a3.square())[:, None] * _largest(m, a3)
-        rho = torch.where(several, torch.minimum(rho, by_largest), 1.0)
+    each = h_star(a3[:, None]) if rows.free else row_square(m, a3[:, None])
+    rho = each.value.expand(-1, len(m))  # (heads, rows)
     diagonal = a if bool(several.any()) else torch.zeros_like(a)
     bound = heads.together(diagonal + _heaviest_key(rows, rho).sqrt())
     if _same_keys(rows):
@@ -104,15 +90,15 @@ def query_key_norm_layer(
     - M(s_h) + √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(p_i − 1/m_i))²)).
     """
     tau = temperature.double().abs()
-    norm_q, reach_q = _normalised(query.double(), query_bias, radius, eps)
-    norm_k, reach_k = _normalised(key.double(), key_bias, radius, eps)
+    norm_q, norm_k = norms(query.double()), norms(key.double())
+    reach_q, reach_k = reach(norm_q, query_bias, radius, eps), reach(norm_k, key_bias, radius, eps)
     heads = _Heads.of(value.double(), output.double())
     m = rows.counts.to(norm_q.device)
     several = _sees_several_keys(rows, m)
     if rows.free:
         p = torch.ones(len(norm_q), len(m), dtype=torch.float64, device=norm_q.device)
     else:
-        p = _largest(m, tau * reach_q * reach_k)
+        p = largest_weight(m, (tau * reach_q * reach_k)[:, None]).value
     moved = torch.zeros_like(norm_q)
     if bool(several.any()):
         spread = _heaviest_key(rows, torch.where(several, p.clamp(max=0.5), 0.0)).sqrt()
@@ -173,7 +159,7 @@ class _Heads:
         count, dim, _ = value.shape
         maps = output.unflatten(1, (count, dim)).transpose(0, 1)
         return cls(
-            _grams(maps, value), _norm(output), _norm(value), products_norms(output, value.flatten(0, 1))
+            grams(maps, value), norms(output), norms(value), products_norms(output, value.flatten(0, 1))
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +180,7 @@ class _Heads:
         W_h are the output maps and V_h the value matrices. The bound is M(c) of :func:`softmax_layer`.
         """
         by_grams, by_output = self.squares(c)
-        return _root(torch.minimum(by_grams, by_output))
+        return root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
         """Bound the part of the Jacobian in which the queries are held fixed. Each block row is split into
@@ -203,29 +189,9 @@ class _Heads:
         The result is the last term of the second bound of :func:`softmax_layer`,
         √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
         """
-        rest = _root(rho - 1 / m)
+        rest = root(rho - 1 / m)
         mean = self.total.square() / m
         return torch.minimum(*(rows.heaviest(mean + square) for square in self.squares(rest))).sqrt()
-
-
-def _grams(maps: Tensor, value: Tensor) -> Tensor:
-    """Return the norms ‖(W_h V_h)ᵀ W_g V_g‖ for all pairs h, g of heads, (heads, heads).
-
-    The singular vectors are computed from k × k matrices. The gradient is taken with the
-    singular vectors held fixed.
-    """
-    count = len(value)
-    h, g = torch.triu_indices(count, count, device=value.device)
-    with torch.no_grad():
-        q, r = torch.linalg.qr(value.mT)
-        folded = maps @ r.mT
-        u, v = _leading(q[h], folded[h].mT @ folded[g], q[g])
-    left = maps[h] @ (value[h] @ u[..., None])
-    right = maps[g] @ (value[g] @ v[..., None])
-    norms = (left * right).sum(dim=(-2, -1)) * (1 + _NORM_MARGIN)
-    found = torch.zeros(count, count, dtype=norms.dtype, device=norms.device)
-    upper = found.index_put((h, g), norms)
-    return upper + upper.mT - torch.diag(upper.diagonal())
 
 
 def _same_keys(rows: VisibleRows) -> bool:
@@ -247,15 +213,6 @@ def _sees_several_keys(rows: VisibleRows, m: Tensor) -> Tensor:
     return torch.full_like(m, rows.length > 1, dtype=torch.bool) if rows.free else m > 1
 
 
-def _largest(m: Tensor, a: Tensor) -> Tensor:
-    """Return the largest attention weight that is possible if the m scores of a row lie in [−a, a]. The
-    result has one entry for each head and row.
-
-    It is 1/(1 + (m−1)e^{−2a}).
-    """
-    return 1 / (1 + (m - 1) * torch.exp(-2 * a)[:, None])
-
-
 def _heaviest_key(rows: VisibleRows, weights: Tensor) -> Tensor:
     """Sum given weights of the queries over the queries that see a key, and return for each head the largest
     of these sums over all keys.
@@ -263,123 +220,3 @@ def _heaviest_key(rows: VisibleRows, weights: Tensor) -> Tensor:
     For weights w_i of the queries it is max_j Σ_{i sees j} w_i.
     """
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
-
-
-def _h_star(a: Tensor) -> Tensor:
-    """Return h*(a) for each head as a differentiable number. It is an upper bound on the squared norm of a
-    block row of the Jacobian.
-
-    It is the number of ``row_norm_maximum``. The gradient holds the maximiser fixed.
-    """
-    w = torch.tensor(
-        [h_star_maximiser(min(float(x), 1e9)) for x in a.detach().nan_to_num(nan=math.inf)],
-        dtype=a.dtype,
-        device=a.device,
-    )
-    return 1 + 0.5 * (1 - w) * (1 + w) * (a - 1 + a * w) * (a + 1 - a * w)
-
-
-def _normalised(
-    weight: Tensor, bias: Tensor | None, radius: float, eps: float
-) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Bound, for each head, the norm of a query or key matrix and the norms of the normalised queries or
-    keys.
-
-    The second result bounds the norm of a query (or key) of tokens in the ball, normalised with ``eps``.
-    """
-    norms = _norm(weight)
-    reach = radius * norms
-    if bias is not None:
-        reach = reach + torch.linalg.vector_norm(bias.double(), dim=-1) * (1 + _NORM_MARGIN)
-    return norms, reach / torch.sqrt(reach.square() + eps)
-
-
-# ---- norms with a gradient
-
-
-def products_norms(
-    left: Float[Tensor, "*lead m k"], right: Float[Tensor, "*lead k d"]
-) -> Float[Tensor, "*lead"]:
-    """Return differentiable spectral norms of the products left @ right, rounded up.
-
-    Leading singular vectors u and v are computed from the product of the triangular QR factors, which is
-    small. The norm is ⟨Lᵀu, R v⟩, differentiated with u and v held fixed. If the largest singular value is
-    multiple, the gradient is one of the subgradients; at the zero matrix it is zero.
-    """
-    with torch.no_grad():
-        q_left, r_left = torch.linalg.qr(left)
-        q_right, r_right = torch.linalg.qr(right.mT)
-        u, v = _leading(q_left, r_left @ r_right.mT, q_right)
-    norms: Tensor = ((left.mT @ u[..., None]) * (right @ v[..., None])).sum(dim=(-2, -1))
-    return norms * (1 + _NORM_MARGIN)
-
-
-def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of the product q_left @ small @ q_rightᵀ.
-
-    They are computed from the leading singular vectors of ``small``. ``q_left`` and ``q_right`` have
-    orthonormal columns. The left vector is zero if the matrix is zero.
-    """
-    u, v = _singular_vectors(small)
-    return (q_left @ u[..., None])[..., 0], (q_right @ v[..., None])[..., 0]
-
-
-def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
-    """Return spectral norms of matrices, rounded up and differentiable.
-
-    A norm is ⟨u, M v⟩, and the gradient holds the singular vectors u and v fixed.
-    """
-    with torch.no_grad():
-        u, v = _singular_vectors(matrix)
-    norms: Tensor = torch.einsum("...m,...mk,...k->...", u, matrix, v)
-    return norms * (1 + _NORM_MARGIN)
-
-
-def _singular_vectors(
-    matrix: Float[Tensor, "*lead rows columns"],
-) -> tuple[Float[Tensor, "*lead rows"], Float[Tensor, "*lead columns"]]:
-    """Return the leading singular vectors u, v of M, where u = 0 if M = 0, and NaN if an entry is not finite.
-
-    v is an eigenvector of the Gram matrix, scaled so that it neither overflows nor underflows, and
-    u = Mv/|Mv|. The norm |Mv| has a relative error of a few units of rounding.
-    """
-    scale = matrix.abs().amax(dim=(-2, -1), keepdim=True)
-    scaled = matrix / torch.where(scale > 0, scale, 1.0)
-    wide = matrix.shape[-2] < matrix.shape[-1]
-    tall = scaled.mT if wide else scaled
-    gram = tall.mT @ tall
-    if not bool(torch.isfinite(gram).all()):
-        v = torch.full_like(tall[..., 0, :], math.nan)
-    elif gram.ndim == 2 and len(gram) > _LARGE:
-        v = _last_eigenvector(gram)
-    else:
-        v = torch.linalg.eigh(gram)[1][..., -1]
-    image = (tall @ v[..., None])[..., 0]
-    length = torch.linalg.vector_norm(image, dim=-1, keepdim=True)
-    u = image / torch.where(length > 0, length, 1.0)
-    return (v * (length > 0), u) if wide else (u, v)
-
-
-def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
-    """Return an eigenvector for the largest eigenvalue of a Gram matrix, faster than ``eigh``.
-
-    The method is inverse iteration.
-    """
-    largest = torch.linalg.eigvalsh(gram)[-1]
-    shift = torch.where(largest > 0, largest * (1 + 4 * len(gram) * torch.finfo(gram.dtype).eps), 1.0)
-    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    factors, pivots, _ = torch.linalg.lu_factor_ex(gram - shift * identity)
-    # The start has no symmetry by which it could be orthogonal to the eigenvector.
-    v = torch.cos(torch.arange(1.0, len(gram) + 1, dtype=gram.dtype, device=gram.device).square())
-    for _ in range(3):
-        v = torch.linalg.lu_solve(factors, pivots, v[:, None])[:, 0]
-        v = v / torch.linalg.vector_norm(v)
-    if not bool(v @ gram @ v >= largest * (1 - 1e-13 * len(gram))):  # NaN, or converged to another eigenvalue
-        v = torch.linalg.eigh(gram)[1][:, -1]
-    return v
-
-
-def _root(square: Tensor) -> Tensor:
-    """Return the square root of each entry, or 0 with derivative 0 where the entry is at most zero."""
-    positive = ~(square <= 0)  # also true for NaN, which an overflow leaves
-    return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

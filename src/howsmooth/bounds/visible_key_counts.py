@@ -20,7 +20,7 @@ from torch import Tensor
 from howsmooth.bounds.bound import check_length
 from howsmooth.errors import ArgumentError
 
-__all__ = ["Mask", "VisibleRows", "visible_rows"]
+__all__ = ["Mask", "VisibleRows", "any_boolean_mask", "visible_rows"]
 
 Mask = Literal["none", "causal", "any"] | Tensor
 
@@ -122,6 +122,15 @@ def visible_rows(length: object, mask: Mask) -> VisibleRows:
         )
     counts = np.arange(1.0, n + 1) if mask == "causal" else np.array([float(n)])
     return _rows(counts, np.full(counts.shape, mask != "any"), None, n, mask)
+
+
+def any_boolean_mask(length: int) -> VisibleRows:
+    """Return counts for every boolean mask, of bounds whose rows are largest for one key or two.
+
+    The masks may differ between heads. The result has only these two kinds of row.
+    """
+    counts = torch.tensor([1.0, 2.0] if length > 1 else [1.0], dtype=torch.float64)
+    return VisibleRows(counts, torch.zeros_like(counts, dtype=torch.bool), False, None, length, "any")
 
 
 def _given(n: int, mask: Tensor) -> VisibleRows:

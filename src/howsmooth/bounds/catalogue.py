@@ -1,0 +1,202 @@
+"""The catalogue of bounds: each is a formula with its quantity, its source and its hypotheses.
+
+A formula is a function of a prepared problem. ``statement`` makes of it the public function that prepares the
+problem from a user's arguments, evaluates the formula and the hypotheses, rounds outwards once, and has the
+documentation of its family. The signature, and the text on parameters and errors, are those of the function
+that prepares the problem, so they stand once for all statements of a family. ``best``, ``table``, the lists
+in the documentation and ``howsmooth bound`` go over ``CATALOGUE``.
+
+Formulas are written with :class:`~howsmooth.bounds.log_numbers.Log`, so one text gives numbers, their
+logarithms where they overflow, and gradients, which ``howsmooth.nn`` needs to divide layers by their bounds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, Side
+from howsmooth.bounds.bound_problem import Problem, no_masking_but
+from howsmooth.bounds.log_numbers import Log, Number
+
+__all__ = ["CATALOGUE", "OURS", "PAPER", "Condition", "Statement", "statement"]
+
+PAPER = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"
+OURS = "howsmooth documentation, "
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Value = Number | tuple[Number, Number] | Bound
+Heads = Literal["one", "several", "any"]
+Masks = Literal["none", "causal", "none or causal", "any"]
+
+_ATTENTION = {"one": "One head", "several": "Any number of heads", "any": "Any number of heads"}
+_SIZE = {"one": "one head", "several": "several heads", "any": "any number of heads"}
+_TAB = " " * 4
+# These are constants in other norms than all others.
+_NOT_COMPARED = (Quantity.TOKEN_WISE, Quantity.LOCAL_TOKEN_WISE)
+
+
+@dataclass(frozen=True)
+class Condition(Generic[T]):
+    """A hypothesis of a statement in words, and the function that says whether it holds for a problem."""
+
+    words: str
+    holds: Callable[[T], bool]
+
+    def of(self, problem: T) -> Hypothesis:
+        """Return the hypothesis, with the answer for this problem."""
+        return Hypothesis(self.words, bool(self.holds(problem)))
+
+
+@dataclass(frozen=True, eq=False)
+class Statement(Generic[T]):
+    """A bound of the catalogue.
+
+    Attributes
+    ----------
+    name, side, source
+        As in :class:`~howsmooth.bounds.Bound`; ``side`` is None if the caller chooses it.
+    quantity
+        The bounded constant, or a function that reads it from the problem.
+    formula
+        The value of the bound as a function of the problem; a lower and an upper value if the caller chooses
+        the side; or a whole :class:`~howsmooth.bounds.Bound`.
+    arguments
+        What the problem must have: "X" for tokens, "length" for a number of tokens.
+    heads, masks
+        The attentions that the statement is about.
+    needs
+        Its other hypotheses.
+    listed
+        Says for which of these attentions ``best`` and ``table`` list the statement.
+
+    """
+
+    name: str
+    side: Side | None
+    quantity: Quantity | Callable[[T], Quantity]
+    source: str
+    formula: Callable[[T], Value]
+    arguments: frozenset[str]
+    heads: Heads | None
+    masks: Masks
+    needs: Sequence[Condition[T]]
+    listed: Callable[[Problem], bool] | None
+
+    def at(self, problem: T, side: Side | None = None) -> Bound:
+        """Evaluate the bound, rounded outwards, and its hypotheses."""
+        if isinstance(problem, Problem) and self.heads == "one":
+            problem.parameters.one_head(self.name)
+        quantity = self.quantity if isinstance(self.quantity, Quantity) else self.quantity(problem)
+        hypotheses = [condition.of(problem) for condition in self.needs]
+        if isinstance(problem, Problem) and self.masks != "any":
+            hypotheses.insert(0, no_masking_but(self.masks, problem))
+        found = self.formula(problem)
+        if isinstance(found, Bound):
+            return found
+        side = self.side or side or getattr(problem, "side", "upper")
+        if isinstance(found, tuple):
+            found = found[side == "upper"]
+        log = float(Log.of(found).log.detach())
+        bound = Bound.upper if side == "upper" else Bound.lower
+        return bound(self.name, quantity, self.source, log_formula=log, hypotheses=tuple(hypotheses))
+
+    def sides(self, problem: Problem) -> tuple[Side, ...]:
+        """Return on which sides ``best`` and ``table`` list the statement for a problem, possibly on none."""
+        sides: tuple[Side, ...] = ("upper", "lower") if self.side is None else (self.side,)
+        if self.heads is None or not self.arguments <= problem.given or self.quantity in _NOT_COMPARED:
+            return ()
+        if self.listed is not None:
+            return sides if self.listed(problem) else ()
+        if not problem.plain:
+            return ()
+        masking, heads = problem.parameters.masking, len(problem.parameters.heads)
+        # A lower bound on the constant of the mean-field map says nothing of a given number of tokens.
+        of_measures = self.side == "lower" and self.quantity == Quantity.MEAN_FIELD
+        fits = (self.masks == "any" or masking in self.masks.split(" or ")) and not (
+            of_measures and problem.length is not None
+        )
+        return sides if fits and (self.heads == "any" or (self.heads == "one") == (heads == 1)) else ()
+
+
+CATALOGUE: dict[str, Statement[Any]] = {}
+"""All statements by name, in the order in which they are defined."""
+
+
+def statement(
+    prepare: Callable[P, T],
+    *,
+    quantity: Quantity | Callable[[T], Quantity],
+    source: str,
+    side: Side | None = "upper",
+    heads: Heads | None = "one",
+    masks: Masks = "any",
+    needs: Sequence[Condition[T]] = (),
+    listed: Callable[[Problem], bool] | None = None,
+) -> Callable[[Callable[[T], Value]], Callable[P, Bound]]:
+    """Add a formula to the catalogue, and return the public function that evaluates it.
+
+    ``prepare`` makes the problem from the public arguments; its docstring has the sections Parameters and
+    Raises of the family. All else is described in :class:`Statement`.
+    """
+
+    def decorate(formula: Callable[[T], Value]) -> Callable[P, Bound]:
+        signature, name = inspect.signature(prepare), formula.__name__
+        made = Statement(
+            name=name,
+            side=side,
+            quantity=quantity,
+            source=source,
+            formula=formula,
+            arguments=frozenset(signature.parameters) & {"X", "length"},
+            heads=heads,
+            masks=masks,
+            needs=needs,
+            listed=listed,
+        )
+        CATALOGUE[name] = made
+
+        def public(*args: P.args, **kwargs: P.kwargs) -> Bound:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from None
+            return made.at(prepare(*args, **kwargs))
+
+        public.__name__ = public.__qualname__ = name
+        public.__module__, public.__doc__ = formula.__module__, _documented(made, formula, prepare)
+        public.__annotations__ = {**prepare.__annotations__, "return": "Bound"}
+        public.__signature__ = signature.replace(return_annotation="Bound")  # type: ignore[attr-defined]
+        return public
+
+    return decorate
+
+
+def _documented(made: Statement[T], formula: Callable[[T], Value], prepare: Callable[P, T]) -> str:
+    """Write the docstring of a statement: what it says, and the sections that its family shares."""
+    parameters, _, errors = inspect.cleandoc(prepare.__doc__ or "").partition("Raises\n------\n")
+    parameters = parameters[parameters.index("Parameters\n") :].replace(
+        "{heads}", _ATTENTION[made.heads or "any"]
+    )
+    quantity = made.quantity if isinstance(made.quantity, Quantity) else Quantity.GLOBAL
+    free = quantity in (Quantity.MEAN_FIELD, Quantity.MASKED_MEAN_FIELD) and made.side == "upper"
+    masks = {"any": [], "none": ["no mask"]}.get(made.masks, [f"{made.masks} mask"])
+    words = "; ".join([*masks, *(condition.words for condition in made.needs)])
+    sides = {"upper": "Upper bound", "lower": "Lower bound", None: "Bound"}
+    returns = f"{sides[made.side]} on {quantity}" + (
+        ", and so on Lip(f on B_R^n) for every n." if free else "."
+    )
+    returns += f" Hypotheses: {words}." if words else ""
+    reference = made.source.replace(OURS, "Documentation page ")
+    sections = {
+        "Parameters": parameters.partition("----------\n")[2].strip(),
+        "Returns": "Bound\n" + textwrap.fill(returns, 106, initial_indent=_TAB, subsequent_indent=_TAB),
+        "Raises": errors.strip(),
+        "References": textwrap.fill(f"{reference}.", 106),
+    }
+    words = [f"{name}\n{'-' * len(name)}\n{text}\n" for name, text in sections.items()]
+    return "\n".join([inspect.cleandoc(formula.__doc__ or "") + "\n", *words])
