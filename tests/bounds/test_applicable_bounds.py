@@ -306,7 +306,8 @@ def test_pre_norm_composition_where_it_is_an_equality() -> None:
 def test_a_token_longer_by_a_rounding_error_enlarges_the_ball() -> None:
     x = tokens(0, N, D)
     longest = float(x.norm(dim=1).max())
-    assert table(ATTENTIONS["one head"], x, radius=longest / (1 + 5e-7)).attrs["radius"] == longest
+    radius = table(ATTENTIONS["one head"], x, radius=longest / (1 + 5e-7)).attrs["radius"]
+    assert longest <= radius <= longest * (1 + 1e-13)
 
 
 def test_no_statement_that_holds_is_an_error() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.bounds.bound import Bound
+from howsmooth.bounds.bound import Bound, Side
 from howsmooth.bounds.bound_problem import Problem, check_side
-from howsmooth.bounds.catalogue import CATALOGUE
+from howsmooth.bounds.catalogue import CATALOGUE, Statement
 from howsmooth.errors import ArgumentError
 
 __all__ = ["all_bounds", "applicable_bounds", "best"]
@@ -21,14 +18,14 @@ def all_bounds(problem: Problem, *, side: str | None = None) -> list[Bound]:
     They are the bounds at the tokens X, if the problem has X; the bounds on the ball for n tokens, if it has
     a length; and the bounds on the ball that hold for every length.
     """
-    return [evaluate() for _, evaluate in applicable_bounds(problem, side=side)]
+    return [statement.at(problem, one) for statement, one in applicable_bounds(problem, side=side)]
 
 
-def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tuple[str, Callable[[], Bound]]]:
-    """List the names of the bounds that apply to an attention, with functions that compute them."""
+def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tuple[Statement[Problem], Side]]:
+    """List the statements that apply to an attention, each with its side."""
     return [
-        (name, partial(statement.at, problem, one))
-        for name, statement in CATALOGUE.items()
+        (statement, one)
+        for statement in CATALOGUE.values()
         for one in statement.sides(problem)
         if side in (None, one)
     ]

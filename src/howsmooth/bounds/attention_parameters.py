@@ -27,6 +27,7 @@ from howsmooth.attention.theorem_preconditions import (
 )
 from howsmooth.bounds.bound import exp
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.rounding import above, gamma, spectral_norm_above, spectral_norm_below, up
 
 __all__ = [
     "ROTARY",
@@ -41,57 +42,49 @@ __all__ = [
     "norms_of_rows",
     "parameters_of",
     "row_blocks",
-    "spectral_norm",
     "unit",
 ]
 
 ROTARY = "rotary positions, with which A depends on the distance of the tokens"
 """Why attention with rotary positions has no bound on a ball, in words."""
 
-# Spectral norms are rounded up by this relative error, which float64 norms of matrices with up to some
-# thousands of rows stay below. LAPACK guarantees less, by a factor of the dimension, but errors are smaller.
-_NORM_MARGIN = 1e-12
 # Products of parameters with larger logarithms, or their squares' sums, might leave the range of float64.
 _LARGEST_LOG = 700.0
 # Number of pairs of tokens in one block, so that no n × n matrix is formed for a long sequence.
 _PAIRS = 1 << 22
 
 
-def spectral_norm(matrix: Tensor) -> float:
-    """Return the spectral norm of a matrix in float64, rounded up. It is inf if an entry has overflowed."""
-    if matrix.numel() == 0:
-        return 0.0
-    if not bool(torch.isfinite(matrix).all()):
-        return math.inf
-    return float(torch.linalg.matrix_norm(matrix.double(), 2)) * (1 + _NORM_MARGIN)
+def log_spectral_norm(*factors: Tensor, upper: bool = True) -> float:
+    """Return the logarithm of the spectral norm of a product of float64 matrices, rounded up or down.
 
-
-def log_spectral_norm(*factors: Tensor) -> float:
-    """Return the logarithm of the spectral norm of a product of float64 matrices, rounded up.
-
-    Each factor is divided by its largest entry, so that the product neither overflows nor underflows.
+    Each factor is divided by its size, so that the product neither overflows nor underflows.
     """
-    norm = spectral_norm(reduce(torch.matmul, map(unit, factors)))
-    if norm == 0:
+    scaled = [unit(factor) for factor in factors]
+    product, error = reduce(torch.matmul, scaled), 0.0
+    if len(factors) > 1:
+        # A computed product of matrices is off by γ_m |L| |R| entry by entry, with m terms in its sums.
+        terms = sum(factor.shape[0] for factor in factors[1:])
+        error = up(gamma(terms) * math.prod(float(torch.linalg.vector_norm(t)) for t in scaled))
+    norm = spectral_norm_above(product) + error if upper else spectral_norm_below(product) - error
+    if norm <= 0:
         return -math.inf
-    logs = [math.log(norm), *map(log_size, factors)]
-    return math.fsum(logs) + 4 * 2.0**-52 * math.fsum(map(abs, logs))
+    return math.fsum([math.log(norm), *map(log_size, factors)])
 
 
 def log_size(tensor: Tensor) -> float:
-    """Return the logarithm of the largest absolute entry of a tensor."""
-    size = float(tensor.abs().max()) if tensor.numel() else 0.0
-    return math.log(size) if size > 0 else -math.inf
+    """Return the logarithm of the size of a tensor, −inf if it is zero or empty."""
+    return math.log(_size(tensor)) if bool((tensor != 0).any()) else -math.inf
 
 
 def unit(tensor: Tensor) -> Tensor:
-    """Return a tensor divided by its largest absolute entry, or the tensor itself if it is zero or empty."""
+    """Return a tensor divided by its size, so that its largest entry lies between 1 and 2."""
     return tensor / _size(tensor)
 
 
 def _size(tensor: Tensor) -> float:
-    """Return the largest absolute entry of a tensor, or 1 if it is zero or empty."""
-    return float(tensor.abs().max()) or 1.0 if tensor.numel() else 1.0
+    """Return the power of two below the largest absolute entry of a tensor, by which division is exact."""
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return 2.0 ** (math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
 
 
 def row_blocks(n: int) -> Iterator[slice]:
@@ -105,13 +98,13 @@ def largest_distance(x: Tensor) -> float:
     """Return the largest distance between two rows of x (n, d), from differences of rows, rounded up."""
     exact, scaled = "donot_use_mm_for_euclid_dist", unit(x)  # squares of large entries overflow
     blocks = (torch.cdist(scaled[rows], scaled, compute_mode=exact) for rows in row_blocks(len(x)))
-    return _size(x) * max(float(distances.amax()) for distances in blocks) * (1 + _NORM_MARGIN)
+    return _size(x) * above(max(float(distances.amax()) for distances in blocks), 2 * x.shape[1] + 4)
 
 
 def norms_of_rows(x: Tensor) -> Tensor:
-    """Return the norms of the rows of x, whose squares may leave the range of float64."""
-    norms: Tensor = _size(x) * torch.linalg.vector_norm(unit(x), dim=-1)
-    return norms
+    """Return the norms of the rows of x, whose squares may leave the range of float64, rounded up."""
+    norms: Tensor = torch.linalg.vector_norm(unit(x), dim=-1)
+    return _size(x) * above(norms, x.shape[-1] + 2)
 
 
 def as_matrix(
@@ -206,6 +199,7 @@ class Head:
         self.left, self.right = left, right
         self.d = left.shape[0]
         self.V = as_matrix("V", V, ("d_out", self.d), what="a matrix")
+        self.V_factors: tuple[Tensor, ...] = (self.V,)
         self.b = (
             torch.zeros(self.d, dtype=torch.float64)
             if b is None
@@ -237,7 +231,7 @@ class Head:
     @cached_property
     def log_V_norm(self) -> float:
         """The logarithm of the spectral norm of the value matrix V, rounded up."""
-        return log_spectral_norm(self.V)
+        return log_spectral_norm(*self.V_factors)
 
     @cached_property
     def V_norm(self) -> float:
@@ -350,7 +344,7 @@ class Parameters:
         """
         head, output = self.heads[h], self.outputs[h]
         folded = Head((head.left, head.right), output @ head.V, head.b)
-        folded.log_V_norm = log_spectral_norm(output, head.V)  # right also where the product underflows
+        folded.V_factors = (output, head.V)  # right also where the product underflows
         return folded
 
 

@@ -29,6 +29,7 @@ from howsmooth.bounds.jacobian_column_lower_bounds import (
     MOST_ROWS,
     log_column_norm,
     log_integer,
+    log_norm,
     log_rank_one,
     log_weights,
     rounding_of_scores,
@@ -44,6 +45,7 @@ from howsmooth.bounds.worst_case_tokens import (
     spread_directions,
     two_cluster_points,
 )
+from howsmooth.rounding import below, spectral_norm_below
 
 __all__ = [
     "causal_two_cluster_lower_bound",
@@ -86,6 +88,7 @@ def is_identity(p: Problem) -> bool:
     source=_PAGE,
     heads="any",
     masks="none or causal",
+    searched=True,
 )
 def heavy_token_lower_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X, one of which gets most of the attention.
@@ -129,8 +132,8 @@ def equal_tokens_lower_bound(p: Problem) -> Log:
         shown = seen.block(rows, seen.keys(rows))
         if shown is not None:
             shares = shown / shown.sum(1, keepdim=True, dtype=torch.float64)
-            norm = max(norm, float(torch.linalg.matrix_norm(shares, 2)))
-    return Log.of(norm * float(torch.linalg.matrix_norm(total_value(parameters), 2)) * (1 - 1e-12))
+            norm = max(norm, spectral_norm_below(shares))
+    return Log.of(norm) * Log(log_norm(total_value(parameters)))
 
 
 @statement(
@@ -141,6 +144,7 @@ def equal_tokens_lower_bound(p: Problem) -> Log:
     heads="any",
     masks="none",
     needs=_THREE_TOKENS_IN_A_PLANE,
+    searched=True,
 )
 def two_heavy_tokens_lower_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X, two of which get most of the attention.
@@ -164,6 +168,7 @@ def two_heavy_tokens_lower_bound(p: Problem) -> Log:
     heads="any",
     masks="causal",
     needs=_THREE_TOKENS_IN_A_PLANE,
+    searched=True,
 )
 def causal_two_heavy_tokens_lower_bound(p: Problem) -> Log:
     """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens X, two of which get
@@ -321,8 +326,8 @@ def _log_two_heavy_formula(head: Head, n: int, points: TwoHeavyTokens, *, masked
     rows = float(torch.logsumexp(2 * log_p, dim=0)) + (0.0 if masked else float(log_m[0]))
     # The derivative of log p in the gap is 1 − 2p, so rounding of the gap matters only where p is below 1/2.
     undecided = max(0.0, 1 - 2 * float(log_p.min().exp()))
-    error = undecided * 4e-15 * size * float((mean - points.light).norm()) if undecided else 0.0
-    return 0.5 * (math.log(2) + rows) + math.log(size) + math.log(strength) - error - 1e-12
+    error = undecided * rounding_of_scores([head], points) if undecided else 0.0
+    return 0.5 * (math.log(2) + rows) + math.log(size) + math.log(strength) - error
 
 
 def _cesaro_norm(n: int) -> float:
@@ -334,16 +339,16 @@ def _cesaro_norm(n: int) -> float:
     small = min(n, _MOST_DENSE_CESARO)
     counts = torch.arange(1, small + 1, dtype=torch.float64)
     dense = torch.ones(small, small, dtype=torch.float64).tril() / counts[:, None]
-    norm = float(torch.linalg.matrix_norm(dense, 2))
+    norm = spectral_norm_below(dense)
     if n == small:
-        return norm * (1 - 1e-12)
+        return norm
     counts = torch.arange(1, n + 1, dtype=torch.float64)
     vector = counts.rsqrt()
     for _ in range(50):
         image = vector.cumsum(0) / counts
         ratio = float(image.norm() / vector.norm())
-        norm = max(norm, ratio * (1 - 1e-9))
+        norm = max(norm, below(ratio, 3 * n))
         # Multiply by the transposed Cesàro matrix: entry j is Σ_{i≥j} image_i / i.
         vector = (image / counts).flip(0).cumsum(0).flip(0)
         vector = vector / vector.norm()
-    return norm * (1 - 1e-12)
+    return norm

@@ -9,16 +9,11 @@ from enum import StrEnum
 from typing import Literal
 
 from howsmooth.errors import ArgumentError
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import limit_in_digits, log_above, log_below
 
 __all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_radius", "exp"]
 
 Side = Literal["upper", "lower"]
-
-# Formulas are evaluated in float64, mostly as logarithms up to a few hundred. This margin of the logarithm,
-# and some units of its own last place, exceed their rounding, so that an upper bound is never below and a
-# lower bound never above its formula.
-_MARGIN, _PLACES = 1e-12, 8 * 2.0**-52
 
 
 class Quantity(StrEnum):
@@ -98,8 +93,7 @@ class Bound:
 
         Pass either the value as ``formula`` or its logarithm as ``log_formula``.
         """
-        log, allowance = _log(formula, log_formula)
-        return cls(name, "upper", quantity, source, log + allowance, hypotheses)
+        return cls(name, "upper", quantity, source, log_above(_log(formula, log_formula)), hypotheses)
 
     @classmethod
     def lower(
@@ -113,8 +107,7 @@ class Bound:
         hypotheses: tuple[Hypothesis, ...] = (),
     ) -> Bound:
         """Return a lower bound, which is rounded down, with the arguments of :meth:`upper`."""
-        log, allowance = _log(formula, log_formula)
-        return cls(name, "lower", quantity, source, log - allowance, hypotheses)
+        return cls(name, "lower", quantity, source, log_below(_log(formula, log_formula)), hypotheses)
 
     @property
     def holds(self) -> bool:
@@ -158,8 +151,7 @@ class Bound:
         return f"Bound({self.quantity} {sign} {number}{reason}; {self.name}, {self.source})"
 
 
-def _log(formula: float | None, log_formula: float | None) -> tuple[float, float]:
-    """Return the logarithm of a formula and the allowance for the rounding of its evaluation."""
+def _log(formula: float | None, log_formula: float | None) -> float:
     if (formula is None) == (log_formula is None):
         raise TypeError("give one of formula and log_formula")
     if log_formula is None:
@@ -167,7 +159,7 @@ def _log(formula: float | None, log_formula: float | None) -> tuple[float, float
         log_formula = -math.inf if formula == 0 else math.log(formula)
     if math.isnan(log_formula):
         raise ArithmeticError("a formula gave nan")
-    return log_formula, _MARGIN + (_PLACES * abs(log_formula) if math.isfinite(log_formula) else 0.0)
+    return log_formula
 
 
 def exp(log: float) -> float:

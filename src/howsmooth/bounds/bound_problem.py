@@ -27,6 +27,7 @@ from howsmooth.bounds.bound import Hypothesis, Side, check_length, check_radius
 from howsmooth.bounds.log_numbers import Log
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.rounding import above, gamma, up
 
 __all__ = ["Problem", "at_tokens", "far_out", "for_every_length", "no_masking_but", "on_ball"]
 
@@ -39,6 +40,33 @@ _MASKING = {
     "causal": "a causal mask and no other",
     "none or causal": "no mask, or a causal one",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Vectors:
+    """Vectors M x_i + b, upper bounds on their norms, and a bound on the norms of their errors."""
+
+    values: Float[Tensor, "n d"]
+    lengths: Float[Tensor, " n"]
+    error: float
+
+    @classmethod
+    def of(cls, x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Vectors:
+        """Multiply the tokens x by two matrices from the right, and add a bias."""
+        values = _finite((x @ first) @ second + bias)
+        sizes = norms_of_rows((x.abs() @ first.abs()) @ second.abs() + bias.abs()).max()
+        error = up(gamma(sum(first.shape) + 2) * float(sizes))
+        return cls(values, above(norms_of_rows(values) + error, 1), error)
+
+    @property
+    def longest(self) -> Log:
+        """The largest norm."""
+        return Log.of(self.lengths.max())
+
+    @property
+    def diameter(self) -> Log:
+        """The largest distance between two of the vectors."""
+        return Log.of(above(largest_distance(self.values) + 2 * self.error, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,14 +198,14 @@ class Problem:
         return self.X
 
     @cached_property
-    def y(self) -> Float[Tensor, "n d"]:
+    def y(self) -> Vectors:
         """The vectors A x_i + b, whose inner products with the tokens are the scores."""
-        return _finite((self.tokens @ self.head.right.mT) @ self.head.left.mT + self.head.b)
+        return Vectors.of(self.tokens, self.head.right.mT, self.head.left.mT, self.head.b)
 
     @cached_property
-    def transposed(self) -> Float[Tensor, "n d"]:
+    def transposed(self) -> Vectors:
         """The vectors Aᵀ x_i."""
-        return _finite((self.tokens @ self.head.left) @ self.head.right)
+        return Vectors.of(self.tokens, self.head.left, self.head.right, torch.zeros_like(self.head.b))
 
     @cached_property
     def visible(self) -> Bool[Tensor, "n n"]:
@@ -189,8 +217,17 @@ class Problem:
     @cached_property
     def weights(self) -> Float[Tensor, "n n"]:
         """The attention weights P of one head at the tokens."""
-        scores = _finite(self.y @ (self.tokens - self.tokens.mean(dim=0)).mT)
+        scores = _finite(self.y.values @ (self.tokens - self.tokens.mean(dim=0)).mT)
         return torch.softmax(scores.masked_fill(~self.visible, -torch.inf), dim=1)
+
+    @property
+    def log_error_of_weights(self) -> float:
+        """A bound on the error of the logarithms of the attention weights, at most 700."""
+        # Errors of the scores of at most e change a weight by a factor of at most e^{2e}; tokens less their
+        # mean are at most twice as long as the longest token.
+        roundings = gamma(self.head.d + 4) * self.y.lengths.max() + self.y.error
+        of_scores = up(4 * float(roundings * norms_of_rows(self.tokens).max()))
+        return min(of_scores + gamma(2 * len(self.tokens) + 40), 700.0)
 
     @cached_property
     def diameter(self) -> Log:

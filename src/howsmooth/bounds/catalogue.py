@@ -22,7 +22,7 @@ from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, Side
 from howsmooth.bounds.bound_problem import Problem, no_masking_but
 from howsmooth.bounds.log_numbers import Log, Number
 
-__all__ = ["CATALOGUE", "OURS", "PAPER", "Condition", "Statement", "statement"]
+__all__ = ["CATALOGUE", "OURS", "PAPER", "Condition", "Statement", "listing", "statement"]
 
 PAPER = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"
 OURS = "howsmooth documentation, "
@@ -73,6 +73,8 @@ class Statement(Generic[T]):
         Its other hypotheses.
     listed
         Says for which of these attentions ``best`` and ``table`` list the statement.
+    searched
+        Whether the formula searches for tokens, which takes long.
 
     """
 
@@ -85,13 +87,17 @@ class Statement(Generic[T]):
     heads: Heads | None
     masks: Masks
     needs: Sequence[Condition[T]]
-    listed: Callable[[Problem], bool] | None
+    listed: Callable[[Problem], bool] | None = None
+    searched: bool = False
+
+    def quantity_of(self, problem: T) -> Quantity:
+        """Return the constant that is bounded for this problem."""
+        return self.quantity if isinstance(self.quantity, Quantity) else self.quantity(problem)
 
     def at(self, problem: T, side: Side | None = None) -> Bound:
         """Evaluate the bound, rounded outwards, and its hypotheses."""
         if isinstance(problem, Problem) and self.heads == "one":
             problem.parameters.one_head(self.name)
-        quantity = self.quantity if isinstance(self.quantity, Quantity) else self.quantity(problem)
         hypotheses = [condition.of(problem) for condition in self.needs]
         if isinstance(problem, Problem) and self.masks != "any":
             hypotheses.insert(0, no_masking_but(self.masks, problem))
@@ -103,7 +109,9 @@ class Statement(Generic[T]):
             found = found[side == "upper"]
         log = float(Log.of(found).log.detach())
         bound = Bound.upper if side == "upper" else Bound.lower
-        return bound(self.name, quantity, self.source, log_formula=log, hypotheses=tuple(hypotheses))
+        return bound(
+            self.name, self.quantity_of(problem), self.source, log_formula=log, hypotheses=tuple(hypotheses)
+        )
 
     def sides(self, problem: Problem) -> tuple[Side, ...]:
         """Return on which sides ``best`` and ``table`` list the statement for a problem, possibly on none."""
@@ -137,6 +145,7 @@ def statement(
     masks: Masks = "any",
     needs: Sequence[Condition[T]] = (),
     listed: Callable[[Problem], bool] | None = None,
+    searched: bool = False,
 ) -> Callable[[Callable[[T], Value]], Callable[P, Bound]]:
     """Add a formula to the catalogue, and return the public function that evaluates it.
 
@@ -157,6 +166,7 @@ def statement(
             masks=masks,
             needs=needs,
             listed=listed,
+            searched=searched,
         )
         CATALOGUE[name] = made
 
@@ -174,6 +184,20 @@ def statement(
         return public
 
     return decorate
+
+
+def listing(names: Sequence[str]) -> str:
+    """Return a list of the named statements by side and quantity, for the documentation."""
+    groups: dict[str, list[str]] = {}
+    for name, made in CATALOGUE.items():
+        if name in names:
+            side = f"{made.side.capitalize()} bounds" if made.side else "Upper and lower bounds"
+            quantity = made.quantity if isinstance(made.quantity, Quantity) else Quantity.GLOBAL
+            groups.setdefault(f"{side} on {quantity}", []).append(f"``{name}``")
+    return "\n".join(
+        textwrap.fill(f"- {title}: {', '.join(found)}.", 106, subsequent_indent="  ", break_on_hyphens=False)
+        for title, found in groups.items()
+    )
 
 
 def _documented(made: Statement[T], formula: Callable[[T], Value], prepare: Callable[P, T]) -> str:
@@ -198,5 +222,5 @@ def _documented(made: Statement[T], formula: Callable[[T], Value], prepare: Call
         "Raises": errors.strip(),
         "References": textwrap.fill(f"{reference}.", 106),
     }
-    words = [f"{name}\n{'-' * len(name)}\n{text}\n" for name, text in sections.items()]
-    return "\n".join([inspect.cleandoc(formula.__doc__ or "") + "\n", *words])
+    written = [f"{name}\n{'-' * len(name)}\n{text}\n" for name, text in sections.items()]
+    return "\n".join([inspect.cleandoc(formula.__doc__ or "") + "\n", *written])

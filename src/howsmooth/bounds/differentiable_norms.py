@@ -12,12 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.rounding import U, above
+
 __all__ = ["grams", "norms", "products_norms", "reach", "root"]
 
-# Norms are rounded up by this relative error.
-_NORM_MARGIN = 1e-12
 # For larger matrices only the leading eigenvector is computed, instead of all.
 _LARGE = 96
+# A norm ⟨u, M v⟩ at computed singular vectors is below the norm by the square of their errors, which counts
+# as so many roundings.
+_OF_VECTORS = 64
 
 
 def norms(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
@@ -25,7 +28,7 @@ def norms(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]
     with torch.no_grad():
         u, v = _singular_vectors(matrix)
     found: Tensor = torch.einsum("...m,...mk,...k->...", u, matrix, v)
-    return found * (1 + _NORM_MARGIN)
+    return above(found, sum(matrix.shape[-2:]) + _OF_VECTORS)
 
 
 def products_norms(
@@ -41,7 +44,7 @@ def products_norms(
         q_right, r_right = torch.linalg.qr(right.mT)
         u, v = _leading(q_left, r_left @ r_right.mT, q_right)
     found: Tensor = ((left.mT @ u[..., None]) * (right @ v[..., None])).sum(dim=(-2, -1))
-    return found * (1 + _NORM_MARGIN)
+    return above(found, 2 * sum(left.shape[-2:]) + right.shape[-1] + _OF_VECTORS)
 
 
 def grams(maps: Tensor, value: Tensor) -> Tensor:
@@ -58,7 +61,7 @@ def grams(maps: Tensor, value: Tensor) -> Tensor:
         u, v = _leading(q[h], folded[h].mT @ folded[g], q[g])
     left = maps[h] @ (value[h] @ u[..., None])
     right = maps[g] @ (value[g] @ v[..., None])
-    norms = (left * right).sum(dim=(-2, -1)) * (1 + _NORM_MARGIN)
+    norms = above((left * right).sum(dim=(-2, -1)), 2 * sum(value.shape[1:]) + maps.shape[1] + _OF_VECTORS)
     found = torch.zeros(count, count, dtype=norms.dtype, device=norms.device)
     upper = found.index_put((h, g), norms)
     return upper + upper.mT - torch.diag(upper.diagonal())
@@ -74,7 +77,7 @@ def reach(
         return torch.ones_like(sizes)
     found = radius * sizes
     if bias is not None:
-        found = found + torch.linalg.vector_norm(bias.double(), dim=-1) * (1 + _NORM_MARGIN)
+        found = found + above(torch.linalg.vector_norm(bias.double(), dim=-1), bias.shape[-1])
     return found if eps is None else found / torch.sqrt(found.square() + eps)
 
 
@@ -133,6 +136,7 @@ def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
     for _ in range(3):
         v = torch.linalg.lu_solve(factors, pivots, v[:, None])[:, 0]
         v = v / torch.linalg.vector_norm(v)
-    if not bool(v @ gram @ v >= largest * (1 - 1e-13 * len(gram))):  # NaN, or converged to another eigenvalue
+    # NaN, or converged to another eigenvalue
+    if not bool(v @ gram @ v >= largest * (1 - 1024 * U * len(gram))):
         v = torch.linalg.eigh(gram)[1][:, -1]
     return v

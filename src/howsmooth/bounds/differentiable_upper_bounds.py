@@ -18,11 +18,9 @@ from torch import Tensor
 from howsmooth.bounds.ball_upper_bounds import h_star, largest_weight, row_square
 from howsmooth.bounds.differentiable_norms import grams, norms, products_norms, reach, root
 from howsmooth.bounds.visible_key_counts import VisibleRows
+from howsmooth.rounding import above
 
 __all__ = ["query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
-
-# Norms are rounded up by this relative error.
-_NORM_MARGIN = 1e-12
 
 
 def softmax_layer(
@@ -53,7 +51,7 @@ def softmax_layer(
     a3 = a
     if query_bias is not None:
         shift = torch.einsum("hkd,hk->hd", k, query_bias.double())
-        a3 = a + scale * radius * torch.linalg.vector_norm(shift, dim=-1) * (1 + _NORM_MARGIN)
+        a3 = a + above(scale * radius * torch.linalg.vector_norm(shift, dim=-1), sum(k.shape[1:]))
     heads = _Heads.of(value.double(), output.double())
     m = rows.counts.to(a.device)
     several = _sees_several_keys(rows, m)
@@ -124,7 +122,7 @@ def softmax_output_radius(
         shift = shift + output.double() @ value_bias.double().flatten()
     if output_bias is not None:
         shift = shift + output_bias.double()
-    return largest + float(torch.linalg.vector_norm(shift)) * (1 + _NORM_MARGIN)
+    return largest + above(float(torch.linalg.vector_norm(shift)), 2 * sum(output.shape))
 
 
 # ---- several heads

@@ -7,23 +7,21 @@ Proofs: documentation page "Large radius".
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 
 import torch
 
-from howsmooth.bounds.attention_parameters import norms_of_rows, row_blocks
+from howsmooth.bounds.attention_parameters import log_spectral_norm, row_blocks
 from howsmooth.bounds.ball_upper_bounds import no_query_bias
 from howsmooth.bounds.bound import Quantity
-from howsmooth.bounds.bound_problem import Problem, far_out
+from howsmooth.bounds.bound_problem import Problem, Vectors, far_out
 from howsmooth.bounds.catalogue import PAPER, Condition, statement
 from howsmooth.bounds.log_numbers import Log
+from howsmooth.rounding import gamma, up
 
 __all__ = ["theorem_3_7", "theorem_4_5"]
 
 _PAGE = 'with the rate of the documentation page "Large radius"'
-# Head rounds spectral norms up by this relative error of float64 arithmetic.
-_NORM_MARGIN = 1e-12
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class LargeRadius:
 
     Attributes
     ----------
-    limit
-        ‖Π⊗V‖ = ‖V‖ √(max_j #{i : row i has its argmax at j}).
+    limit, limit_below
+        ‖Π⊗V‖ = ‖V‖ √(max_j #{i : row i has its argmax at j}), rounded up and down.
     distance
         An upper bound on ‖D_{RX}f − Π⊗V‖.
     gap
@@ -45,6 +43,7 @@ class LargeRadius:
     """
 
     limit: Log
+    limit_below: Log
     distance: Log
     gap: float
 
@@ -91,8 +90,7 @@ def theorem_4_5(p: Problem) -> tuple[Log, Log]:
 
 
 def _ends(found: LargeRadius) -> tuple[Log, Log]:
-    # The lower bound needs ‖V‖ rounded down: the margin by which it was rounded up is taken off.
-    low = found.limit / (1 + 3 * _NORM_MARGIN)
+    low = found.limit_below
     share = float((found.distance / low).value)
     return low * (1 - share) if share < 1 else Log(-math.inf), found.limit + found.distance
 
@@ -105,7 +103,7 @@ def large_radius(p: Problem, masked: bool) -> LargeRadius:
     keys, queries = x @ head.left, x @ head.right.mT
     # Rounding error of a score x_iᵀAx_j: relative to the same product of absolute values of all factors.
     sizes = (head.left.abs().mT @ x.abs().mT).mT, x.abs() @ head.right.abs().mT
-    relative = 2 * (2 * head.d + head.left.shape[1]) * sys.float_info.epsilon
+    relative = up(gamma(2 * head.d + head.left.shape[1] + 4))
     order = torch.arange(n)
     gap, chosen = math.inf, []
     for rows in row_blocks(n):
@@ -118,12 +116,14 @@ def large_radius(p: Problem, masked: bool) -> LargeRadius:
         gap = min(gap, float(differences.scatter(1, best[:, None], math.inf).min()))
         chosen.append(best)
     count = int(torch.bincount(torch.cat(chosen), minlength=n).max())
-    limit = p.V * Log.of(count) ** 0.5
+    below = Log(log_spectral_norm(*head.V_factors, upper=False))
+    limit, limit_below = p.V * Log.of(count) ** 0.5, below * Log.of(count) ** 0.5
     if n == 1:
-        return LargeRadius(limit, Log(-math.inf), math.inf)
+        return LargeRadius(limit, limit_below, Log(-math.inf), math.inf)
     # Multiplied in this order, because a zero gap times R² = ∞ would be NaN
     share = (n - 1) * Log(-gap * p.factor * p.factor)
     moved = R**2 * p.diameter
-    longest = Log.of(norms_of_rows(queries @ head.left.mT).max() * (1 + _NORM_MARGIN))
+    bare = torch.zeros_like(head.b)
+    longest = Vectors.of(x, head.right.mT, head.left.mT, bare).longest
     inside = Log.of(2 * n) ** 0.5 * (1 + moved * longest) + moved * p.diameter * Log(head.log_A_norm)
-    return LargeRadius(limit, p.V * (1 / (1 + 1 / share)) * inside, gap)
+    return LargeRadius(limit, limit_below, p.V * (1 / (1 + 1 / share)) * inside, gap)

@@ -9,21 +9,17 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds.attention_parameters import largest_distance, norms_of_rows, spectral_norm
 from howsmooth.bounds.ball_upper_bounds import largest_weight
 from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem, at_tokens
 from howsmooth.bounds.catalogue import CATALOGUE, OURS, PAPER, Statement, statement
 from howsmooth.bounds.certificates import certificate
 from howsmooth.bounds.log_numbers import Log, maximum, minimum
+from howsmooth.rounding import gamma, spectral_norm_above
 
 __all__ = ["diameter_upper_bound", "theorem_c_3", "yudin_theorem_3"]
-
-# Norms of tokens are rounded up by this relative error, far above the error of float64.
-_MARGIN = 1e-12
 
 
 def _norms_are_of_heads(p: Problem) -> bool:
@@ -55,7 +51,7 @@ def theorem_c_3(p: Problem) -> Log:
     the tokens. The code published with the paper uses the maximum of |A x_i| alone as R_A. That is not a
     bound, because the Jacobian also contains C_i A, which depends on Aᵀ x_j.
     """
-    largest = maximum(_largest(p.y), _largest(p.transposed))
+    largest = maximum(p.y.longest, p.transposed.longest)
     return p.V * (largest**2 * p.diameter**2 * (p.n + 1) + p.n) ** 0.5
 
 
@@ -71,11 +67,11 @@ def diameter_upper_bound(p: Problem) -> Log:
     is the diameter of the tokens x_i, r_A the diameter of the vectors Aᵀ x_i, n_i the number of keys that
     token i sees, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}). The term of a row with n_i = 1 is 1.
     """
-    t = Log.of(norms_of_rows(p.y) * (1 + _MARGIN)) * p.diameter
+    t = Log.of(p.y.lengths) * p.diameter
     keys = p.visible.sum(dim=1).double()
     rows = minimum(1 + t**2 / 8, (1 + t**2 / 4) * largest_weight(keys, t.value / 2))
     rows = Log(torch.where(keys == 1, 0.0, rows.log))
-    return p.V * (rows.sum() ** 0.5 + p.diameter * largest_distance(p.transposed) / 4)
+    return p.V * (rows.sum() ** 0.5 + p.diameter * p.transposed.diameter / 4)
 
 
 @statement(at_tokens, quantity=Quantity.LOCAL, source="Yudin et al. 2025, Theorem 3")
@@ -89,15 +85,9 @@ def yudin_theorem_3(p: Problem) -> Log:
     P, n = p.weights, p.n
     two = torch.cat([P, P.new_zeros(n, 1)], dim=1).topk(2, dim=1).values
     g = float((two[:, 0] * (1 - two[:, 0] + two[:, 1])).amax())
-    # A rounding error δ of the scores changes a weight p by a factor e^{2δ} at most. Where p rounds to one,
-    # 1 − p has an absolute error of n units of rounding.
-    largest_score = float((_largest(p.y) * _largest(p.tokens)).value)
-    moved_by = min(4 * (2 * p.head.d + 10) * 2.0**-53 * largest_score + _MARGIN, 700.0)
-    g = min(1.0, g * math.exp(moved_by) + n * 2.0**-52)
-    size = Log.of(spectral_norm(p.tokens))
+    # Where p rounds to one, 1 − p has an absolute error of the roundings of a sum of n weights.
+    error = p.log_error_of_weights
+    g = min(1.0, g * math.exp(error) + gamma(2 * n + 40))
+    size = Log.of(spectral_norm_above(p.tokens))
     moved = size * (2 * size * Log(p.head.log_A_norm) + Log.of(n) ** 0.5 * p.head.b_norm)
-    return p.V * (Log.of(spectral_norm(P)) * Log(moved_by) + moved * g)
-
-
-def _largest(rows: Tensor) -> Log:
-    return Log.of(norms_of_rows(rows).max() * (1 + _MARGIN))
+    return p.V * (Log.of(spectral_norm_above(P)) * Log(error) + moved * g)

@@ -29,7 +29,7 @@ class Log:
             return number
         if isinstance(number, Tensor):
             return cls(number.double().log())
-        return cls(math.log(number) if number > 0 else -math.inf)
+        return cls(-math.inf if number == 0 else math.log(number))
 
     @property
     def value(self) -> Tensor:

@@ -20,6 +20,7 @@ from howsmooth.bounds.catalogue import OURS, PAPER, Condition, statement
 from howsmooth.bounds.log_numbers import Log
 from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
+from howsmooth.rounding import gamma
 
 __all__ = [
     "proposition_3_6",
@@ -33,8 +34,8 @@ _PAGE = f'{OURS}"Worst inputs, and lower bounds"'
 # A larger g is replaced by this value, for which the float64 logarithm g still has an error below 1e-4. The
 # bound remains valid, because it is the bound for a smaller radius.
 _LARGEST_G = 1e12
-# Relative rounding error of g, to which e^g is sensitive.
-_ERROR_OF_G = 4e-15
+# Relative rounding error of g, to which e^g is sensitive: a few elementary functions and products.
+_ERROR_OF_G = gamma(40)
 
 _NEEDS = (
     no_query_bias(),
@@ -179,7 +180,7 @@ def two_dirac(p: Problem) -> Log:
 
 @dataclass(frozen=True)
 class _Case:
-    """An eigenvalue γ of the score matrix A, and the positions of two atoms on the line of its eigenvector."""
+    """An eigenvalue γ of A, and the positions of two atoms on the line of its eigenvector."""
 
     #: γ R².
     curvature: float
@@ -207,8 +208,8 @@ class _Case:
         # γR² is formed from logarithms because R² may overflow.
         log = -math.inf if gamma == 0 else math.log(abs(gamma)) + 2 * math.log(p.radius)
         curvature = math.copysign(math.exp(min(log, math.log(_LARGEST_G))), gamma)
-        # Rounded down: the norm was rounded up by some 1e-12
-        return cls(curvature, 0.5 if half else -1.0, log_spectral_norm(p.head.V, u[:, None]) - 4e-12)
+        strength = log_spectral_norm(*p.head.V_factors, u[:, None], upper=False)
+        return cls(curvature, 0.5 if half else -1.0, strength)
 
 
 def _shares(log_odds: float) -> tuple[float, float]:

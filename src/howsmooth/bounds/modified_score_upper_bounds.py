@@ -19,17 +19,16 @@ from howsmooth.attention.masks import Visibility
 from howsmooth.bounds.attention_parameters import SiteLike, log_size, log_spectral_norm, unit
 from howsmooth.bounds.ball_upper_bounds import mask_blocks
 from howsmooth.bounds.bilinear_score_norms import BilinearScoreNorms
-from howsmooth.bounds.bound import Quantity, check_length, check_radius
+from howsmooth.bounds.bound import Quantity, check_length, check_radius, exp
 from howsmooth.bounds.bound_problem import Problem
 from howsmooth.bounds.catalogue import OURS, Condition, statement
 from howsmooth.bounds.log_numbers import Log, maximum, minimum
 from howsmooth.bounds.multi_head_upper_bounds import quadratic_form
 from howsmooth.errors import ArgumentError
+from howsmooth.rounding import above, below, gamma, log_above, spectral_norms_above
 
 __all__ = ["any_scores_ball_upper_bound"]
 
-# Norms of vectors and sums of a few of them are rounded up by this relative error.
-_MARGIN = 1e-12
 _ZERO = Log(-math.inf)
 
 
@@ -141,9 +140,9 @@ class _Sizes:
         if not ways or f.rotary is not None:
             ways.append(_of_lengths(f, h, n, R))
         own, other, *logs = (minimum(*sizes) for sizes in zip(*ways, strict=True))
-        size, spread = (float(one.value) * (1 + _MARGIN) for one in logs)
+        size, spread = (exp(log_above(float(one.log))) for one in logs)
         if f.softcap is not None:
-            size = min(size, f.softcap * math.tanh(size / f.softcap) * (1 + _MARGIN))
+            size = min(size, above(f.softcap * math.tanh(size / f.softcap), 16))
             spread = min(spread, 2.0 * size)
         return cls(own, other, size, spread, value, value * R, shift)
 
@@ -245,13 +244,13 @@ class _Projected:
         longest = slope * R + shift
         if norm is None:
             return cls(longest, slope)
-        gain = Log.of(float(norm.weight[mine].abs().max()) * math.sqrt(norm.d) * (1 + _MARGIN))
+        gain = Log.of(float(norm.weight[mine].abs().max())) * Log.of(norm.d) ** 0.5
         # |N(y)| = √d |y| / √(|y|² + dε) grows with |y|, and its derivative is at most √d / √(|y|² + dε).
-        shortest = shift * max(0.0, 1 - float((slope * R / shift).value) - _MARGIN)
-        length, below = ((one**2 + norm.d * norm.eps) ** 0.5 for one in (longest, shortest))
+        shortest = shift * below(max(0.0, 1 - exp(log_above(float((slope * R / shift).log)))), 1)
+        length, least = ((one**2 + norm.d * norm.eps) ** 0.5 for one in (longest, shortest))
         added = _ZERO if norm.bias is None else _norm(norm.bias[mine][None])
-        steep = Log(math.inf) if bool(torch.isneginf(below.log)) else gain * slope / below
-        return cls((gain * longest / length + added) * (1 + _MARGIN), steep * (1 + _MARGIN))
+        steep = Log(math.inf) if bool(torch.isneginf(least.log)) else gain * slope / least
+        return cls(gain * longest / length + added, steep)
 
 
 def _of_head(f: SelfAttention, h: int, n: int, sizes: _Sizes) -> Log:
@@ -274,9 +273,12 @@ def _of_head(f: SelfAttention, h: int, n: int, sizes: _Sizes) -> Log:
             largest = seen.amax(dim=1)
             terms = torch.exp(seen - largest[:, None]).sum(dim=1)
         all_keys = Log(torch.zeros_like(terms))
-        inverse = Log.of((terms - 1.0).clamp_min(0.0) * (1 - _MARGIN)) * Log(-sizes.spread)
+        # Counts are exact, sums of powers are not.
+        least = terms if bias is None else below(terms, n + 16)
+        inverse = Log.of((least - 1.0).clamp_min(0.0)) * Log(-sizes.spread)
         if sink is not None:
-            over = sink - sizes.size - largest - _MARGIN * (abs(sink) + sizes.size + largest.abs())
+            over = sink - sizes.size - largest
+            over = over - gamma(8) * (abs(sink) + sizes.size + largest.abs())
             inverse = inverse + Log(over)
             all_keys = 1 / (1 + Log(over - terms.log()))
         weight = 1 / (1 + inverse)
@@ -294,7 +296,7 @@ def _of_head(f: SelfAttention, h: int, n: int, sizes: _Sizes) -> Log:
             columns[keys] += torch.exp(log_rows - peak) @ block.double()
             top = peak
     found = sizes.own * mean + (Log(top) * Log.of(columns.max())) ** 0.5
-    return found * Log((n + 8) * _MARGIN)
+    return found * Log(gamma(4 * n + 64))
 
 
 def _largest_share(limit: Log, power: float, a: Log, b: Log) -> Log:
@@ -313,5 +315,5 @@ def _turn(f: SelfAttention, n: int) -> float:
     half = f.rotary.rot_dim // 2
     cos, sin = f.rotary.cos[:n], f.rotary.sin[:n]
     pairs = torch.stack((cos[:, :half], -sin[:, :half], sin[:, half:], cos[:, half:]), dim=-1)
-    largest = float(torch.linalg.matrix_norm(pairs.unflatten(-1, (2, 2)), 2).max()) * (1 + _MARGIN)
+    largest = float(spectral_norms_above(pairs.unflatten(-1, (2, 2))).max())
     return max(largest, 1.0) if f.rotary.rot_dim < f.key_dim else largest

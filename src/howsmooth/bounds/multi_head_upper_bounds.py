@@ -90,9 +90,7 @@ def folded_gram_upper_bound(p: Problem) -> Log:
 
 
 def quadratic_form(maps: Sequence[Tensor], bounds: Sequence[Log]) -> Log:
-    """Return (Σ_{h,g} ‖M_hᵀ M_g‖ c_h c_g)^{1/2}, a bound on the Lipschitz constant of Σ_h M_h f_h, given bounds
-    c_h on the heads f_h.
-    """
+    """Return (Σ_{h,g} ‖M_hᵀ M_g‖ c_h c_g)^{1/2}, which bounds Σ_h M_h f_h if c_h bounds f_h."""
     terms = []
     for h, (M, c) in enumerate(zip(maps, bounds, strict=True)):
         terms.append((_norm(M) * c) ** 2)

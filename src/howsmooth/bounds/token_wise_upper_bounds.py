@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import torch
 
-from howsmooth.bounds.attention_parameters import log_size, spectral_norm, unit
+from howsmooth.bounds.attention_parameters import log_size, unit
 from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem, at_tokens, for_every_length
 from howsmooth.bounds.catalogue import OURS, statement
 from howsmooth.bounds.log_numbers import Log
 from howsmooth.bounds.multi_head_upper_bounds import quadratic_form
+from howsmooth.rounding import above, spectral_norm_above
 
 __all__ = ["token_wise_ball_upper_bound", "token_wise_upper_bound"]
 
 _PAGE = f'{OURS}"Influence: the blocks of the Jacobian"'
-# Covariances and their norms are rounded up by this relative error, far above the error of float64.
-_MARGIN = 1e-12
 
 
 @statement(for_every_length, heads="any", quantity=Quantity.TOKEN_WISE, source=f"{_PAGE}, Theorem T")
@@ -49,11 +48,13 @@ def token_wise_upper_bound(p: Problem) -> Log:
     tokens.
     """
     head, largest = p.head, 0.0
-    for weights, y in zip(p.weights, p.y, strict=True):
+    for weights, length in zip(p.weights, p.y.lengths.tolist(), strict=True):
         z = weights.sqrt()[:, None] * (p.tokens - weights @ p.tokens)  # C_i = zᵀ z
-        moved, length = z @ head.V.mT, float(torch.linalg.vector_norm(y))
+        moved = z @ head.V.mT
         # ‖V Vᵀ + |y|² V C Vᵀ‖^{1/2} is the norm of V and |y| z Vᵀ side by side.
-        values = spectral_norm(torch.cat((head.V.mT, length * moved)))
-        keys = spectral_norm(moved.mT @ ((z @ head.left) @ head.right))
+        values = spectral_norm_above(torch.cat((head.V.mT, length * moved)))
+        keys = spectral_norm_above(moved.mT @ ((z @ head.left) @ head.right))
         largest = max(largest, values + keys)
-    return Log.of(largest * (1 + _MARGIN))
+    # A covariance about a mean that is off is larger than the covariance; products have four factors.
+    roundings = 4 * (len(p.tokens) + head.d + sum(head.left.shape))
+    return Log.of(above(largest, roundings)) * Log(p.log_error_of_weights)

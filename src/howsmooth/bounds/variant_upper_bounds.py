@@ -1,11 +1,12 @@
 """Upper bounds for L2, scaled cosine, Sinkhorn, LipschitzNorm and sigmoid attention, and for the softmax.
 
 The statements are about one attention without a mask, on the whole space, or on a ball for Sinkhorn
-attention. The functions that end in ``_layer`` bound X ↦ W_O · concat_h(head h) + b_O with several heads and a
-mask on the ball of radius R, where R = ∞ stands for the whole space. They are differentiable functions of the
-parameters, because ``howsmooth.nn`` divides layers by their bounds during training. Where both have the same
-expression, it stands once, for tensors and for :class:`~howsmooth.bounds.log_numbers.Log`. Proofs:
-documentation pages "Other attentions", and "Enforce: layers with a constant that is proved", section "Other attentions as layers".
+attention. The functions that end in ``_layer`` bound X ↦ W_O · concat_h(head h) + b_O with several heads and
+a mask on the ball of radius R, where R = ∞ stands for the whole space. They are differentiable functions of
+the parameters, because ``howsmooth.nn`` divides layers by their bounds during training. Where both have the
+same expression, it stands once, for tensors and for :class:`~howsmooth.bounds.log_numbers.Log`. Proofs:
+documentation pages "Other attentions", and "Enforce: layers with a constant that is proved", section "Other
+attentions as layers".
 """
 
 from __future__ import annotations

@@ -19,13 +19,11 @@ from torch import Tensor
 
 from howsmooth.bounds.bound import check_length
 from howsmooth.errors import ArgumentError
+from howsmooth.rounding import spectral_norms_above
 
 __all__ = ["Mask", "VisibleRows", "any_boolean_mask", "visible_rows"]
 
 Mask = Literal["none", "causal", "any"] | Tensor
-
-# Computed spectral norms are rounded up by this relative error, as in ``parameters``.
-_NORM_MARGIN = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +87,7 @@ class VisibleRows:
             return torch.tensor(0.5 / math.sin(math.pi / (4 * self.length + 2)), dtype=torch.float64)
         if self.seen is None:
             return torch.tensor(self.length, dtype=torch.float64)
-        largest: Tensor = torch.linalg.matrix_norm(self.seen.double(), 2).max() * (1 + _NORM_MARGIN)
-        return largest
+        return spectral_norms_above(self.seen.double()).max()
 
 
 def visible_rows(length: object, mask: Mask) -> VisibleRows:

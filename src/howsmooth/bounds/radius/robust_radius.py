@@ -29,7 +29,7 @@ from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, exact
 from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.plain_modules import unwrapped, wrapped_parts
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import limit_in_digits
 
 __all__ = ["NetworkAtInput", "RobustRadius", "robust_radius"]
 

@@ -25,7 +25,7 @@ from howsmooth.bounds.radius.tensor_with_error_bound import (
     plain,
     upper,
 )
-from howsmooth.roundoff import gamma
+from howsmooth.rounding import gamma
 
 # An extremum that lies outside of an interval by less than this counts as inside.
 _NEAR = 1e-9
