@@ -17,8 +17,6 @@ from howsmooth.bounds.certificates import certificate_at_tokens as shared
 from howsmooth.bounds.certificates.attention_with_error_bounds import (
     HeadAt,
     _normed,
-    _Projected,
-    _weight_errors,
     _weights,
     heads_at,
 )
@@ -27,7 +25,15 @@ from howsmooth.bounds.certificates.certificate_weight_search import Weights
 from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
 from howsmooth.bounds.certificates.weighted_gram_matrices import diagonal_norms, sandwich
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.rounding import largest_eigenvalues_above, nonnegative_norm, shrink, spectral_norms
+from howsmooth.rounding import (
+    entries_of,
+    known_to,
+    largest_eigenvalues_above,
+    nonnegative_norm,
+    plain,
+    shrink,
+    spectral_norms,
+)
 from howsmooth.rounding.eigenvalue_estimates import largest_eigenvalue_estimates
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._exact import exact_differences, exact_jacobian, exact_norm
@@ -258,13 +264,12 @@ def _derivative(f: hs.SelfAttention, head: HeadAt, j: int) -> Tensor:
 def test_errors_of_weights_cover_errors_of_scores(size: float) -> None:
     scores = 4 * tokens(48, 6, 6)
     P = torch.softmax(scores, dim=1)
-    everything = torch.ones(6, 6, dtype=torch.bool)
     nearest = 0.0
     for j in range(6):  # one score of each row moves up, the others down: the worst there is
         error = torch.full_like(scores, -size)
         error[:, j] = size
         moved = (torch.softmax(scores + error, dim=1) - P).abs()
-        claimed = _weight_errors(P, error.abs(), everything)
+        claimed = entries_of(torch.softmax(known_to(scores, error.abs()), dim=1))
         assert (moved <= claimed).all()
         nearest = max(nearest, float((moved / claimed).amax()))
     assert nearest > (0.99 if size < 1e-3 else 0.3)
@@ -273,11 +278,12 @@ def test_errors_of_weights_cover_errors_of_scores(size: float) -> None:
 @pytest.mark.parametrize("layer", [hs.RMSNorm(drawn(1, 4), 1e-2), hs.LayerNorm(drawn(1, 4), drawn(2, 4))])
 def test_errors_of_norms_cover_errors_of_what_is_normed(layer: hs.LayerNorm | hs.RMSNorm) -> None:
     a, size = 0.3 * drawn(3, 200, 4), 1e-3
-    error = torch.full_like(a, size)
-    t, d_t, turns, slope, d_turns = _normed(layer, a, error)
+    vectors, turns, slope, d_turns = _normed(layer, known_to(a, size))
+    t, d_t = plain(vectors), entries_of(vectors)
     assert (torch.linalg.matrix_norm(turns, 2) <= slope).all()
     moved = a + size * drawn(4, 200, 4).sign()
-    t_there, _, turns_there, _, _ = _normed(layer, moved, 0 * error)
+    there, turns_there, _, _ = _normed(layer, known_to(moved))
+    t_there = plain(there)
     torch.testing.assert_close(t_there, layer(moved), rtol=1e-12, atol=1e-12)
     dense = torch.func.vmap(torch.func.jacrev(lambda one: layer(one[None])[0]))(moved)
     torch.testing.assert_close(turns_there, dense, rtol=1e-10, atol=1e-10)
@@ -293,17 +299,17 @@ def test_errors_of_capped_weights_cover_errors_of_queries_and_keys() -> None:
     f = one(80, key_dim=4, softcap=1.5, sinks=drawn(1, 1), score_bias=drawn(2, 1, 6, 6))
     size, visible = 1e-4, torch.ones(6, 6, dtype=torch.bool)
 
-    def rows(t: Tensor, error: float) -> _Projected:
-        zero = torch.zeros(6, dtype=F64)
-        return _Projected(t, torch.full_like(t, error), t.abs(), None, zero + 1, zero)
-
-    q, k = 2 * drawn(3, 6, 4), drawn(4, 6, 4)
-    P, d_P, M, d_M = _weights(f, 0, rows(q, size), rows(k, size), visible)
+    scores = known_to(2 * drawn(3, 6, 4), size) @ known_to(drawn(4, 6, 4), size).mT
+    weights = _weights(f, 0, scores, visible)
     nearest = torch.zeros(2)
     for seed in range(40):
-        moved = [rows(t + size * drawn(seed + 10 * i, 6, 4).sign(), 0.0) for i, t in enumerate((q, k))]
-        P_there, _, M_there, _ = _weights(f, 0, *moved, visible)
-        shares = torch.stack([((P_there - P).abs() / d_P).amax(), ((M_there - M).abs() / d_M).amax()])
+        moved = [size * drawn(seed + 10 * i, 6, 4).sign() for i in range(2)]
+        q, k = 2 * drawn(3, 6, 4) + moved[0], drawn(4, 6, 4) + moved[1]
+        there = _weights(f, 0, known_to(q) @ known_to(k).mT, visible)
+        changes = [(plain(a) - plain(b)).abs() for a, b in zip(there, weights, strict=True)]
+        shares = torch.stack(
+            [(change / entries_of(of)).amax() for change, of in zip(changes, weights, strict=True)]
+        )
         assert (shares <= 1).all()
         nearest = torch.maximum(nearest, shares)
     assert (nearest > 0.1).all()

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from howsmooth.rounding import (
     MatrixNorms,
+    Triangles,
     absolute_norms_above,
     largest_eigenvalues_by_squaring,
+    product_norms_above,
     spectral_norm_above,
     spectral_norm_below,
     spectral_norms,
@@ -124,3 +126,64 @@ def test_a_norm_is_computed_once() -> None:
     assert norms.spectral(matrix.mT) is not first
     assert float(first) >= float(torch.linalg.matrix_norm(matrix, 2)) * (1 - 1e-14)
     assert float(norms.absolute(matrix)) >= float(torch.linalg.matrix_norm(matrix.abs(), 2)) * (1 - 1e-14)
+
+
+def test_gradients_are_those_of_the_norm_of_all_shapes() -> None:
+    """Against singular values of LAPACK and their gradient in PyTorch; large ones have a way of their own."""
+    for m, d in ((4, 4), (4, 7), (7, 4), (130, 130), (130, 133)):
+        matrix, other = tokens(m, m, d).requires_grad_(), tokens(m + d, d, m)
+        for ours, theirs in (
+            (spectral_norms_above(matrix), torch.linalg.matrix_norm(matrix, 2)),
+            (product_norms_above(matrix, other), torch.linalg.matrix_norm(matrix @ other, 2)),
+        ):
+            assert theirs.item() * (1 - 1e-13) <= ours.item() <= theirs.item() * (1 + 3e-11)
+            torch.testing.assert_close(
+                torch.autograd.grad(ours, matrix)[0],
+                torch.autograd.grad(theirs, matrix)[0],
+                rtol=1e-7,
+                atol=1e-9,
+            )
+    zero = torch.zeros(3, 3, dtype=F64, requires_grad=True)
+    norm = spectral_norms_above(zero)
+    assert norm.item() == 0
+    assert not torch.autograd.grad(norm, zero)[0].any()
+
+
+@pytest.mark.parametrize("kind", ["plain", "cancelling", "low rank", "wide factors"])
+def test_norms_of_products_are_proved(kind: str) -> None:
+    left, right = tokens(41, 9, 3), tokens(42, 3, 8)
+    if kind == "cancelling":  # all but rounding of the product is lost
+        left[:, 1], right[1] = left[:, 0], -right[0] * (1 + 2.0**-50)
+        left[:, 2] = 0
+    elif kind == "low rank":
+        left[:, 2], right[1] = left[:, 1], right[0]
+    elif kind == "wide factors":
+        left, right = tokens(43, 3, 9), tokens(44, 9, 2)
+    with mpmath.workdps(40):
+        exact = exact_norm(mpmath.matrix(left.tolist()) * mpmath.matrix(right.tolist()))
+    found = mpf(float(product_norms_above(left, right)))
+    sizes = float(left.norm() * right.norm())
+    assert exact <= found <= exact * (1 + mpf("1e-12")) + mpf("1e-13") * sizes
+
+
+def test_norms_of_products_with_a_matrix_between() -> None:
+    a, m, b = tokens(45, 3, 9, 4), tokens(46, 3, 4, 5), tokens(47, 3, 8, 5)
+    found, u, v = Triangles.of(a).product_norms(Triangles.of(b), m)
+    for i in range(3):
+        with mpmath.workdps(40):
+            factors = (mpmath.matrix(t.tolist()) for t in (a[i], m[i], b[i].mT))
+            exact = exact_norm(mpmath.fprod(factors))
+        assert exact <= mpf(float(found[i])) <= exact * (1 + mpf("1e-11"))
+        assert float(u[i] @ a[i] @ m[i] @ b[i].mT @ v[i]) == pytest.approx(float(exact), rel=1e-12)
+
+
+def test_bad_factors_only_widen_the_bound() -> None:
+    # Nothing about the factors is trusted: any orthogonality and any remainder count.
+    matrix = tokens(48, 8, 3)
+    exact = _norm(matrix)
+    good = Triangles.of(matrix)
+    eye = Triangles.of(torch.eye(3, dtype=F64))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.linalg, "qr", lambda t: (1.001 * good.q, good.r * 0.998))
+        bad = Triangles.of(matrix)
+    assert exact <= mpf(float(bad.product_norms(eye)[0])) <= 1.02 * exact

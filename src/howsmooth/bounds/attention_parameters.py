@@ -27,7 +27,7 @@ from howsmooth.attention.theorem_preconditions import (
 )
 from howsmooth.bounds.bound import exp
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.rounding import above, gamma, spectral_norm_above, spectral_norm_below, up
+from howsmooth.rounding import above, gamma, product_norms_above, spectral_norm_above, spectral_norm_below, up
 
 __all__ = [
     "ROTARY",
@@ -60,12 +60,15 @@ def log_spectral_norm(*factors: Tensor, upper: bool = True) -> float:
     Each factor is divided by its size, so that the product neither overflows nor underflows.
     """
     scaled = [unit(factor) for factor in factors]
-    product, error = reduce(torch.matmul, scaled), 0.0
-    if len(factors) > 1:
+    if upper and len(factors) == 2:
+        norm = float(product_norms_above(*scaled))
+    elif upper and len(factors) == 1:
+        norm = spectral_norm_above(*scaled)
+    else:
         # A computed product of matrices is off by γ_m |L| |R| entry by entry, with m terms in its sums.
         terms = sum(factor.shape[0] for factor in factors[1:])
         error = up(gamma(terms) * math.prod(float(torch.linalg.vector_norm(t)) for t in scaled))
-    norm = spectral_norm_above(product) + error if upper else spectral_norm_below(product) - error
+        norm = spectral_norm_below(reduce(torch.matmul, scaled)) - error * (len(factors) > 1)
     if norm <= 0:
         return -math.inf
     return math.fsum([math.log(norm), *map(log_size, factors)])
@@ -216,12 +219,7 @@ class Head:
         """The logarithm of the spectral norm of the score matrix A, rounded up. It is finite also where the
         product of the factors underflows.
         """
-        left, right = unit(self.left), unit(self.right)
-        if left.shape[1] < self.d:
-            # ‖A‖ is the norm of a small product: of the triangular QR factors of left and of rightᵀ.
-            left, right = (torch.linalg.qr(factor, mode="r").R for factor in (left, right.mT))
-            right = right.mT
-        return log_size(self.left) + log_size(self.right) + log_spectral_norm(left, right)
+        return log_spectral_norm(self.left, self.right)
 
     @cached_property
     def A_norm(self) -> float:

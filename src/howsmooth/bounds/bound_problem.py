@@ -245,69 +245,17 @@ def no_masking_but(masks: str, problem: Problem) -> Hypothesis:
 
 
 def on_ball(attention: object, length: object, radius: object) -> Problem:
-    """Prepare a statement about n tokens in a ball.
-
-    Parameters
-    ----------
-    attention
-        {heads}: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
-        captured site. A Head has no mask, and is taken as causal by statements about a causal mask.
-    length
-        Number n >= 1 of tokens.
-    radius
-        Largest norm R > 0 of a token.
-
-    Raises
-    ------
-    ArgumentError
-        If the number of heads, the length or the radius does not fit, a mask given as a matrix has another
-        length, or there are rotary positions or other scores than ⟨A x_i + b, x_j⟩.
-
-    """
+    """Prepare a statement about n tokens in a ball."""
     return Problem(_attention(attention), None, check_length(length), check_radius(radius))
 
 
 def for_every_length(attention: object, radius: object) -> Problem:
-    """Prepare a statement about every number of tokens in a ball.
-
-    Parameters
-    ----------
-    attention
-        {heads}: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
-        captured site. A Head has no mask, and is taken as causal by statements about a causal mask.
-    radius
-        Largest norm R > 0 of a token.
-
-    Raises
-    ------
-    ArgumentError
-        If the number of heads or the radius does not fit, or there are rotary positions or other scores than
-        ⟨A x_i + b, x_j⟩.
-
-    """
+    """Prepare a statement about every number of tokens in a ball."""
     return Problem(_attention(attention), radius=check_radius(radius))
 
 
 def at_tokens(attention: object, X: object = None) -> Problem:
-    """Prepare a statement about given tokens.
-
-    Parameters
-    ----------
-    attention
-        {heads}: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
-        captured site.
-    X
-        Tokens (n, d), a tensor, an array or nested lists; None for the tokens of the site.
-
-    Raises
-    ------
-    ArgumentError
-        If the number of heads or the tokens do not fit, or there are rotary positions or other scores than
-        ⟨A x_i + b, x_j⟩.
-    NonFiniteError
-        If an entry of X is NaN or infinite, or a score overflows.
-
-    """
+    """Prepare a statement about given tokens."""
     parameters = _attention(attention)
     if X is None and isinstance(attention, SiteLike):
         X = _single(attention.x)
@@ -318,25 +266,14 @@ def at_tokens(attention: object, X: object = None) -> Problem:
 def far_out(attention: object, X: object, radius: object, *, side: object = "upper") -> Problem:
     """Prepare a statement about the tokens R·X.
 
-    Parameters
-    ----------
-    attention
-        {heads}: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
-        captured site. A Head has no mask, and is taken as causal by statements about a causal mask.
+    Other Parameters
+    ----------------
     X
         Tokens (n, d), a tensor, an array or nested lists. The bound is for the Jacobian at ``radius * X``.
     radius
         The factor R > 0.
     side
         "upper" for the limit plus the distance from it, "lower" for the limit minus the distance.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument does not fit, there are several heads, or rotary positions or other scores than
-        ⟨A x_i + b, x_j⟩.
-    NonFiniteError
-        If an entry of X is NaN or infinite.
 
     """
     parameters = _attention(attention)

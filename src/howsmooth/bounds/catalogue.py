@@ -2,9 +2,9 @@
 
 A formula is a function of a prepared problem. ``statement`` makes of it the public function that prepares the
 problem from a user's arguments, evaluates the formula and the hypotheses, rounds outwards once, and has the
-documentation of its family. The signature, and the text on parameters and errors, are those of the function
-that prepares the problem, so they stand once for all statements of a family. ``best``, ``table``, the lists
-in the documentation and ``howsmooth bound`` go over ``CATALOGUE``.
+documentation of its family. The signature is that of the function that prepares the problem, whose docstring
+describes the arguments that are its own; what is said of the others, and of errors, stands here once.
+``best``, ``table``, the lists in the documentation and ``howsmooth bound`` go over ``CATALOGUE``.
 
 Formulas are written with :class:`~howsmooth.bounds.log_numbers.Log`, so one text gives numbers, their
 logarithms where they overflow, and gradients, which ``howsmooth.nn`` needs to divide layers by their bounds.
@@ -13,6 +13,7 @@ logarithms where they overflow, and gradients, which ``howsmooth.nn`` needs to d
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,21 @@ Value = Number | tuple[Number, Number] | Bound
 Heads = Literal["one", "several", "any"]
 Masks = Literal["none", "causal", "none or causal", "any"]
 
-_ATTENTION = {"one": "One head", "several": "Any number of heads", "any": "Any number of heads"}
-_SIZE = {"one": "one head", "several": "several heads", "any": "any number of heads"}
+# What is said of an argument unless the function that prepares the problem says more.
+_ARGUMENTS = {
+    "attention": """{heads}: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention`
+or a captured site.""",
+    "X": """Tokens (n, d) of one sequence: a tensor, an array or nested lists of finite numbers. None stands
+for the tokens of the site.""",
+    "length": "Number n >= 1 of tokens.",
+    "radius": "Largest norm R > 0 of a token.",
+}
+_ERRORS = """ArgumentError
+    If an argument does not fit{or_attention}.
+NonFiniteError
+    If an entry of a matrix is NaN or infinite, or a score overflows."""
+_ERRORS_OF_ATTENTION = """; or if there are rotary positions or other scores than ⟨A x_i + b, x_j⟩, or
+    several heads where one is asked for"""
 _TAB = " " * 4
 # These are constants in other norms than all others.
 _NOT_COMPARED = (Quantity.TOKEN_WISE, Quantity.LOCAL_TOKEN_WISE)
@@ -149,8 +163,7 @@ def statement(
 ) -> Callable[[Callable[[T], Value]], Callable[P, Bound]]:
     """Add a formula to the catalogue, and return the public function that evaluates it.
 
-    ``prepare`` makes the problem from the public arguments; its docstring has the sections Parameters and
-    Raises of the family. All else is described in :class:`Statement`.
+    ``prepare`` makes the problem from the public arguments. All else is described in :class:`Statement`.
     """
 
     def decorate(formula: Callable[[T], Value]) -> Callable[P, Bound]:
@@ -202,10 +215,14 @@ def listing(names: Sequence[str]) -> str:
 
 def _documented(made: Statement[T], formula: Callable[[T], Value], prepare: Callable[P, T]) -> str:
     """Write the docstring of a statement: what it says, and the sections that its family shares."""
-    parameters, _, errors = inspect.cleandoc(prepare.__doc__ or "").partition("Raises\n------\n")
-    parameters = parameters[parameters.index("Parameters\n") :].replace(
-        "{heads}", _ATTENTION[made.heads or "any"]
+    own = dict(
+        re.findall(r"^(\w+)\n((?:    .*\n?)+)", inspect.cleandoc(prepare.__doc__ or "") + "\n", re.MULTILINE)
     )
+    heads = "One head" if made.heads == "one" else "Any number of heads"
+    parameters = []
+    for name in inspect.signature(prepare).parameters:
+        words = own.get(name) or textwrap.indent(_ARGUMENTS[name].format(heads=heads), _TAB)
+        parameters.append(f"{name}\n{words.rstrip()}")
     quantity = made.quantity if isinstance(made.quantity, Quantity) else Quantity.GLOBAL
     free = quantity in (Quantity.MEAN_FIELD, Quantity.MASKED_MEAN_FIELD) and made.side == "upper"
     masks = {"any": [], "none": ["no mask"]}.get(made.masks, [f"{made.masks} mask"])
@@ -217,9 +234,9 @@ def _documented(made: Statement[T], formula: Callable[[T], Value], prepare: Call
     returns += f" Hypotheses: {words}." if words else ""
     reference = made.source.replace(OURS, "Documentation page ")
     sections = {
-        "Parameters": parameters.partition("----------\n")[2].strip(),
+        "Parameters": "\n".join(parameters),
         "Returns": "Bound\n" + textwrap.fill(returns, 106, initial_indent=_TAB, subsequent_indent=_TAB),
-        "Raises": errors.strip(),
+        "Raises": _ERRORS.format(or_attention=_ERRORS_OF_ATTENTION if made.heads else ""),
         "References": textwrap.fill(f"{reference}.", 106),
     }
     written = [f"{name}\n{'-' * len(name)}\n{text}\n" for name, text in sections.items()]

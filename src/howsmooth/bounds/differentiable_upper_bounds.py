@@ -16,11 +16,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.ball_upper_bounds import h_star, largest_weight, row_square
-from howsmooth.bounds.differentiable_norms import grams, norms, products_norms, reach, root
 from howsmooth.bounds.visible_key_counts import VisibleRows
-from howsmooth.rounding import above
+from howsmooth.rounding import (
+    Triangles,
+    above,
+    gamma,
+    product_norms_above,
+    spectral_norms_above,
+    up,
+    with_gradient,
+)
 
-__all__ = ["query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
+__all__ = ["query_key_norm_layer", "reach", "softmax_layer", "softmax_output_radius"]
 
 
 def softmax_layer(
@@ -47,7 +54,7 @@ def softmax_layer(
     For one head both are Theorem A.
     """
     q, k = query.double(), key.double()
-    a = scale * products_norms(k.mT, q) * radius * radius
+    a = scale * product_norms_above(k.mT, q) * radius * radius
     a3 = a
     if query_bias is not None:
         shift = torch.einsum("hkd,hk->hd", k, query_bias.double())
@@ -88,7 +95,7 @@ def query_key_norm_layer(
     - M(s_h) + √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(p_i − 1/m_i))²)).
     """
     tau = temperature.double().abs()
-    norm_q, norm_k = norms(query.double()), norms(key.double())
+    norm_q, norm_k = spectral_norms_above(query.double()), spectral_norms_above(key.double())
     reach_q, reach_k = reach(norm_q, query_bias, radius, eps), reach(norm_k, key_bias, radius, eps)
     heads = _Heads.of(value.double(), output.double())
     m = rows.counts.to(norm_q.device)
@@ -156,9 +163,8 @@ class _Heads:
     def of(cls, value: Tensor, output: Tensor) -> _Heads:
         count, dim, _ = value.shape
         maps = output.unflatten(1, (count, dim)).transpose(0, 1)
-        return cls(
-            grams(maps, value), norms(output), norms(value), products_norms(output, value.flatten(0, 1))
-        )
+        joint = product_norms_above(output, value.flatten(0, 1))
+        return cls(_grams(maps, value), spectral_norms_above(output), spectral_norms_above(value), joint)
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """Return two upper bounds on ‖Σ_h W_h V_h F_h‖², a sum over the heads h. They hold for all matrices
@@ -178,7 +184,7 @@ class _Heads:
         W_h are the output maps and V_h the value matrices. The bound is M(c) of :func:`softmax_layer`.
         """
         by_grams, by_output = self.squares(c)
-        return root(torch.minimum(by_grams, by_output))
+        return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
         """Bound the part of the Jacobian in which the queries are held fixed. Each block row is split into
@@ -187,9 +193,31 @@ class _Heads:
         The result is the last term of the second bound of :func:`softmax_layer`,
         √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
         """
-        rest = root(rho - 1 / m)
+        rest = _root(rho - 1 / m)
         mean = self.total.square() / m
         return torch.minimum(*(rows.heaviest(mean + square) for square in self.squares(rest))).sqrt()
+
+
+def _grams(maps: Tensor, value: Tensor) -> Tensor:
+    """Return the norms ‖(W_h V_h)ᵀ W_g V_g‖ for all pairs h, g of heads, (heads, heads), rounded up.
+
+    The gradient is taken with the singular vectors held fixed.
+    """
+    count = len(value)
+    h, g = torch.triu_indices(count, count, device=value.device)
+    with torch.no_grad():
+        between = maps[h].mT @ maps[g]
+        # What the rounding of W_hᵀ W_g adds to the norms.
+        sizes = torch.linalg.matrix_norm(maps) * torch.linalg.matrix_norm(value)
+        rounding = up(gamma(maps.shape[1]) * sizes[h] * sizes[g])
+        triangles = Triangles.of(value.mT)
+        proved, u, v = triangles.at(h).product_norms(triangles.at(g), between)
+    left = maps[h] @ (value[h] @ u[..., None])
+    right = maps[g] @ (value[g] @ v[..., None])
+    norms = with_gradient(proved + rounding, (left * right).sum(dim=(-2, -1)))
+    found = torch.zeros(count, count, dtype=norms.dtype, device=norms.device)
+    upper = found.index_put((h, g), norms)
+    return upper + upper.mT - torch.diag(upper.diagonal())
 
 
 def _same_keys(rows: VisibleRows) -> bool:
@@ -218,3 +246,29 @@ def _heaviest_key(rows: VisibleRows, weights: Tensor) -> Tensor:
     For weights w_i of the queries it is max_j Σ_{i sees j} w_i.
     """
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
+
+
+def reach(
+    sizes: Float[Tensor, "heads"], bias: Tensor | None, radius: float, eps: float | None = None
+) -> Float[Tensor, "heads"]:
+    """Bound the queries, keys or values of each head, given the norms of its matrix and its bias, for tokens
+    of norm at most R. With ``eps`` they are normalised to u/√(|u|² + ε).
+    """
+    if eps is not None and not math.isfinite(radius):
+        return torch.ones_like(sizes)
+    found = radius * sizes
+    if bias is not None:
+        found = found + _longest(bias.double())
+    return found if eps is None else found / torch.sqrt(found.square() + eps)
+
+
+def _longest(vectors: Tensor) -> Tensor:
+    """Return the norms of vectors (..., d), rounded up."""
+    found: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
+    return above(found, 8 * vectors.shape[-1])
+
+
+def _root(square: Tensor) -> Tensor:
+    """Return the square root of each entry, or 0 with derivative 0 where the entry is at most zero."""
+    positive = ~(square <= 0)  # also true for NaN, which an overflow leaves
+    return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

@@ -55,18 +55,11 @@ class TwoAtoms(Problem):
 def measures(attention: object, radius: object) -> Problem:
     """Prepare a statement about measures on a ball.
 
-    Parameters
-    ----------
+    Other Parameters
+    ----------------
     attention
         One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
         captured site; or a number γ for A = γI, V = I.
-    radius
-        Largest norm R > 0 of a token.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, or an argument is out of range.
 
     """
     if isinstance(attention, int | float) and not isinstance(attention, bool):
@@ -81,23 +74,16 @@ def placed_atoms(
 ) -> Problem:
     """Prepare a statement about a measure with two given atoms.
 
-    Parameters
-    ----------
+    Other Parameters
+    ----------------
     attention
         One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
         captured site; or a number γ for A = γI, V = I.
-    radius
-        Largest norm R > 0 of a token.
     weight
         Mass p of the atom at Ru, 0 < p < 1; default 1/(1 + 3e^{2g}).
     cluster
         Position of the other atom: "half" for Ru/2 with u for γ_max, "opposite" for −Ru with u for γ_min,
         "paper" for "half" if γ_max/8 >= −γ_min and "opposite" otherwise.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, or an argument is out of range.
 
     """
     if cluster not in ("paper", "half", "opposite"):

@@ -35,19 +35,10 @@ _ZERO = Log(-math.inf)
 def on_ball_with_scores(attention: object, length: object, radius: object) -> Problem:
     """Prepare a statement about attention with any scores.
 
-    Parameters
-    ----------
+    Other Parameters
+    ----------------
     attention
         A :class:`~howsmooth.attention.SelfAttention` or a captured site of one.
-    length
-        Number n >= 1 of tokens.
-    radius
-        Largest norm R > 0 of a token.
-
-    Raises
-    ------
-    ArgumentError
-        If ``attention`` is no self-attention, or length or radius do not fit.
 
     """
     f = attention.map if isinstance(attention, SiteLike) else attention

@@ -25,10 +25,11 @@ from howsmooth.bounds.ball_upper_bounds import largest_weight
 from howsmooth.bounds.bound import Quantity, check_length
 from howsmooth.bounds.bound_problem import Problem, for_every_length
 from howsmooth.bounds.catalogue import OURS, statement
-from howsmooth.bounds.differentiable_norms import norms, reach
+from howsmooth.bounds.differentiable_upper_bounds import reach
 from howsmooth.bounds.log_numbers import Log, maximum, minimum
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
+from howsmooth.rounding import spectral_norms_above as norms
 
 __all__ = [
     "l2_attention",
@@ -84,13 +85,6 @@ def of_l2(query: object, value: object, output: object, length: object) -> L2:
         W_O, (d_out, heads · value_dim), or None for the heads concatenated.
     length
         Number N >= 1 of tokens.
-
-    Raises
-    ------
-    ArgumentError
-        If shapes do not fit or the length is no whole number >= 1.
-    NonFiniteError
-        If an entry is NaN or infinite.
 
     """
     q = as_matrix("query", query, ("heads", "key_dim", "d"))
@@ -214,8 +208,10 @@ def of_cosine(
 
     Parameters
     ----------
-    query, key
-        W_Q and W_K, (k, d): tensors, arrays or nested lists.
+    query
+        W_Q, (k, d): a tensor, an array or nested lists, as all matrices.
+    key
+        W_K, of the same shape.
     value
         W_V, (value_dim, d).
     length
@@ -226,13 +222,6 @@ def of_cosine(
         Factor ν of the output.
     eps
         ε > 0 of the normalisation.
-
-    Raises
-    ------
-    ArgumentError
-        If shapes do not fit, or a number is not finite or out of range.
-    NonFiniteError
-        If an entry is NaN or infinite.
 
     """
     n = check_length(length)
@@ -379,11 +368,6 @@ def of_counts(queries: object, keys: object) -> tuple[int, int]:
     keys
         Number n >= 1 of keys and of values.
 
-    Raises
-    ------
-    ArgumentError
-        If a number is not whole or below 1.
-
     """
     return check_length(queries, name="queries"), check_length(keys, name="keys")
 
@@ -517,11 +501,6 @@ def of_softmax(inverse_temperature: object) -> float:
     ----------
     inverse_temperature
         The factor λ; its absolute value is used.
-
-    Raises
-    ------
-    ArgumentError
-        If λ is not a finite number.
 
     """
     return abs(_number("inverse_temperature", inverse_temperature))

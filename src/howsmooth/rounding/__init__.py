@@ -1,19 +1,30 @@
-"""What float64 rounding may do to a number, said once: units, proved spectral norms, limits as printed."""
+"""What float64 rounding may do to a number, said once.
+
+``units`` has the constants and what moves a number past its errors, ``spectral_norms`` proved norms.
+Tensors of ``tensor_with_error_bound`` and ``tensor_with_entry_bounds`` carry bounds on their own errors, and
+``digits`` prints limits rounded outwards.
+"""
 
 from howsmooth.rounding.digits import COLUMNS_IN_DIGITS, interval_in_digits, limit_in_digits
 from howsmooth.rounding.spectral_norms import (
     Enclosed,
     MatrixNorms,
+    Triangles,
     absolute_norms_above,
     largest_eigenvalues_above,
     largest_eigenvalues_by_squaring,
     nonnegative_norm,
+    product_norms_above,
     shrink,
     spectral_norm_above,
     spectral_norm_below,
     spectral_norms,
     spectral_norms_above,
+    spectral_norms_with_vectors,
+    with_gradient,
 )
+from howsmooth.rounding.tensor_with_entry_bounds import RoundedEntries, along_entries, entries_of, known_to
+from howsmooth.rounding.tensor_with_error_bound import MissingRuleError, Rounded, exact, plain, settled
 from howsmooth.rounding.units import (
     LARGEST,
     LOG_MARGIN,
@@ -39,23 +50,36 @@ __all__ = [
     "UNDERFLOW",
     "Enclosed",
     "MatrixNorms",
+    "MissingRuleError",
+    "Rounded",
+    "RoundedEntries",
+    "Triangles",
     "U",
     "above",
     "absolute_norms_above",
+    "along_entries",
     "below",
+    "entries_of",
+    "exact",
     "gamma",
     "interval_in_digits",
+    "known_to",
     "largest_eigenvalues_above",
     "largest_eigenvalues_by_squaring",
     "limit_in_digits",
     "log_above",
     "log_below",
     "nonnegative_norm",
+    "plain",
+    "product_norms_above",
+    "settled",
     "shrink",
     "spectral_norm_above",
     "spectral_norm_below",
     "spectral_norms",
     "spectral_norms_above",
+    "spectral_norms_with_vectors",
     "times",
     "up",
+    "with_gradient",
 ]

@@ -26,17 +26,23 @@ from howsmooth.rounding.units import LOST, TINY, U, above, below, gamma, up
 __all__ = [
     "Enclosed",
     "MatrixNorms",
+    "Triangles",
     "absolute_norms_above",
     "largest_eigenvalues_above",
     "largest_eigenvalues_by_squaring",
     "nonnegative_norm",
+    "product_norms_above",
     "shrink",
     "spectral_norm_above",
     "spectral_norm_below",
     "spectral_norms",
     "spectral_norms_above",
+    "spectral_norms_with_vectors",
+    "with_gradient",
 ]
 
+# For larger matrices only the leading eigenvector is computed, instead of all.
+_LARGE = 96
 _POWER_STEPS = 300
 _SLOW = 1e-9
 
@@ -89,14 +95,21 @@ def spectral_norms_above(
 ) -> Float[Tensor, "*batch"]:
     """Return upper bounds on the spectral norms of float64 matrices, as :func:`spectral_norm_above` does.
 
+    They are differentiable: the gradient holds the leading singular vectors fixed. If the largest singular
+    value is multiple, it is one of the subgradients, and at the zero matrix it is zero.
+
     With a number of ``squarings`` only matrix products are taken (:func:`largest_eigenvalues_by_squaring`):
-    the bounds are at most min(m, r)^(1/2^(squarings + 2)) times too large.
+    the bounds are at most min(m, r)^(1/2^(squarings + 2)) times too large, and have no gradient of use.
     """
-    if squarings is None:
-        return spectral_norms(matrices).upper
-    size, scaled, gram, slack = _gram(matrices)
-    upper = largest_eigenvalues_by_squaring(gram, squarings, slack).sqrt()
-    return _in_size(above(upper, 1), size, scaled)
+    if squarings is not None:
+        size, scaled, gram, slack = _gram(matrices)
+        upper = largest_eigenvalues_by_squaring(gram, squarings, slack).sqrt()
+        return _in_size(above(upper, 1), size, scaled)
+    if not (torch.is_grad_enabled() and matrices.requires_grad):
+        return spectral_norms(matrices.detach()).upper
+    with torch.no_grad():
+        found, u, v = spectral_norms_with_vectors(matrices)
+    return with_gradient(found, torch.einsum("...m,...mk,...k->...", u, matrices, v))
 
 
 def spectral_norms(matrices: Float[Tensor, "*batch m r"]) -> Enclosed:
@@ -111,6 +124,31 @@ def spectral_norms(matrices: Float[Tensor, "*batch m r"]) -> Enclosed:
     return Enclosed(
         _in_size(upper, size, scaled).reshape(batch), _in_size(plain, size, scaled, 0.0).reshape(batch)
     )
+
+
+def spectral_norms_with_vectors(
+    matrices: Float[Tensor, "*batch m r"],
+) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch m"], Float[Tensor, "*batch r"]]:
+    """Return tight upper bounds on spectral norms, and leading singular vectors as computed.
+
+    v is an eigenvector of the Gram matrix and u = A v / |A v|, or the other way around for a wide matrix.
+    Both are zero if A is zero or not finite.
+    """
+    batch = matrices.shape[:-2]
+    matrices = matrices.flatten(0, -3) if batch else matrices[None]
+    size, scaled, gram, slack = _gram(matrices)
+    if len(gram) == 1 and gram.shape[-1] > _LARGE:
+        v = _last_eigenvector(gram[0])[None]
+    else:
+        v = torch.linalg.eigh(gram)[1][..., -1]
+    value = ((gram @ v[..., None])[..., 0] * v).sum(-1)
+    upper = _in_size(largest_eigenvalues_above(gram, slack, value, rise=1e-12).root().upper, size, scaled)
+    wide = matrices.shape[-2] <= matrices.shape[-1]
+    image = ((scaled.mT if wide else scaled) @ v[..., None])[..., 0]
+    length = torch.linalg.vector_norm(image, dim=-1, keepdim=True)
+    image, v = image / torch.where(length > 0, length, 1.0), v * (length > 0)
+    u, v = (v, image) if wide else (image, v)
+    return upper.reshape(batch), u.reshape(*batch, -1), v.reshape(*batch, -1)
 
 
 def _in_units(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,6 +194,101 @@ def _trace(matrices: Tensor) -> Tensor:
     return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
+# ---- norms of products, and gradients
+
+
+class Triangles(NamedTuple):
+    """Matrices A (*batch, m, k) as products of factors Q with nearly orthonormal columns and R of k columns,
+    with what is left.
+
+    For every matrix M, ‖A M‖ ≤ ``stretch`` ‖R M‖ + ``rest`` ‖M‖. For A = Q R + E and Qᵀ Q = I + D the
+    stretch is (1 + ‖D‖_F)^(1/2) ≥ ‖Q‖, and the rest ‖E‖_F. D and E are computed from the factors, so that it
+    does not matter how these were found. A product of computed factors is off by γ of the product of their
+    Frobenius norms.
+    """
+
+    q: Float[Tensor, "*batch m r"]
+    r: Float[Tensor, "*batch r k"]
+    stretch: Float[Tensor, "*batch"]
+    rest: Float[Tensor, "*batch"]
+
+    @classmethod
+    def of(cls, matrices: Float[Tensor, "*batch m k"]) -> Triangles:
+        """Factorise matrices."""
+        q, r = torch.linalg.qr(matrices)
+        norm = torch.linalg.matrix_norm
+        defect = norm(q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype, device=q.device))
+        defect = defect + gamma(q.shape[-2] + 1) * norm(q).square()
+        rest = norm(matrices - q @ r) + gamma(r.shape[-2] + 1) * norm(q) * norm(r)
+        return cls(q, r, above((1 + up(defect)).sqrt(), 2), up(rest))
+
+    def at(self, index: Tensor) -> Triangles:
+        """Return the factors of the matrices with these indices in the batch."""
+        return Triangles(*(part[index] for part in self))
+
+    def product_norms(self, other: Triangles, between: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return upper bounds on the norms of A M Bᵀ, with their leading singular vectors.
+
+        ``self`` stands for A, ``other`` for B, and ``between`` (*batch, k, l) for M, by default the identity.
+        """
+        norm = torch.linalg.matrix_norm
+        left = self.r if between is None else self.r @ between
+        core = left @ other.r.mT
+        sizes, other_size = norm(self.r), norm(other.r)
+        middle = 1.0 if between is None else norm(between)
+        # Two products of matrices round, and each of the two rests meets all that is beside it.
+        roundings = gamma(sum(self.r.shape[-2:]) + sum(other.r.shape[-2:]))
+        lost = roundings * sizes * other_size + other.rest * sizes
+        rest = self.stretch * lost + self.rest * (other.stretch * other_size + other.rest)
+        proved, u, v = spectral_norms_with_vectors(core)
+        found = above(self.stretch * other.stretch * proved + up(middle * rest), 4)
+        return found, (self.q @ u[..., None])[..., 0], (other.q @ v[..., None])[..., 0]
+
+
+def product_norms_above(
+    left: Float[Tensor, "*batch m k"], right: Float[Tensor, "*batch k d"]
+) -> Float[Tensor, "*batch"]:
+    """Return tight upper bounds on the spectral norms of the products left @ right of float64 matrices.
+
+    Only matrices of the smallest of the three sizes are decomposed. Where the product nearly cancels, the
+    bound stays above some 10^-13 of the product of the Frobenius norms. Gradients are those of
+    :func:`spectral_norms_above`.
+    """
+    with torch.no_grad():
+        if left.shape[-1] < min(left.shape[-2], right.shape[-1]):
+            found, u, v = Triangles.of(left).product_norms(Triangles.of(right.mT))
+        else:
+            sizes = torch.linalg.matrix_norm(left) * torch.linalg.matrix_norm(right)
+            found, u, v = spectral_norms_with_vectors(left @ right)
+            found = above(found + up(gamma(left.shape[-1]) * sizes), 1)
+    linear = ((left.mT @ u[..., None]) * (right @ v[..., None])).sum(dim=(-2, -1))
+    return with_gradient(found, linear)
+
+
+def with_gradient(bounds: Tensor, linear: Tensor) -> Tensor:
+    """Return ``bounds`` with the gradient of other numbers, which may be smaller by rounding."""
+    return bounds + (linear - linear.detach()) if linear.requires_grad else bounds
+
+
+def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
+    """Return an eigenvector for the largest eigenvalue of a Gram matrix, faster than ``eigh``.
+
+    The method is inverse iteration.
+    """
+    largest = torch.linalg.eigvalsh(gram)[-1]
+    shift = torch.where(largest > 0, largest * (1 + 4 * len(gram) * torch.finfo(gram.dtype).eps), 1.0)
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    factors, pivots, _ = torch.linalg.lu_factor_ex(gram - shift * identity)
+    # The start has no symmetry by which it could be orthogonal to the eigenvector.
+    v = torch.cos(torch.arange(1.0, len(gram) + 1, dtype=gram.dtype, device=gram.device).square())
+    for _ in range(3):
+        v = torch.linalg.lu_solve(factors, pivots, v[:, None])[:, 0]
+        v = v / torch.linalg.vector_norm(v)
+    if not bool(v @ gram @ v >= largest * (1 - 1e-13 * len(gram))):  # NaN, or converged to another eigenvalue
+        v = torch.linalg.eigh(gram)[1][:, -1]
+    return v
+
+
 # ---- largest eigenvalues
 
 
@@ -163,6 +296,7 @@ def largest_eigenvalues_above(
     g: Float[Tensor, "batch r r"],
     slack: Float[Tensor, " batch"],
     guess: Float[Tensor, " batch"] | None = None,
+    rise: float = 1e-7,
 ) -> Enclosed:
     """Return proved upper bounds on the largest eigenvalues of positive semidefinite matrices.
 
@@ -171,11 +305,12 @@ def largest_eigenvalues_above(
 
     t I − g is factorised. If the factorisation succeeds, then
     λ_max(g) ≤ t + γ_{r+1}/(1 − γ_{r+1}) · tr(t I − g) for any t (Rump, *Verification of positive
-    definiteness*, BIT 46, 2006). The estimate ``guess`` is tried first for t, or else a computed eigenvalue.
-    If a factorisation fails, t is raised.
+    definiteness*, BIT 46, 2006). The estimate ``guess`` is tried first for t, larger by ``rise``, or else a
+    computed eigenvalue, larger by 10^-12. If a factorisation fails, t is raised.
     """
-    rise = 1e-12 if guess is None else 1e-7
-    t = (largest_eigenvalue_estimates(g).clamp_min(0) if guess is None else guess) * (1 + rise) + TINY
+    if guess is None:
+        guess, rise = largest_eigenvalue_estimates(g), 1e-12
+    t = guess.clamp_min(0) * (1 + rise) + TINY
     own = g.diagonal(dim1=-2, dim2=-1).clone()
     shifted = g.neg_()
     m = g.shape[-1] + 2

@@ -30,7 +30,6 @@ from howsmooth.bounds.radius.spectral_norm_bounds import (
     spectral_norm,
     weighted_norm,
 )
-from howsmooth.bounds.radius.tensor_with_error_bound import plain
 from howsmooth.bounds.radius.third_order_remainders import (
     CubicAttention,
     CubicFeedForward,
@@ -38,6 +37,7 @@ from howsmooth.bounds.radius.third_order_remainders import (
     Expansion,
 )
 from howsmooth.rounding import largest_eigenvalues_by_squaring
+from howsmooth.rounding.tensor_with_error_bound import plain
 from tests.bounds.radius._networks import (
     ALL,
     Left,

@@ -43,8 +43,8 @@ from howsmooth.bounds.radius.spectral_norm_bounds import (
     form_norm,
     spectral_norm,
 )
-from howsmooth.bounds.radius.tensor_with_error_bound import MissingRuleError, Rounded, exact, plain, settled
 from howsmooth.rounding import U, largest_eigenvalues_by_squaring
+from howsmooth.rounding.tensor_with_error_bound import MissingRuleError, Rounded, exact, plain, settled
 from tests._selection import others_slow
 from tests.bounds.radius._networks import (
     ALL,

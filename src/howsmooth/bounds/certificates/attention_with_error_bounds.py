@@ -27,10 +27,15 @@ from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domin
 from howsmooth.errors import NonFiniteError
 from howsmooth.rounding import (
     LARGEST,
-    UNDERFLOW,
     U,
+    above,
     absolute_norms_above,
+    along_entries,
+    below,
+    entries_of,
     gamma,
+    known_to,
+    plain,
     shrink,
     spectral_norm_above,
     up,
@@ -181,20 +186,21 @@ def _head_at(
     # A vector that is added to all values, or to all keys, changes nothing unless a sink has the value zero,
     # a cap or a sink compares with the scores, or keys are normed or rotated. So tokens are centred there,
     # which makes rounding errors smaller.
-    centred = x - x.mean(dim=0)
+    difference = x - x.mean(dim=0)
+    given, centred = known_to(x), known_to(difference, 2 * U * difference.abs())
     relative = f.softcap is None and f.sinks is None
     shifted_keys = relative and f.rotary is None and f.key_norm is None
-    q = _Projected.of(x, Q, None if f.query_bias is None else f.query_bias[h], f.query_norm, f.rotary)
-    q = q.scaled(f.scale)
+    q = _Projected.of(given, Q, None if f.query_bias is None else f.query_bias[h], f.query_norm, f.rotary)
+    q = replace(q, t=f.scale * q.t)
     keys = _Projected.of(
-        centred if shifted_keys else x,
+        centred if shifted_keys else given,
         K,
         None if shifted_keys or f.key_bias is None else f.key_bias[g],
         f.key_norm,
         f.rotary,
     )
     values = _Projected.of(
-        centred if f.sinks is None else x, V, None if f.sinks is None else value_bias, None, None
+        centred if f.sinks is None else given, V, None if f.sinks is None else value_bias, None, None
     )
     for layer, part in ((f.query_norm, q), (f.key_norm, keys)):
         if layer is not None and part.turns is not None and not bool((part.turns.abs() <= LARGEST).all()):
@@ -204,8 +210,9 @@ def _head_at(
                 got=f"one at or near zero, or too large to be squared, with eps = {layer.eps:g}",
                 remedy="Use norms with a larger eps, or other tokens.",
             )
-    v, d_v, d_k = values.t, values.error, keys.error
-    for numbers in (q.size, keys.size, values.size, Q, K, q.size @ keys.size.mT):
+    scores = q.t @ keys.t.mT
+    sizes = (plain(part).abs() + entries_of(part) for part in (q.t, keys.t, values.t, scores))
+    for numbers in (*sizes, Q, K):
         if not bool((numbers.abs() <= LARGEST).all()):
             raise NonFiniteError(
                 "X",
@@ -214,15 +221,16 @@ def _head_at(
                 remedy="Rescale the tokens or the parameters.",
             )
 
-    P, d_P, M, d_M = _weights(f, h, q, keys, visible)
-    o = P @ v
-    d_o = d_P @ v.abs() + (P + d_P) @ d_v + gamma(n + 4) * (P @ v.abs())
-    c = P @ keys.t if relative else torch.zeros_like(keys.t)
+    weights, moving = _weights(f, h, scores, visible)
+    means = weights @ values.t
+    P, M, v, o, k = map(plain, (weights, moving, values.t, means, keys.t))
+    d_P, d_M = entries_of(weights), entries_of(moving)
+    c = P @ k if relative else torch.zeros_like(k)
     w_norm, key_norm = torch.empty_like(P), torch.empty_like(P)
     F = torch.empty(n, V.shape[0], Q.shape[0], dtype=x.dtype)
     for rows in row_blocks(n, n * max(Q.shape[0], V.shape[0])):
         w = v[None] - o[rows, None]
-        kappa = keys.t[None] - c[rows, None]
+        kappa = k[None] - c[rows, None]
         w_norm[rows] = torch.linalg.vector_norm(w, dim=-1)
         key_norm[rows] = torch.linalg.vector_norm(kappa, dim=-1)
         F[rows] = (M[rows, :, None] * w).mT @ kappa
@@ -233,9 +241,9 @@ def _head_at(
 
     # Errors |M w pᵀ − M̂ ŵ p̂ᵀ| with p_ij = T_jᵀ q_i, and |M w κᵀ − M̂ ŵ κ̂ᵀ|, for each pair of tokens, where
     # hats are rounded numbers.
-    d_w = _norms(d_v)[None] + _norms(d_o)[:, None] + 2 * U * w_norm
-    d_kappa = _norms(d_k)[None] + 2 * U * key_norm
-    q_norm, dq_norm = _norms(q.t)[:, None], _norms(q.error)[:, None]
+    d_w = _norms(entries_of(values.t))[None] + _norms(entries_of(means))[:, None] + 2 * U * w_norm
+    d_kappa = _norms(entries_of(keys.t))[None] + 2 * U * key_norm
+    q_norm, dq_norm = _norms(plain(q.t))[:, None], _norms(entries_of(q.t))[:, None]
 
     def product_error(a: Tensor, d_a: Tensor) -> Tensor:
         return d_M * (w_norm + d_w) * (a + d_a) + M * d_w * (a + d_a) + M * w_norm * d_a
@@ -248,59 +256,40 @@ def _head_at(
     d_F = abs(f.scale) * q.slope * d_F + F_norm * (q.slope_error + rounding * (turn + q.slope))
     V_norm, K_norm, Q_norm = (spectral_norm_above(t) for t in (V, K, Q))
     error = d_P.norm() * V_norm + rank_one.norm() * K_norm + d_F.amax() * Q_norm
-    return HeadAt(P, M, v, o, q.t, keys.turns, F, V, K, Q, float(up(error)))
+    return HeadAt(P, M, v, o, plain(q.t), keys.turns, F, V, K, Q, float(up(error)))
 
 
 def _weights(
-    f: SelfAttention, h: int, q: _Projected, keys: _Projected, visible: Bool[Tensor, "n n"]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the attention weights, and the attention weights multiplied by the derivative of the soft cap.
-
-    Each of the two is followed by bounds on its rounding errors.
+    f: SelfAttention, h: int, scores: Float[Tensor, "n n"], visible: Bool[Tensor, "n n"]
+) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
+    """Return the attention weights for scaled scores, and the attention weights multiplied by the derivative
+    of the soft cap.
     """
-    scores = q.t @ keys.t.mT
-    sizes = q.t.abs() @ keys.t.abs().mT
-    d_scores = q.error @ keys.t.abs().mT + (q.t.abs() + q.error) @ keys.error.mT
-    d_scores = d_scores + gamma(q.t.shape[1] + 2) * sizes
-    slope, d_slope = None, None
+    slope, count = None, len(visible)
     if f.softcap is not None:
-        tanh = torch.tanh(scores / f.softcap)
-        slope, d_slope = (1 - tanh) * (1 + tanh), d_scores / f.softcap + 32 * U
-        scores = f.softcap * tanh
-        d_scores = d_scores + 16 * U * scores.abs()
+        scores = scores / f.softcap
+        # The derivative of the cap has itself a derivative of at most one.
+        slope = along_entries(lambda t: (1 - torch.tanh(t)) * (1 + torch.tanh(t)), 1.0, scores)
+        scores = torch.tanh(scores) * f.softcap
     if f.score_bias is not None:
-        scores = scores + f.score_bias[h if len(f.score_bias) > 1 else 0]
-        d_scores = d_scores + 2 * U * scores.abs()
-    count = len(visible)
+        scores = scores + known_to(f.score_bias[h if len(f.score_bias) > 1 else 0])
     if f.sinks is not None:
         # The sink is one more key, which all queries see.
-        scores = torch.cat((scores, f.sinks[h].to(scores).expand(count, 1)), dim=1)
-        d_scores = torch.nn.functional.pad(d_scores, (0, 1))
+        scores = torch.cat((scores, known_to(f.sinks[h].to(scores.dtype).expand(count, 1))), dim=1)
         visible = torch.nn.functional.pad(visible, (0, 1), value=True)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    shifted = scores - scores.amax(dim=1, keepdim=True)
-    weights = torch.exp(shifted)
-    P = weights / weights.sum(dim=1, keepdim=True)
-    d_P = _weight_errors(P, (d_scores + 2 * U * shifted.abs()).masked_fill(~visible, 0.0), visible)
-    P, d_P = P[:, :count], d_P[:, :count]
-    if slope is None or d_slope is None:
-        return P, d_P, P, d_P
-    return P, d_P, P * slope, d_P * (slope + d_slope) + P * (d_slope + 2 * U)
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), 1)[:, :count]
+    return weights, weights if slope is None else weights * slope
 
 
 @dataclass(frozen=True, eq=False)
 class _Projected:
-    """The queries, keys or values of a head, with their rounding errors and their derivatives with respect to
-    the tokens.
+    """The queries, keys or values of a head, which carry their rounding errors, and their derivatives with
+    respect to the tokens.
 
     Attributes
     ----------
     t
-        The vectors R_i N(W x_i + b), as rounded.
-    error
-        Bounds on the rounding errors of the entries of ``t``.
-    size
-        Bounds on the terms of which the entries are sums.
+        The vectors R_i N(W x_i + b).
     turns
         Derivatives of R_i N at W x_i + b, as rounded; None where they are the identity.
     slope, slope_error
@@ -309,8 +298,6 @@ class _Projected:
     """
 
     t: Float[Tensor, "n k"]
-    error: Float[Tensor, "n k"]
-    size: Float[Tensor, "n k"]
     turns: Float[Tensor, "n k k"] | None
     slope: Float[Tensor, " n"]
     slope_error: Float[Tensor, " n"]
@@ -324,54 +311,42 @@ class _Projected:
         layer: LayerNorm | RMSNorm | None,
         rotary: Rotary | None,
     ) -> _Projected:
-        n, d = x.shape
-        t, size = x @ weight.mT, x.abs() @ weight.abs().mT
+        n, k = len(x), len(weight)
+        t: Tensor = x @ known_to(weight).mT
+        turns: Tensor | None = None
         if bias is not None:
-            t, size = t + bias, size + bias.abs()
-        error, turns = gamma(d + 10) * size, None
+            t = t + known_to(bias)
         slope, slope_error = torch.ones(n, dtype=x.dtype), torch.zeros(n, dtype=x.dtype)
         if layer is not None:
-            t, error, turns, slope, slope_error = _normed(layer, t, error)
-            size = t.abs() + error
+            t, turns, slope, slope_error = _normed(layer, t)
         if rotary is None:
-            return cls(t, error, size, turns, slope, slope_error)
-        k = weight.shape[0]
+            return cls(t, turns, slope, slope_error)
         eye = torch.eye(k, dtype=x.dtype)
         maps = rotary.rotate(eye[:, None].expand(k, n, k)).permute(1, 2, 0)
         turn = absolute_norms_above(maps)
-        absolute = maps.abs()
-        size = (absolute @ size[..., None])[..., 0]
-        error = (absolute @ error[..., None])[..., 0] + gamma(8) * (absolute @ t.abs()[..., None])[..., 0]
-        t = rotary.rotate(t)
         if turns is None:
             turns = maps
         else:
             slope_error = turn * slope_error + gamma(2 * k) * turn * torch.linalg.matrix_norm(turns)
             turns = maps @ turns
-        return cls(t, error, size, turns, turn * slope, slope_error)
-
-    def scaled(self, scale: float) -> _Projected:
-        """Return the queries, keys or values multiplied by a number, with unchanged derivatives."""
-        t, factor = scale * self.t, abs(scale)
-        error = factor * self.error + 2 * U * t.abs()
-        return replace(self, t=t, error=error, size=factor * self.size)
+        return cls(rotary.rotate(t), turns, turn * slope, slope_error)
 
 
 def _normed(
-    layer: LayerNorm | RMSNorm, a: Float[Tensor, "n k"], error: Float[Tensor, "n k"]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Apply a norm layer to vectors, and bound the rounding errors of the results.
+    layer: LayerNorm | RMSNorm, vectors: Float[Tensor, "n k"]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Apply a norm layer to vectors (n, k).
 
-    The results are the vectors and bounds on their errors, the derivatives (n, k, k), bounds on the norms of
-    the derivatives, and bounds on the errors of the derivatives.
+    The results are the vectors, as a tensor with bounds on its entries, the derivatives (n, k, k), bounds on
+    the norms of the derivatives, and bounds on the errors of the derivatives.
     """
-    k = a.shape[1]
+    a, k = plain(vectors), vectors.shape[1]
     y, length = layer.direction_and_length(a)
-    moved = _norms(error) + 2 * gamma(k + 3) * _norms(a)
+    moved = _norms(entries_of(vectors)) + 2 * gamma(k + 3) * _norms(a)
     # The length √(|y|² + kε) changes by no more than y. It has this value at least, between ŷ and y.
-    shortest = (length[:, 0] * (1 - gamma(k + 10)) - moved).clamp_min(math.sqrt(k * layer.eps)) * (1 - 1e-12)
-    shortest = shortest.clamp_min(1e-300)
-    gain = math.sqrt(k) * float(layer.weight.abs().amax()) * (1 + 1e-12)
+    shortest = (length[:, 0] * (1 - gamma(k + 10)) - moved).clamp_min(math.sqrt(k * layer.eps))
+    shortest = below(shortest, 8).clamp_min(torch.finfo(a.dtype).tiny)
+    gain = above(math.sqrt(k) * float(layer.weight.abs().amax()), 2)
     t = math.sqrt(k) * layer.weight * (y / length)
     eye = torch.eye(k, dtype=a.dtype)
     outer = (eye - 1 / k if layer.centred else eye) - (y / length)[:, :, None] * (y / length)[:, None, :]
@@ -383,24 +358,7 @@ def _normed(
     rounding = gamma(k + 20)
     d_t = gain / shortest * moved + rounding * (gain + added)
     d_turns = 6 * gain / shortest.square() * moved + 3 * rounding * gain / shortest
-    return t, d_t[:, None].expand_as(t), turns, gain / shortest + d_turns, d_turns
-
-
-def _weight_errors(
-    P: Float[Tensor, "n m"], d_scores: Float[Tensor, "n m"], visible: Bool[Tensor, "n m"]
-) -> Float[Tensor, "n m"]:
-    """Return upper bounds on the errors of the attention weights, from the errors of the scores.
-
-    The errors are |P̂ − P| for the rounded weights P̂. If the scores of a row have errors of at most δ, a
-    weight has an error of at most 2δ e^{2δ} P (1 − P), plus rounding. The weight in a row with one visible
-    key is exact.
-    """
-    rounding = gamma(P.shape[1] + 20)
-    moved = 2 * d_scores.amax(dim=1, keepdim=True)
-    error = P * (moved * torch.exp(moved) * (1 - P + 4 * rounding) + rounding) + UNDERFLOW
-    error = torch.where(moved > 1, 1.01, error)
-    exact = ~visible | (visible.sum(dim=1, keepdim=True) == 1)
-    return error.masked_fill(exact, 0.0)
+    return known_to(t, d_t[:, None]), turns, gain / shortest + d_turns, d_turns
 
 
 def _norms(rows: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.radius.tensor_with_error_bound import INFLATION, plain, settled
 from howsmooth.rounding import gamma, largest_eigenvalues_by_squaring
+from howsmooth.rounding.tensor_with_error_bound import INFLATION, plain, settled
 
 __all__ = [
     "balls",

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.tensor_with_error_bound import settled
 from howsmooth.rounding import gamma, largest_eigenvalues_by_squaring, spectral_norms_above
+from howsmooth.rounding.tensor_with_error_bound import settled
 
 __all__ = ["each_form_norm", "form_norm", "spectral_norm", "weighted_norm"]
 

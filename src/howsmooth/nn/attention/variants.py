@@ -10,7 +10,7 @@ from torch import Tensor
 
 from howsmooth.attention import L2Attention as L2Map
 from howsmooth.attention import TokenMap
-from howsmooth.bounds.differentiable_norms import norms, reach
+from howsmooth.bounds.differentiable_upper_bounds import reach
 from howsmooth.bounds.variant_upper_bounds import (
     l2_layer,
     lipschitz_norm_layer,
@@ -21,6 +21,7 @@ from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.head_weights import Parts, Weights, joined_radius, scaled_weights
 from howsmooth.nn.checks import check, check_number
+from howsmooth.rounding import spectral_norms_above as norms
 
 __all__ = ["CosineAttention", "L2Attention", "LipschitzNormAttention", "SigmoidAttention"]
 

@@ -112,13 +112,13 @@ def bound_site(site: Any) -> tuple[float, list[SiteBound]]:
         return float(site.radius_max[0]), [_nothing("any", "upper", Quantity.LOCAL, error)]
     found = []
     for statement, side in statements:
+        why: Exception | str = _cost(statement, question)
         try:
-            cost = _cost(statement, question)
-            bound = None if cost else statement.at(question, side)
+            bound = None if why else statement.at(question, side)
         except _NO_BOUND as error:
-            bound, cost = None, error
+            bound, why = None, error
         if bound is None:
-            found.append(_nothing(statement.name, side, statement.quantity_of(question), cost))
+            found.append(_nothing(statement.name, side, statement.quantity_of(question), why))
             continue
         failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)
         if failed:

@@ -11,22 +11,28 @@ Proofs of the rules: documentation page "A proved radius for a whole network", s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from howsmooth.rounding import LOST, UNDERFLOW, U, gamma
+from howsmooth.rounding.units import LOST, UNDERFLOW, U, gamma
 
 __all__ = [
+    "ELEMENTARY",
     "FUZZ",
     "INFLATION",
+    "RULES",
+    "VIEWS",
     "MissingRuleError",
     "Rounded",
     "along",
+    "compute",
     "exact",
+    "frobenius_above",
     "lower",
+    "made",
     "multilinear",
     "plain",
     "rowwise",
@@ -42,7 +48,7 @@ INFLATION = 1 + 1e-8
 
 # Exponential, error function, tangent and root are taken to be correct to this relative error: four units in
 # the last place.
-_ELEMENTARY = 8 * U
+ELEMENTARY = 8 * U
 # Bounds of errors are sums and products of nonnegative numbers; this covers the rounding of one of them.
 _UP = 1 + 1e-9
 _SMALL = 1 << 16
@@ -69,7 +75,7 @@ class Rounded(Tensor):
     def frobenius(self) -> float:
         """Return an upper bound on the Frobenius norm of the computed entries of this tensor."""
         if self._size is None:
-            self._size = _norm(plain(self))
+            self._size = frobenius_above(plain(self))
         return self._size
 
     @property
@@ -85,15 +91,23 @@ class Rounded(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute the result of a PyTorch operation, with a bound on its rounding error."""
-        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
-        rule = _RULES.get(name)
-        if rule is None:
-            raise MissingRuleError(f"no bound on the rounding error of {name}")
-        with torch._C.DisableTorchFunctionSubclass():
-            return rule(func, *args, **(kwargs or {}))
+        return compute(RULES, func, args, kwargs)
 
 
-def _made(value: Tensor, error: float, size: float | None = None, peak: float | None = None) -> Rounded:
+def compute(
+    rules: Mapping[str, Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> Any:
+    """Compute an operation by the rule of its name. An attribute is an operation with the name of its own."""
+    name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+    rule = rules.get(name)
+    if rule is None:
+        raise MissingRuleError(f"no bound on the rounding error of {name}")
+    with torch._C.DisableTorchFunctionSubclass():
+        return rule(func, *args, **(kwargs or {}))
+
+
+def made(value: Tensor, error: float, size: float | None = None, peak: float | None = None) -> Rounded:
+    """Attach an error bound, and what else is known of the computed numbers, to a tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         found: Rounded = plain(value).as_subclass(Rounded)
     found.error, found._size, found._peak = error * _UP, size, peak
@@ -106,7 +120,7 @@ def exact(value: Tensor, error: float = 0.0, frobenius: float | None = None) -> 
 
     ``frobenius`` is a bound on its Frobenius norm, if one is known.
     """
-    return _made(value, error, frobenius)
+    return made(value, error, frobenius)
 
 
 def plain(value: Tensor) -> Tensor:
@@ -159,7 +173,7 @@ def multilinear(function: Callable[..., Tensor], *operands: Tensor, roundings: i
     for i, own in enumerate(errors):
         others = (s + e for j, (s, e) in enumerate(zip(sizes, errors, strict=True)) if j != i)
         error += own * math.prod(others) if own else 0.0
-    return _made(value, error * _UP)
+    return made(value, error * _UP)
 
 
 def rowwise(function: Callable[..., Tensor], *operands: Tensor, roundings: int) -> Tensor:
@@ -175,10 +189,11 @@ def rowwise(function: Callable[..., Tensor], *operands: Tensor, roundings: int) 
     rows = [float(torch.linalg.vector_norm(plain(x), dim=-1).amax()) * _UP + LOST for x in operands]
     error = errors[0] * (rows[1] + errors[1]) + errors[1] * rows[0]
     own = min(rows[0] * _measures(operands[1])[0], rows[1] * _measures(operands[0])[0])
-    return _made(value, error + gamma(roundings) * own)
+    return made(value, error + gamma(roundings) * own)
 
 
-def _norm(value: Tensor) -> float:
+def frobenius_above(value: Tensor) -> float:
+    """Return an upper bound on the Frobenius norm of a tensor of floats."""
     if not value.numel():
         return 0.0
     return float(torch.linalg.vector_norm(value)) * _UP + LOST * math.sqrt(value.numel())
@@ -190,7 +205,7 @@ def _measures(operand: Any) -> tuple[float, float]:
     """
     if isinstance(operand, Rounded):
         return operand.frobenius, operand.error
-    size = _norm(operand.double()) if isinstance(operand, Tensor) else abs(operand)
+    size = frobenius_above(operand.double()) if isinstance(operand, Tensor) else abs(operand)
     return size, FUZZ * size
 
 
@@ -218,12 +233,12 @@ def _view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """
     found = func(x, *args, **kwargs)
     if isinstance(found, tuple | list):
-        return [_entries_of(x, _made(part, x.error)) for part in found]
+        return [_entries_of(x, made(part, x.error)) for part in found]
     if not isinstance(found, Tensor):
         return found
     copies = _copies(x, found.numel())
     same = copies == 1.0
-    return _entries_of(x, _made(found, x.error * max(1.0, copies), x._size if same else None, x._peak))
+    return _entries_of(x, made(found, x.error * max(1.0, copies), x._size if same else None, x._peak))
 
 
 def _entries_of(x: Rounded, found: Rounded) -> Rounded:
@@ -248,7 +263,7 @@ def _getitem(func: Any, x: Any, index: Any) -> Any:
         if any(bool((t < 0).any()) for t in tensors):
             copies *= 2 ** len(tensors)  # an entry may have a negative index, too
     root = math.sqrt(copies)
-    return _entries_of(x, _made(found, x.error * root))
+    return _entries_of(x, made(found, x.error * root))
 
 
 def _setitem(func: Any, x: Any, index: Any, value: Any) -> None:
@@ -262,7 +277,7 @@ def _setitem(func: Any, x: Any, index: Any, value: Any) -> None:
 
 
 def _new(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return _made(func(plain(x), *args, **kwargs), 0.0)
+    return made(func(plain(x), *args, **kwargs), 0.0)
 
 
 def _add(func: Any, x: Any, y: Any) -> Any:
@@ -273,7 +288,7 @@ def _add(func: Any, x: Any, y: Any) -> Any:
         own, of = _measures(operand)
         copies = _copies(operand, value.numel())
         size, error = size + own * copies, error + of * copies
-    return _made(value, error + 2 * U * size)
+    return made(value, error + 2 * U * size)
 
 
 def _inplace_add(func: Any, x: Any, y: Any) -> Any:
@@ -294,7 +309,7 @@ def _mul(func: Any, x: Any, y: Any) -> Any:
     size = min(a * b, copies_a * a * peak_b, copies_b * b * peak_a)
     error_a = of_a * min(b + of_b, copies_a * (peak_b + of_b))
     error_b = of_b * min(a, copies_b * peak_a)
-    found = _made(value, 0.0)
+    found = made(value, 0.0)
     if isinstance(x, Rounded) and x.relative < 1:
         error_a = min(error_a, x.relative * (found.frobenius + error_b))
     elif isinstance(y, Rounded) and y.relative < 1:
@@ -314,10 +329,10 @@ def _div(func: Any, x: Any, y: Any) -> Any:
     room = smallest - of_b
     copies = _copies(x, value.numel())
     if not room > 0:
-        return _made(value, math.inf)
+        return made(value, math.inf)
     size = copies * a / smallest
     # An entry of y may stand beside many of x: the quotient's error is bounded entry by entry.
-    return _made(value, copies * of_a / room + size * of_b / room + 2 * U * size)
+    return made(value, copies * of_a / room + size * of_b / room + 2 * U * size)
 
 
 def _pow(func: Any, x: Any, exponent: Any) -> Any:
@@ -333,7 +348,7 @@ def _reduced(x: Rounded, value: Tensor, mean: bool) -> Rounded:
     count = x.numel() / max(value.numel(), 1)
     root, scale = math.sqrt(count), 1 / count if mean else 1.0
     size = x.frobenius * root * scale
-    return _made(value, x.error * root * scale + gamma(int(count) + 2) * size)
+    return made(value, x.error * root * scale + gamma(int(count) + 2) * size)
 
 
 def _sum(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -393,19 +408,19 @@ def _weighted(equation: str, inputs: str, output: str, weights: Rounded, x: Tens
     sizes = plain(x).flatten(len(kept)) if x.ndim > len(kept) else plain(x)[..., None]
     sizes = torch.linalg.vector_norm(sizes, dim=-1)
     common = "".join(letter for letter in output if letter in own)
-    whole = _norm(torch.einsum(f"{own},{kept}->{common}", P, sizes))
+    whole = frobenius_above(torch.einsum(f"{own},{kept}->{common}", P, sizes))
     matrix, summed = math.inf, [letter for letter in own if letter not in output]
     if P.ndim > 1 and len(summed) == 1 and summed[0] in own[-2:]:
         matrix = math.sqrt(float(P.sum(-1).amax()) * float(P.sum(-2).amax())) * _UP
     of_x = _measures(x)[1]
     error = of_x * min(weights.frobenius, matrix) * (1 + weights.relative)
-    return _made(value, error + (gamma(terms + 2) + weights.relative) * whole)
+    return made(value, error + (gamma(terms + 2) + weights.relative) * whole)
 
 
 def _joined(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     value = func([plain(t) for t in tensors], *args, **kwargs)
     errors = [_measures(t)[1] for t in tensors]
-    return _made(value, math.hypot(*errors))
+    return made(value, math.hypot(*errors))
 
 
 def _elementary(slope: Callable[[Tensor, float], float]) -> Any:
@@ -418,9 +433,9 @@ def _elementary(slope: Callable[[Tensor, float], float]) -> Any:
 
     def rule(func: Any, x: Any) -> Any:
         value = func(plain(x))
-        own = _norm(value)
+        own = frobenius_above(value)
         moved = x.error * slope(plain(x), x.error) if x.error else 0.0
-        return _made(value, moved + _ELEMENTARY * own + UNDERFLOW * math.sqrt(value.numel()), own)
+        return made(value, moved + ELEMENTARY * own + UNDERFLOW * math.sqrt(value.numel()), own)
 
     return rule
 
@@ -432,18 +447,18 @@ def _sqrt_slope(x: Tensor, error: float) -> float:
 
 def _softmax(func: Any, x: Any, dim: int) -> Any:
     value = func(plain(x), dim)
-    keys, size = value.shape[dim], _norm(value)
+    keys, size = value.shape[dim], frobenius_above(value)
     # A weight is a ratio of exponentials of which none is below e^-745 without becoming zero.
     worst = min(x.error, x.worst)
     change = math.expm1(2 * worst + gamma(keys + 2000)) * _UP if worst < 0.1 else math.inf
     error = min(change * size + UNDERFLOW * math.sqrt(value.numel()), 2 * math.sqrt(value.numel()))
-    found = _made(value, error, size)
+    found = made(value, error, size)
     found.relative = change
     return found
 
 
 def _masked(func: Any, x: Any, mask: Any, value: Any) -> Any:
-    return _entries_of(x, _made(func(plain(x), mask, value), x.error, math.inf, math.inf))
+    return _entries_of(x, made(func(plain(x), mask, value), x.error, math.inf, math.inf))
 
 
 def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -468,7 +483,7 @@ def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*map(_bare, args), **kwargs)
 
 
-_VIEWS = (
+VIEWS = (
     "mT T permute flatten unflatten movedim diagonal reshape expand unbind unsqueeze split squeeze transpose "
     "neg __neg__ abs __abs__ clone contiguous detach"
 )
@@ -476,8 +491,8 @@ _QUESTIONS = (
     "shape dtype ndim device layout numel __len__ dim size is_floating_point is_sparse eq __eq__ ne __ne__ "
     "requires_grad data_ptr stride is_complex is_cuda names gt __gt__ lt __lt__"
 )
-_RULES: dict[str, Any] = {
-    **dict.fromkeys(_VIEWS.split(), _view),
+RULES: dict[str, Any] = {
+    **dict.fromkeys(VIEWS.split(), _view),
     **dict.fromkeys(_QUESTIONS.split(), _asked),
     **dict.fromkeys(("add", "__add__", "__radd__", "sub", "__sub__", "rsub", "__rsub__"), _add),
     **dict.fromkeys(("__iadd__", "add_"), _inplace_add),
@@ -488,7 +503,7 @@ _RULES: dict[str, Any] = {
     **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__"), _matmul),
     **dict.fromkeys(("cat", "stack"), _joined),
     **dict.fromkeys(("new_zeros", "new_empty", "zeros_like"), _new),
-    "full_like": lambda func, x, fill: _made(func(plain(x), fill), FUZZ * abs(fill) * math.sqrt(x.numel())),
+    "full_like": lambda func, x, fill: made(func(plain(x), fill), FUZZ * abs(fill) * math.sqrt(x.numel())),
     "__iter__": lambda func, x: iter(_view(torch.unbind, x)),
     "square": lambda func, x: _mul(torch.mul, x, x),
     "einsum": _einsum,
