@@ -15,9 +15,8 @@ from howsmooth import adversarial
 from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, gradient_ascent, repeated_token_search
 from howsmooth.adversarial.repeated_token_search import Atoms, search_atoms
 from howsmooth.bounds.attention_parameters import Head, parameters_of
-from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
+from howsmooth.bounds.ball_upper_bounds import ball_upper_bound, causal_ball_upper_bound
 from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._selection import others_slow

@@ -18,7 +18,7 @@ from howsmooth.attention import scaled_dot_product
 from howsmooth.attention.custom_code_attention import SoftmaxCore
 from howsmooth.attention.masks import Visibility, check_window
 from howsmooth.bounds import ball_lower_bounds as lower_bounds
-from howsmooth.bounds import masked_ball_upper_bounds as masked_bounds
+from howsmooth.bounds import ball_upper_bounds as masked_bounds
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.ball_lower_bounds import equal_tokens_lower_bound
 from howsmooth.errors import ArgumentError

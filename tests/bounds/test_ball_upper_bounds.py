@@ -20,26 +20,34 @@ import howsmooth as hs
 from howsmooth.bounds.attention_parameters import Head, Parameters
 from howsmooth.bounds.ball_upper_bounds import (
     ball_upper_bound,
+    causal_ball_upper_bound,
+    causal_mean_field_upper_bound,
+    causal_rows,
+    h_star,
+    masked_ball_upper_bound,
     mean_field_upper_bound,
-    row_norm_maximum,
     theorem_3_3,
     theorem_3_5,
+    theorem_4_3,
+    theorem_4_4,
     theorem_e_3,
 )
 from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.masked_ball_upper_bounds import (
-    causal_ball_upper_bound,
-    causal_mean_field_upper_bound,
-    log_causal_rows,
-    masked_ball_upper_bound,
-    theorem_4_3,
-    theorem_4_4,
-)
 from howsmooth.errors import ArgumentError
 from tests._cases import dense_jacobian, random_attention, rotary, tokens
 from tests._search import Point, largest_ratio
 
 D = 2
+
+
+def row_norm_maximum(a: float) -> float:
+    return float(h_star(torch.tensor(a, dtype=torch.float64)).value)
+
+
+def log_causal_rows(n: int, a3: float) -> float:
+    return float(causal_rows(n, torch.tensor(a3, dtype=torch.float64)).log)
+
+
 UNMASKED = (theorem_3_3, theorem_e_3, ball_upper_bound, theorem_3_5, mean_field_upper_bound)
 MASKED = (theorem_4_3, causal_ball_upper_bound, theorem_4_4, causal_mean_field_upper_bound)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.bounds import attention_parameters
 from howsmooth.bounds.attention_parameters import Head
+from howsmooth.bounds.bound_problem import Problem
 from howsmooth.bounds.large_radius_bounds import large_radius, theorem_3_7, theorem_4_5
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import dense_jacobian, random_attention, tokens
@@ -83,8 +84,9 @@ def _distance_ratio(masked: bool, *, trials: int, steps: int) -> float:
         jacobian = torch.func.jacrev(lambda x: torch.softmax(scores(x), dim=-1) @ x)(R * X)
         limit = torch.nn.functional.one_hot(scores(X).argmax(dim=1), 4).double()
         difference = jacobian - torch.einsum("ij,ab->iajb", limit, torch.eye(2, dtype=torch.float64))
-        found = large_radius(Head(A.detach(), torch.eye(2)), X, float(R.detach()), masked=masked)
-        return torch.linalg.matrix_norm(difference.reshape(8, 8), 2) / math.exp(found.log_distance)
+        head = Head(A.detach(), torch.eye(2))
+        found = large_radius(Problem(head, X.detach(), factor=float(R.detach())), masked)
+        return torch.linalg.matrix_norm(difference.reshape(8, 8), 2) / found.distance.value
 
     return largest_ratio(ratio, draw, trials=trials, steps=steps)
 
@@ -155,9 +157,9 @@ def test_refusals() -> None:
     with pytest.raises(ArgumentError, match="X: expected tokens"):
         theorem_3_7(f, X[:, :3], 1.0)
     with pytest.raises(ArgumentError, match="X: expected tokens"):
-        theorem_3_7(f, X[None], 1.0)
-    with pytest.raises(ArgumentError, match="X: expected dtype"):
-        theorem_3_7(f, X.long(), 1.0)
+        theorem_3_7(f, torch.stack([X, X]), 1.0)
+    with pytest.raises(ArgumentError, match="X: expected tokens"):
+        theorem_3_7(f, X.to(torch.complex128), 1.0)
     with pytest.raises(NonFiniteError, match="X"):
         theorem_3_7(f, X * math.nan, 1.0)
     with pytest.raises(ArgumentError, match="one head"):

@@ -218,4 +218,4 @@ def test_the_largest_distance_is_looked_for_in_blocks(pairs: int, monkeypatch: p
     for seed in range(6):
         x = tokens(seed, 7, 3)
         wanted = max(float((a - b).norm()) for a in x for b in x)
-        assert attention_parameters.largest_distance(x) == pytest.approx(wanted, rel=1e-14)
+        assert wanted <= attention_parameters.largest_distance(x) <= wanted * (1 + 1e-11)

@@ -11,6 +11,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.attention import Rotary
 from howsmooth.bounds import any_scores_ball_upper_bound, best, masked_ball_upper_bound
+from howsmooth.bounds.log_numbers import Log
 from howsmooth.bounds.modified_score_upper_bounds import _Projected, _turn
 from howsmooth.errors import ArgumentError
 from tests._cases import CASES, random_attention
@@ -87,13 +88,15 @@ def test_sizes_of_normed_queries_are_attained(*, centred: bool) -> None:
     weight = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
     gain = torch.ones(4, dtype=torch.float64)
     norm = hs.LayerNorm(gain, eps=1e-3) if centred else hs.RMSNorm(gain, eps=1e-3)
-    sizes = _Projected.of(weight, None, norm, 1, 50.0)
+    sizes = _Projected.of(weight, None, norm, 1, Log.of(50.0))
     at_zero = torch.func.jacrev(lambda x: norm((x @ weight[1].mT)[None])[0])(torch.zeros(6).double())
-    assert math.exp(sizes.slope) == pytest.approx(float(torch.linalg.matrix_norm(at_zero, ord=2)), rel=1e-9)
+    assert float(sizes.slope.value) == pytest.approx(
+        float(torch.linalg.matrix_norm(at_zero, ord=2)), rel=1e-9
+    )
     far = torch.randn(1000, 6, generator=generator, dtype=torch.float64)
     far = 50.0 * far / far.norm(dim=-1, keepdim=True)
     longest = float(norm(far @ weight[1].mT).norm(dim=-1).max())
-    assert 0.99 * math.exp(sizes.size) < longest <= math.exp(sizes.size)
+    assert 0.99 * float(sizes.size.value) < longest <= float(sizes.size.value)
 
 
 def test_rotary_tables_that_stretch_are_counted() -> None:

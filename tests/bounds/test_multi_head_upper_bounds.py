@@ -11,9 +11,13 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
+from howsmooth.bounds.ball_upper_bounds import (
+    ball_upper_bound,
+    causal_ball_upper_bound,
+    causal_mean_field_upper_bound,
+    masked_ball_upper_bound,
+)
 from howsmooth.bounds.bound import Bound, Quantity
-from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
 from howsmooth.bounds.multi_head_upper_bounds import (
     folded_gram_upper_bound,
     gram_upper_bound,
@@ -172,17 +176,17 @@ def test_gram_written_out() -> None:
 def test_the_best_bound_of_a_head_knows_its_mask() -> None:
     n = 5
     window = torch.ones(n, n, dtype=torch.bool).tril().triu(-1)
-    names = {
-        head_upper_bound(f, length, radius).name
-        for f, length, radius in (
-            (random_attention(0, heads=1), n, 1.0),
-            (random_attention(0, heads=1, causal=True), n, 1.0),
-            (random_attention(0, heads=1, causal=True), 10**30, 0.1),
-            (random_attention(0, heads=1, mask=window), n, 1.0),
-        )
-    }
-    assert names == {"masked_ball_upper_bound", "causal_mean_field_upper_bound"}
     causal = random_attention(0, heads=1, causal=True)
+    for f, length, radius, free in (
+        (random_attention(0, heads=1), n, 1.0, False),
+        (causal, n, 1.0, False),
+        (causal, 10**30, 0.1, True),
+        (random_attention(0, heads=1, mask=window), n, 1.0, False),
+    ):
+        expected = (
+            causal_mean_field_upper_bound(f, radius) if free else masked_ball_upper_bound(f, length, radius)
+        )
+        assert head_upper_bound(f, length, radius).log_value == expected.log_value
     assert head_upper_bound(causal, n, 1.0).value == causal_ball_upper_bound(causal, n, 1.0).value
 
 

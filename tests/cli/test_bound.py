@@ -395,3 +395,21 @@ def test_an_out_that_cannot_be_written(head: Head, tmp_path: Path) -> None:
     code, _, err = head[0]("--out", "taken")
     assert code == 2
     assert "out: expected a writable folder, got taken" in err
+
+
+@dataclass(frozen=True)
+class OtherSecondLayer(SmallModel):
+    """A model whose second layer is L2 attention, which has no bound on a ball here."""
+
+    def attention(self, layer: int, n: int) -> Any:
+        f = super().attention(layer, n)
+        return f if layer == 0 else hs.L2Attention(f.query, f.key, f.value, f.output)
+
+
+def test_a_layer_without_a_known_bound_is_named(howsmooth: Howsmooth) -> None:
+    run = partial(howsmooth, "bound", "small", "--text", "prose", "--lengths", "5", model=OtherSecondLayer())
+    code, _, error = run(real=True)
+    assert code == 2
+    assert "layers: expected layers with a known bound, got layer 1: L2 attention" in " ".join(error.split())
+    assert "Leave this layer out with --layers" in " ".join(error.split())
+    assert run("--layers", "0", real=True)[0] == 0

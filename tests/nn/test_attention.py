@@ -21,11 +21,8 @@ from howsmooth.bounds import (
     masked_ball_upper_bound,
     two_cluster_lower_bound,
 )
-from howsmooth.bounds.differentiable_upper_bounds import (
-    any_boolean_mask,
-    softmax_layer,
-)
-from howsmooth.bounds.visible_key_counts import visible_rows
+from howsmooth.bounds.differentiable_upper_bounds import softmax_layer
+from howsmooth.bounds.visible_key_counts import any_boolean_mask, visible_rows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn import QueryKeyNormAttention, SoftmaxAttention
 from tests._selection import others_slow

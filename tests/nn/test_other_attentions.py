@@ -15,7 +15,7 @@ from torch.func import functional_call
 import howsmooth as hs
 from howsmooth import bounds, nn
 from howsmooth.attention import SinkhornAttention as SinkhornMap
-from howsmooth.bounds import differentiable_variant_upper_bounds as ball
+from howsmooth.bounds import variant_upper_bounds as ball
 from howsmooth.bounds.visible_key_counts import visible_rows
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.sinkhorn import doubly_stochastic

@@ -1,28 +1,13 @@
 """Bounds on the Lipschitz constant of attention, one function for each theorem.
 
-- Upper bounds on a ball, one head: without a mask ``theorem_3_3``, ``theorem_3_5``, ``theorem_e_3``,
-  ``ball_upper_bound`` and ``mean_field_upper_bound``; with a causal mask ``theorem_4_3``, ``theorem_4_4``,
-  ``causal_ball_upper_bound`` and ``causal_mean_field_upper_bound``; with any mask
-  ``masked_ball_upper_bound``.
-- Upper bounds on a ball, several heads: ``lemma_3_8`` and the other functions of ``multi_head_upper_bounds``.
-- An upper bound on a ball for any scores (rotary positions, norms of queries and keys, soft caps, biases,
-  sinks) and any mask: ``any_scores_ball_upper_bound``.
-- Upper bounds at given tokens: ``certificate``, and ``theorem_c_3`` and the other functions of
-  ``local_upper_bounds``. For large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
-- Lower bounds on a ball: ``proposition_3_4`` and the other functions of ``ball_lower_bounds`` and
-  ``mean_field_lower_bounds``.
-- Upper bounds on how far one token moves if every token moves by at most one: ``token_wise_ball_upper_bound``
-  and ``token_wise_upper_bound``. They are in other norms, so ``best`` and ``table`` leave them out.
-- Upper bounds on the change of the output by errors of keys and values: ``kv_error_upper_bound``.
-- Upper bounds for L2, scaled cosine, Sinkhorn and LipschitzNorm attention: ``variant_upper_bounds``.
-
-- A radius within which a whole classifier's answer does not change: ``robust_radius``.
+A bound takes the attention first, then the tokens ``X``, or the ``length`` and the ``radius`` of the ball, by
+position or by name; all options are given by name. Matrices and tokens are tensors, arrays or nested lists.
 
 ``best`` returns the tightest bound, and ``table`` lists all bounds beside a measurement.
 
-Every function takes the attention first, then the tokens ``X``, or the ``length`` and the ``radius`` of the
-ball, by position or by name; ``best`` and ``table`` take ``X`` before ``length`` and ``radius``. All options
-are given by name.
+Both go over the bounds that follow, except those in other norms and those for other attentions than softmax
+attention. ``kv_error_upper_bound`` bounds the change of the output by errors of keys and values, and
+``robust_radius`` proves a radius within which a whole classifier's answer does not change.
 """
 
 from howsmooth.bounds.applicable_bounds import best
@@ -38,24 +23,23 @@ from howsmooth.bounds.ball_lower_bounds import (
 )
 from howsmooth.bounds.ball_upper_bounds import (
     ball_upper_bound,
+    causal_ball_upper_bound,
+    causal_mean_field_upper_bound,
+    masked_ball_upper_bound,
     mean_field_upper_bound,
     theorem_3_3,
     theorem_3_5,
+    theorem_4_3,
+    theorem_4_4,
     theorem_e_3,
 )
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity
+from howsmooth.bounds.catalogue import listing
 from howsmooth.bounds.certificates import Certificate, certificate
 from howsmooth.bounds.comparison_with_measurement import table
 from howsmooth.bounds.key_value_error_upper_bounds import OutputErrorBound, kv_error_upper_bound
 from howsmooth.bounds.large_radius_bounds import theorem_3_7, theorem_4_5
 from howsmooth.bounds.local_upper_bounds import diameter_upper_bound, theorem_c_3, yudin_theorem_3
-from howsmooth.bounds.masked_ball_upper_bounds import (
-    causal_ball_upper_bound,
-    causal_mean_field_upper_bound,
-    masked_ball_upper_bound,
-    theorem_4_3,
-    theorem_4_4,
-)
 from howsmooth.bounds.mean_field_lower_bounds import (
     proposition_3_6,
     proposition_3_6_rate,
@@ -135,3 +119,5 @@ __all__ = [
     "weighted_two_atom_lower_bound",
     "yudin_theorem_3",
 ]
+
+__doc__ = f"{__doc__}\n{listing(__all__)}\n"

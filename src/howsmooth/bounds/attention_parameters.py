@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -26,7 +27,7 @@ from howsmooth.attention.theorem_preconditions import (
 )
 from howsmooth.bounds.bound import exp
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.rounding import spectral_norm_above
+from howsmooth.rounding import above, gamma, product_norms_above, spectral_norm_above, spectral_norm_below, up
 
 __all__ = [
     "ROTARY",
@@ -34,10 +35,11 @@ __all__ = [
     "Head",
     "Parameters",
     "SiteLike",
+    "as_matrix",
     "largest_distance",
-    "log_largest_weight",
     "log_size",
     "log_spectral_norm",
+    "norms_of_rows",
     "parameters_of",
     "row_blocks",
     "unit",
@@ -52,28 +54,40 @@ _LARGEST_LOG = 700.0
 _PAIRS = 1 << 22
 
 
-def log_spectral_norm(*factors: Tensor) -> float:
-    """Return the logarithm of the spectral norm of a product of float64 matrices, rounded up.
+def log_spectral_norm(*factors: Tensor, upper: bool = True) -> float:
+    """Return the logarithm of the spectral norm of a product of float64 matrices, rounded up or down.
 
-    Each factor is divided by its largest entry, so that the product neither overflows nor underflows.
+    Each factor is divided by its size, so that the product neither overflows nor underflows.
     """
-    norm = spectral_norm_above(reduce(torch.matmul, map(unit, factors)))
-    if norm == 0:
+    scaled = [unit(factor) for factor in factors]
+    if upper and len(factors) == 2:
+        norm = float(product_norms_above(*scaled))
+    elif upper and len(factors) == 1:
+        norm = spectral_norm_above(*scaled)
+    else:
+        # A computed product of matrices is off by γ_m |L| |R| entry by entry, with m terms in its sums.
+        terms = sum(factor.shape[0] for factor in factors[1:])
+        error = up(gamma(terms) * math.prod(float(torch.linalg.vector_norm(t)) for t in scaled))
+        norm = spectral_norm_below(reduce(torch.matmul, scaled)) - error * (len(factors) > 1)
+    if norm <= 0:
         return -math.inf
-    logs = [math.log(norm), *map(log_size, factors)]
-    return math.fsum(logs) + 4 * 2.0**-52 * math.fsum(map(abs, logs))
+    return math.fsum([math.log(norm), *map(log_size, factors)])
 
 
 def log_size(tensor: Tensor) -> float:
-    """Return the logarithm of the largest absolute entry of a tensor."""
-    size = float(tensor.abs().max()) if tensor.numel() else 0.0
-    return math.log(size) if size > 0 else -math.inf
+    """Return the logarithm of the size of a tensor, −inf if it is zero or empty."""
+    return math.log(_size(tensor)) if bool((tensor != 0).any()) else -math.inf
 
 
 def unit(tensor: Tensor) -> Tensor:
-    """Return a tensor divided by its largest absolute entry, or the tensor itself if it is zero or empty."""
-    size = float(tensor.abs().max()) if tensor.numel() else 0.0
-    return tensor / size if size > 0 else tensor
+    """Return a tensor divided by its size, so that its largest entry lies between 1 and 2."""
+    return tensor / _size(tensor)
+
+
+def _size(tensor: Tensor) -> float:
+    """Return the power of two below the largest absolute entry of a tensor, by which division is exact."""
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return 2.0 ** (math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
 
 
 def row_blocks(n: int) -> Iterator[slice]:
@@ -84,9 +98,65 @@ def row_blocks(n: int) -> Iterator[slice]:
 
 
 def largest_distance(x: Tensor) -> float:
-    """Return the largest distance between two rows of x (n, d), computed from differences of rows."""
-    exact = "donot_use_mm_for_euclid_dist"
-    return max(float(torch.cdist(x[rows], x, compute_mode=exact).amax()) for rows in row_blocks(len(x)))
+    """Return the largest distance between two rows of x (n, d), from differences of rows, rounded up."""
+    exact, scaled = "donot_use_mm_for_euclid_dist", unit(x)  # squares of large entries overflow
+    blocks = (torch.cdist(scaled[rows], scaled, compute_mode=exact) for rows in row_blocks(len(x)))
+    return _size(x) * above(max(float(distances.amax()) for distances in blocks), 2 * x.shape[1] + 4)
+
+
+def norms_of_rows(x: Tensor) -> Tensor:
+    """Return the norms of the rows of x, whose squares may leave the range of float64, rounded up."""
+    norms: Tensor = torch.linalg.vector_norm(unit(x), dim=-1)
+    return _size(x) * above(norms, x.shape[-1] + 2)
+
+
+def as_matrix(
+    name: str,
+    value: object,
+    shape: tuple[int | str, ...],
+    *,
+    what: str = "numbers",
+    remedy: str = "",
+) -> Tensor:
+    """Return an argument as a float64 tensor on the CPU: a tensor, an array or nested lists of real numbers.
+
+    An entry of ``shape`` is a required size, or the name of a size that may be any positive number. ``what``
+    and ``remedy`` are words for the error.
+
+    Raises
+    ------
+    ArgumentError
+        If ``value`` is of another kind or shape.
+    NonFiniteError
+        If an entry is NaN or infinite.
+
+    """
+    got = type(value).__name__
+    try:
+        given = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        got = f"shape {tuple(given.shape)}" if given.ndim else repr(value)
+        real = not given.dtype.is_complex and given.dtype != torch.bool
+        if not real:
+            got = str(given.dtype)
+        fits = (
+            real
+            and given.ndim == len(shape)
+            and all(
+                size == want if isinstance(want, int) else size >= 1
+                for size, want in zip(given.shape, shape, strict=True)
+            )
+        )
+    except (TypeError, ValueError):  # text, None, or lists of different lengths
+        fits = False
+    if not fits:
+        sizes = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        if not remedy and shape[0] == "heads" and got.startswith("shape"):
+            remedy = f"For a single head give {name}[None]."
+        expected = f"{what} of shape ({sizes}), a tensor, an array or nested lists"
+        raise ArgumentError(name, expected=expected, got=got, remedy=remedy)
+    if not bool(torch.isfinite(given).all()):
+        raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity")
+    return given.to(device="cpu", dtype=torch.float64)
 
 
 class Head:
@@ -99,7 +169,7 @@ class Head:
     A
         Matrix of the scores, (d, d), or a pair of factors (left (d, k), right (k, d)) with A = left @ right.
     V
-        Value matrix, (d_out, d).
+        Value matrix, (d_out, d). All are tensors, arrays or nested lists of real numbers.
     b
         Query bias of the scores, (d,), or None for zero.
 
@@ -112,40 +182,32 @@ class Head:
 
     """
 
-    def __init__(self, A: Tensor | tuple[Tensor, Tensor], V: Tensor, b: Tensor | None = None) -> None:
-        if isinstance(A, tuple):
-            left, right = (_matrix("A", factor) for factor in A)
-            if left.shape[1] != right.shape[0]:
-                raise ArgumentError(
-                    "A",
-                    expected="factors (d, k) and (k, d)",
-                    got=f"shapes {tuple(left.shape)} and {tuple(right.shape)}",
-                )
-            shape = (left.shape[0], right.shape[1])
+    def __init__(self, A: object, V: object, b: object = None) -> None:
+        if isinstance(A, tuple) and len(A) == 2 and np.ndim(A[0]) == 2:
+            left = as_matrix("A", A[0], ("d", "k"), what="factors")
+            right = as_matrix(
+                "A", A[1], (left.shape[1], left.shape[0]), what="factors (d, k) and (k, d), here one"
+            )
         else:
-            left = _matrix("A", A)
-            shape = (left.shape[0], left.shape[1])
-            right = torch.eye(shape[1], dtype=torch.float64)
-        if shape[0] != shape[1]:
+            left = as_matrix("A", A, ("d", "d"), what="a matrix")
+            right = torch.eye(left.shape[1], dtype=torch.float64)
+        if left.shape[0] != right.shape[1]:
             raise ArgumentError(
                 "A",
                 expected="a square matrix (d, d), the bilinear form of the scores",
-                got=f"shape {shape}",
+                got=f"shape {tuple(left.shape)}",
                 remedy="For query and key matrices Q, K of shape (k, d), A = K.T @ Q / k**0.5.",
             )
         _require_product("A", left, right)
         self.left, self.right = left, right
-        self.d = shape[0]
-        self.V = _matrix("V", V)
-        if self.V.shape[1] != self.d:
-            raise ArgumentError(
-                "V", expected=f"a matrix (d_out, {self.d}), as A", got=f"shape {tuple(V.shape)}"
-            )
-        self.b = torch.zeros(self.d, dtype=torch.float64)
-        if b is not None:
-            self.b = _matrix("b", b[None] if b.ndim == 1 else b)[0]
-            if b.ndim != 1 or self.b.shape[0] != self.d:
-                raise ArgumentError("b", expected=f"a vector ({self.d},)", got=f"shape {tuple(b.shape)}")
+        self.d = left.shape[0]
+        self.V = as_matrix("V", V, ("d_out", self.d), what="a matrix")
+        self.V_factors: tuple[Tensor, ...] = (self.V,)
+        self.b = (
+            torch.zeros(self.d, dtype=torch.float64)
+            if b is None
+            else as_matrix("b", b, (self.d,), what="a vector")
+        )
 
     @cached_property
     def A(self) -> Tensor:
@@ -157,12 +219,7 @@ class Head:
         """The logarithm of the spectral norm of the score matrix A, rounded up. It is finite also where the
         product of the factors underflows.
         """
-        left, right = unit(self.left), unit(self.right)
-        if left.shape[1] < self.d:
-            # ‖A‖ is the norm of a small product: of the triangular QR factors of left and of rightᵀ.
-            left, right = (torch.linalg.qr(factor, mode="r").R for factor in (left, right.mT))
-            right = right.mT
-        return log_size(self.left) + log_size(self.right) + log_spectral_norm(left, right)
+        return log_spectral_norm(self.left, self.right)
 
     @cached_property
     def A_norm(self) -> float:
@@ -172,7 +229,7 @@ class Head:
     @cached_property
     def log_V_norm(self) -> float:
         """The logarithm of the spectral norm of the value matrix V, rounded up."""
-        return log_spectral_norm(self.V)
+        return log_spectral_norm(*self.V_factors)
 
     @cached_property
     def V_norm(self) -> float:
@@ -201,24 +258,6 @@ def _require_product(name: str, left: Tensor, right: Tensor) -> None:
         )
 
 
-def _matrix(name: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor) or value.ndim != 2 or not value.is_floating_point():
-        got = (
-            f"{value.dtype} of shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else type(value).__name__
-        )
-        raise ArgumentError(
-            name,
-            expected="a floating-point tensor (matrix)",
-            got=got,
-            remedy="" if isinstance(value, Tensor) else "Use torch.as_tensor.",
-        )
-    if not bool(torch.isfinite(value).all()):
-        raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity")
-    return value.detach().to(device="cpu", dtype=torch.float64)
-
-
 Masking = Literal["none", "causal", "other"]
 
 
@@ -235,6 +274,8 @@ class Parameters:
         the heads are concatenated.
     masking
         "none", "causal" (token i sees the tokens j <= i), or "other".
+    bare
+        Whether it is a head alone, which statements about a causal mask take as causal.
     mask
         For "other": boolean (n, n), True where the query (row) sees the key (column), or None. A mask fixes
         the length.
@@ -250,9 +291,10 @@ class Parameters:
     mask: Bool[Tensor, "n n"] | None
     window: int | None = None
     causal: bool = False
+    bare: bool = False
 
-    def visibility(self, n: int) -> Visibility:
-        """Return the mask of the attention for n tokens.
+    def visibility(self, n: int, *, argument: str = "length") -> Visibility:
+        """Return the mask of the attention for n tokens, which ``argument`` gave.
 
         Raises
         ------
@@ -262,7 +304,9 @@ class Parameters:
         """
         if self.mask is not None and self.mask.shape[0] != n:
             raise ArgumentError(
-                "length", expected=f"{self.mask.shape[0]}, the length of the mask", got=str(n)
+                argument,
+                expected=f"{self.mask.shape[0]}, the length of the mask",
+                got=str(n),
             )
         return Visibility(n, self.masking == "causal" or self.causal, self.window, self.mask)
 
@@ -298,7 +342,7 @@ class Parameters:
         """
         head, output = self.heads[h], self.outputs[h]
         folded = Head((head.left, head.right), output @ head.V, head.b)
-        folded.log_V_norm = log_spectral_norm(output, head.V)  # right also where the product underflows
+        folded.V_factors = (output, head.V)  # right also where the product underflows
         return folded
 
 
@@ -345,7 +389,7 @@ def parameters_of(attention: object) -> Parameters:
         return attention
     if isinstance(attention, Head):
         identity = torch.eye(attention.V.shape[0], dtype=torch.float64)
-        return Parameters((attention,), (identity,), "none", None)
+        return Parameters((attention,), (identity,), "none", None, bare=True)
     if not isinstance(attention, SelfAttention):
         require_plain_scores(attention, "these bounds")
         if isinstance(attention, SiteLike):
@@ -396,16 +440,3 @@ def _of_site(site: SiteLike) -> Parameters:
         got=f"scope {getattr(site, 'scope', '?')!r}",
         remedy="Capture with scope 'attention', 'heads' or 'head'; for norms see pre_norm_upper_bound.",
     )
-
-
-def log_largest_weight(n: int | float, a: float) -> float:
-    """Return the log of the largest attention weight that is possible if a query sees n keys with scores in
-    [−a, a].
-
-    This weight is P̄(n, a) = 1/(1 + (n−1)e^{−2a}).
-    """
-    if n <= 1:
-        return 0.0
-    exponent = math.log(n - 1) - 2 * a
-    # log(1 + e^t), without overflow for large t
-    return -(max(exponent, 0.0) + math.log1p(math.exp(-abs(exponent))))

@@ -8,35 +8,44 @@ at tokens that make the Jacobian large: some heavy tokens z_1, …, z_c, once ea
 token w. The columns of the Jacobian that belong to the heavy tokens are known in closed form, and their norm
 is a lower bound on ‖D_X f‖, so on the Lipschitz constant on every ball that contains these tokens. The lemma
 holds for the float64 tokens themselves, so an eigenvector or an optimisation that has not converged makes a
-bound smaller, but not wrong. Derivations: documentation page "Worst inputs, and lower bounds".
+bound smaller, but not wrong. With a causal mask the bound for 2^16 tokens is returned for more tokens, for
+which it holds. Derivations: documentation page "Worst inputs, and lower bounds".
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
+from howsmooth.bounds.attention_parameters import Head, Parameters
+from howsmooth.bounds.ball_upper_bounds import ball_quantity, no_query_bias
+from howsmooth.bounds.bound import Quantity
+from howsmooth.bounds.bound_problem import Problem, on_ball
+from howsmooth.bounds.catalogue import OURS, PAPER, Condition, statement
 from howsmooth.bounds.jacobian_column_lower_bounds import (
     MOST_ROWS,
     log_column_norm,
     log_integer,
+    log_norm,
     log_rank_one,
     log_weights,
     rounding_of_scores,
     total_value,
 )
+from howsmooth.bounds.log_numbers import Log
 from howsmooth.bounds.worst_case_tokens import (
-    OneHeavyToken,
+    HeavyTokens,
     TwoHeavyTokens,
+    real_eigenpairs,
     searched_pairs,
     searched_tokens,
     spread_directions,
     two_cluster_points,
 )
+from howsmooth.rounding import below, spectral_norm_below
 
 __all__ = [
     "causal_two_cluster_lower_bound",
@@ -49,327 +58,201 @@ __all__ = [
     "two_heavy_tokens_lower_bound",
 ]
 
-_PAPER = "Castin, Ablin, Peyré, ICML 2024"
-_PAGE = 'howsmooth documentation, "Worst inputs, and lower bounds"'
+_PAGE = f'{OURS}"Worst inputs, and lower bounds"'
 
 # Size up to which the norm of a Cesàro matrix is computed from the dense matrix.
 _MOST_DENSE_CESARO = 512
-
 # Under a window only this number of first rows is used. Their norm is a lower bound on the norm of all rows,
 # and rows at the ends of the sequence have the largest weights.
 _DENSE_ROWS = 1024
 
-
-def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by Proposition 3.4 of the paper.
-
-    The proposition is for V = I and a matrix A with a real eigenvalue. The bound is √(n−1) / (1 + (n−1)
-    e^{−2R²γ}) with γ = max(−γ_min, γ_max/8). γ_min and γ_max are the smallest and largest real eigenvalues of
-    A.
-
-    Parameters
-    ----------
-    attention
-        One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` with one
-        head, or a captured site.
-    length
-        Number of tokens n >= 1.
-    radius
-        Radius R > 0 of the ball.
-
-    Returns
-    -------
-    Bound
-        Lower bound on Lip(f on B_R^n). Hypotheses: no mask, V = I, no query bias, a real eigenvalue of A.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, or an argument is out of range.
-
-    References
-    ----------
-    Proposition 3.4 and Lemma C.7, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
-
-    """
-    p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
-    head = p.one_head("Proposition 3.4")
-    points = two_cluster_points(head, R)
-    log = -math.inf
-    if points is not None and n > 1:
-        log_p, _ = log_weights([head], points.heavies, points.light, log_integer(n - 1))
-        share = float(log_p[0, 0, 0])
-        error = rounding_of_scores([head], points) if share < 0 else 0.0
-        # If the scores overflow, the bound is the trivial one, 0.
-        log = 0.5 * log_integer(n - 1) + share + math.expm1(share) * error if math.isfinite(share) else log
-    return Bound.lower(
-        "proposition_3_4",
-        Quantity.GLOBAL,
-        f"Proposition 3.4 and Lemma C.7, {_PAPER}",
-        log_formula=log,
-        hypotheses=(
-            _unmasked(p),
-            Hypothesis("V = I", _is_identity(head.V)),
-            Hypothesis("no query bias", not bool(head.b.any())),
-            _has_real_eigenvalue(points),
-        ),
-    )
+_REAL_EIGENVALUE = Condition[Problem](
+    "A has a real eigenvalue (else use heavy_token_lower_bound)", lambda p: bool(real_eigenpairs(p.head))
+)
+_THREE_TOKENS_IN_A_PLANE = (
+    Condition[Problem]("n >= 3", lambda p: p.n >= 3),
+    Condition[Problem]("d >= 2", lambda p: p.parameters.heads[0].d >= 2),
+)
 
 
-def two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X that form two clusters.
-
-    The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖. u is a unit eigenvector of A for γ_max or γ_min, X consists
-    of z = Ru and n − 1 copies of w = Ru/2 or −Ru, y = Aw + b, and p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). The larger
-    of the two bounds is returned. It holds for any V and query bias, and sharpens Proposition 3.4.
-
-    Parameters
-    ----------
-    attention
-        One head, as in :func:`proposition_3_4`.
-    length
-        Number of tokens n >= 1.
-    radius
-        Radius R > 0 of the ball.
-
-    Returns
-    -------
-    Bound
-        Lower bound on Lip(f on B_R^n). Hypotheses: no mask, a real eigenvalue of A.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, or an argument is out of range.
-
-    References
-    ----------
-    Documentation page "Worst inputs, and lower bounds", section "Two clusters". Proposition 3.4 is from
-    Castin, Ablin, Peyré, ICML 2024.
-
-    """
-    p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
-    head = p.one_head("the two-cluster bound")
-    points = _two_clusters(head, R)
-    log = max(
-        (log_column_norm(Parameters((head,), (_eye(head),), "none", None), n, t) for t in points),
-        default=-math.inf,
-    )
-    return Bound.lower(
-        "two_cluster_lower_bound",
-        Quantity.GLOBAL,
-        f"{_PAGE}; sharpens Proposition 3.4, {_PAPER}",
-        log_formula=log,
-        hypotheses=(_unmasked(p), _has_real_eigenvalue(points or None)),
-    )
+def is_identity(p: Problem) -> bool:
+    """Return whether V = I."""
+    V = p.head.V
+    return V.shape[0] == V.shape[1] and bool((torch.eye(len(V), dtype=V.dtype) == V).all())
 
 
-def causal_two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens that form two
-    clusters.
-
-    It bounds Lip(f^m on B_R^n) by the Jacobian's norm at the clusters. The tokens are as in
-    :func:`two_cluster_lower_bound`, with the heavy token Ru first. Without bias, the bound is the norm of the
-    blocks V and p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the weight of the heavy token in
-    row i and g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and √(Σp_i²(1+2g(1−p_i))²)|Vu|.
-
-    Parameters
-    ----------
-    attention
-        One head, as in :func:`proposition_3_4`.
-    length
-        Number of tokens n >= 1. Beyond 2^16 the bound for 2^16 is returned: it holds for more tokens.
-    radius
-        Radius R > 0 of the ball.
-
-    Returns
-    -------
-    Bound
-        Lower bound on Lip(f^m on B_R^n). Hypotheses: causal mask, a real eigenvalue of A.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, or an argument is out of range.
-
-    References
-    ----------
-    Documentation page "Worst inputs, and lower bounds".
-
-    """
-    p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
-    head = p.one_head("the masked two-cluster bound")
-    points = _two_clusters(head, R)
-    causal = Parameters((head,), (_eye(head),), "causal", None)
-    log = max((log_column_norm(causal, n, t) for t in points), default=-math.inf)
-    return Bound.lower(
-        "causal_two_cluster_lower_bound",
-        Quantity.MASKED,
-        _PAGE,
-        log_formula=log,
-        hypotheses=(_causal(p, attention), _has_real_eigenvalue(points or None)),
-    )
-
-
-def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bound:
+@statement(
+    on_ball,
+    side="lower",
+    quantity=ball_quantity,
+    source=_PAGE,
+    heads="any",
+    masks="none or causal",
+    searched=True,
+)
+def heavy_token_lower_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X, one of which gets most of the attention.
 
     The token is called heavy, the others light. The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …,
     w). z = Ry/|y|, y = Aw + b, and w is sought by local ascent in the ball of radius R; every w gives a valid
     bound. p is the weight of z. Without bias and at the best w, p = 1/(1 + (n−1)e^{−ER²}) with
-    E = max_{|w|≤1} (|Aw| − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4, ‖A‖/4). A need not have a real eigenvalue.
-
-    Parameters
-    ----------
-    attention
-        One head or several, without a mask or with a causal one. With several heads, tokens are sought for
-        each head, and the bound at them takes all heads into account. With a causal mask, z comes first.
-    length
-        Number of tokens n >= 1.
-    radius
-        Radius R > 0 of the ball.
-
-    Returns
-    -------
-    Bound
-        Lower bound on Lip(f on B_R^n), with the causal mask if there is one. Hypothesis: no mask, or causal.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument is out of range.
-
-    References
-    ----------
-    Documentation page "Worst inputs, and lower bounds".
-
+    E = max_{|w|≤1} (|Aw| − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4, ‖A‖/4). A need not have a real eigenvalue. With
+    several heads, tokens are sought for each head, and the bound at them takes all heads into account. With a
+    causal mask, z comes first.
     """
-    p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
-    points = [t for h in range(len(p.heads)) for t in searched_tokens(p.folded(h), R)[:2]]
-    log = max((log_column_norm(p, n, t) for t in points), default=-math.inf)
-    return Bound.lower(
-        "heavy_token_lower_bound",
-        _quantity(p),
-        _PAGE,
-        log_formula=log,
-        hypotheses=(_simple_mask(p),),
-    )
+    parameters = p.parameters
+    heads = (parameters.folded(h) for h in range(len(parameters.heads)))
+    return _largest(parameters, p.n, (t for head in heads for t in searched_tokens(head, p.radius)[:2]))
 
 
-def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X, two of which get most of the attention.
-
-    The two tokens are called heavy, the others light. The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X
-    consists of two heavy tokens R(cosθ ŷ ± sinθ v) and n − 2 copies of w, |w| ≤ R, where y = Aw + b, ŷ =
-    y/|y|, v is a unit vector orthogonal to ŷ, and p = 1/(2 + (n−2)e^{−(R|y|cosθ − ⟨y,w⟩)}) is the weight of
-    each heavy token. θ, w and v are sought by local ascent; every choice gives a valid bound. The returned
-    bound is the norm of the two heavy columns in the rows of the light tokens. It attains the rate R²√n of
-    Theorem 3.3.
-
-    Parameters
-    ----------
-    attention
-        One head or several. With several heads, tokens are sought for each head, and the bound at them takes
-        all heads into account.
-    length
-        Number of tokens.
-    radius
-        Radius R > 0 of the ball.
-
-    Returns
-    -------
-    Bound
-        Lower bound on Lip(f on B_R^n). Hypotheses: no mask, n ≥ 3, d ≥ 2.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument is out of range.
-
-    References
-    ----------
-    Documentation page "Worst inputs, and lower bounds".
-
-    """
-    p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
-    log = _log_tie(p, n, R, masked=False)
-    return Bound.lower(
-        "two_heavy_tokens_lower_bound",
-        Quantity.GLOBAL,
-        _PAGE,
-        log_formula=log,
-        hypotheses=(_unmasked(p), *_tie_hypotheses(n, p.heads[0].d)),
-    )
-
-
-def causal_two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens X, two of which get
-    most of the attention.
-
-    It bounds Lip(f^m on B_R^n) by the Jacobian's norm at such tokens. The tokens are as in
-    :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least √(2Σ_{i=3}^n p_i²) sinθ
-    |y| R |Vv| with p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
-
-    Parameters
-    ----------
-    attention
-        One head or several.
-    length
-        Number of tokens. Beyond 2^16 the bound for 2^16 is returned: it holds for more tokens.
-    radius
-        Radius R > 0 of the ball.
-
-    Returns
-    -------
-    Bound
-        Lower bound on Lip(f^m on B_R^n). Hypotheses: causal mask, n ≥ 3, d ≥ 2.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument is out of range.
-
-    References
-    ----------
-    Documentation page "Worst inputs, and lower bounds".
-
-    """
-    p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
-    log = _log_tie(Parameters(p.heads, p.outputs, "causal", None), n, R, masked=True)
-    return Bound.lower(
-        "causal_two_heavy_tokens_lower_bound",
-        Quantity.MASKED,
-        _PAGE,
-        log_formula=log,
-        hypotheses=(_causal(p, attention), *_tie_hypotheses(n, p.heads[0].d)),
-    )
-
-
-def equal_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
+@statement(
+    on_ball,
+    side="lower",
+    quantity=ball_quantity,
+    source=_PAGE,
+    heads="any",
+    listed=lambda p: p.plain and p.parameters.masking != "other",
+)
+def equal_tokens_lower_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at a sequence X of n equal tokens.
 
     It is ‖Σ_h W_h V_h‖ ‖P‖, where P is uniform over the visible tokens. Without a mask ‖P‖ = 1. With a causal
     mask P is the Cesàro matrix, whose norm grows from 1 to 2 with n (Hardy's inequality). Under a window, the
     norm of the first rows of P is used. The bound does not depend on the radius.
     """
-    p, n = parameters_of(attention), check_length(length)
-    check_radius(radius)
-    seen, norm = p.visibility(n), 1.0  # a matrix whose rows sum to one has at least this norm
-    wide = p.window is None or p.window > _DENSE_ROWS
-    if seen.causal and p.mask is None and wide:  # a causal window and a causal mask have equal first rows
-        norm = _cesaro_norm(min(n, MOST_ROWS if p.window is None else p.window))
-    elif p.masking == "other":
-        rows = slice(0, n if p.window is None else min(n, _DENSE_ROWS))
-        keys = seen.keys(rows)
-        shown = seen.block(rows, keys)
+    parameters, n = p.parameters, p.n
+    window = parameters.window
+    seen, norm = parameters.visibility(n), 1.0  # a matrix whose rows sum to one has at least this norm
+    wide = window is None or window > _DENSE_ROWS
+    if seen.causal and parameters.mask is None and wide:
+        # A causal window and a causal mask have equal first rows.
+        norm = _cesaro_norm(min(n, MOST_ROWS if window is None else window))
+    elif parameters.masking == "other":
+        rows = slice(0, n if window is None else min(n, _DENSE_ROWS))
+        shown = seen.block(rows, seen.keys(rows))
         if shown is not None:
             shares = shown / shown.sum(1, keepdim=True, dtype=torch.float64)
-            norm = max(norm, float(torch.linalg.matrix_norm(shares, 2)))
-    formula = norm * float(torch.linalg.matrix_norm(total_value(p), 2)) * (1 - 1e-12)
-    return Bound.lower("equal_tokens_lower_bound", _quantity(p), _PAGE, formula=formula)
+            norm = max(norm, spectral_norm_below(shares))
+    return Log.of(norm) * Log(log_norm(total_value(parameters)))
 
 
-def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
+@statement(
+    on_ball,
+    side="lower",
+    quantity=Quantity.GLOBAL,
+    source=_PAGE,
+    heads="any",
+    masks="none",
+    needs=_THREE_TOKENS_IN_A_PLANE,
+    searched=True,
+)
+def two_heavy_tokens_lower_bound(p: Problem) -> Log:
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X, two of which get most of the attention.
+
+    The two tokens are called heavy, the others light. The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X
+    consists of two heavy tokens R(cosθ ŷ ± sinθ v) and n − 2 copies of w, |w| ≤ R, where y = Aw + b, ŷ =
+    y/|y|, v is a unit vector orthogonal to ŷ, and p = 1/(2 + (n−2)e^{−(R|y|cosθ − ⟨y,w⟩)}) is the weight of
+    each heavy token. θ, w and v are sought by local ascent; every choice gives a valid bound. With several
+    heads, tokens are sought for each head, and the bound at them takes all heads into account. The returned
+    bound is the norm of the two heavy columns in the rows of the light tokens. It attains the rate R²√n of
+    Theorem 3.3.
+    """
+    return _two_heavy(p, masked=False)
+
+
+@statement(
+    on_ball,
+    side="lower",
+    quantity=Quantity.MASKED,
+    source=_PAGE,
+    heads="any",
+    masks="causal",
+    needs=_THREE_TOKENS_IN_A_PLANE,
+    searched=True,
+)
+def causal_two_heavy_tokens_lower_bound(p: Problem) -> Log:
+    """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens X, two of which get
+    most of the attention.
+
+    The tokens are as in :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least
+    √(2Σ_{i=3}^n p_i²) sinθ |y| R |Vv| with p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
+    """
+    return _two_heavy(p, masked=True)
+
+
+@statement(
+    on_ball,
+    side="lower",
+    quantity=Quantity.GLOBAL,
+    source=f"Proposition 3.4 and Lemma C.7, {PAPER}",
+    masks="none",
+    needs=(Condition("V = I", is_identity), no_query_bias(), _REAL_EIGENVALUE),
+)
+def proposition_3_4(p: Problem) -> Log:
+    """Bound Lip(f on B_R^n) from below by Proposition 3.4 of the paper.
+
+    The proposition is for V = I and a matrix A with a real eigenvalue. The bound is √(n−1) / (1 + (n−1)
+    e^{−2R²γ}) with γ = max(−γ_min, γ_max/8). γ_min and γ_max are the smallest and largest real eigenvalues of
+    A.
+    """
+    points = two_cluster_points(p.head, p.radius)
+    if points is None or p.n == 1:
+        return Log(-math.inf)
+    log_p, _ = log_weights([p.head], points.heavies, points.light, log_integer(p.n - 1))
+    share = float(log_p[0, 0, 0])
+    error = rounding_of_scores([p.head], points) if share < 0 else 0.0
+    # If the scores overflow, the bound is the trivial one, 0.
+    found = 0.5 * log_integer(p.n - 1) + share + math.expm1(share) * error
+    return Log(found if math.isfinite(share) else -math.inf)
+
+
+@statement(
+    on_ball,
+    side="lower",
+    quantity=Quantity.GLOBAL,
+    source=f"{_PAGE}; sharpens Proposition 3.4, {PAPER}",
+    masks="none",
+    needs=(_REAL_EIGENVALUE,),
+)
+def two_cluster_lower_bound(p: Problem) -> Log:
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X that form two clusters.
+
+    The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖. u is a unit eigenvector of A for γ_max or γ_min, X consists
+    of z = Ru and n − 1 copies of w = Ru/2 or −Ru, y = Aw + b, and p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). The larger
+    of the two bounds is returned. It holds for any V and query bias, and sharpens Proposition 3.4.
+    """
+    return _two_clusters(p, masked=False)
+
+
+@statement(
+    on_ball,
+    side="lower",
+    quantity=Quantity.MASKED,
+    source=_PAGE,
+    masks="causal",
+    needs=(_REAL_EIGENVALUE,),
+)
+def causal_two_cluster_lower_bound(p: Problem) -> Log:
+    """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens that form two
+    clusters.
+
+    The tokens are as in :func:`two_cluster_lower_bound`, with the heavy token Ru first. Without bias, the
+    bound is the norm of the blocks V and p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the
+    weight of the heavy token in row i and g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and
+    √(Σp_i²(1+2g(1−p_i))²)|Vu|.
+    """
+    return _two_clusters(p, masked=True)
+
+
+@statement(
+    on_ball,
+    side="lower",
+    quantity=ball_quantity,
+    source=f"Kim, Papamakarios, Mnih, ICML 2021; Appendix C, {PAPER}",
+    masks="none or causal",
+    needs=(no_query_bias(),),
+)
+def quadratic_growth(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from below by a number that grows like R², after Kim et al. (2021).
 
     The bound is ‖V(I/n + σ²R²u(Aᵀu)ᵀ)‖. The last token is 0, the others alternate between Ru and −Ru. The
@@ -377,71 +260,51 @@ def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
     the covariance C = σ²R²uuᵀ of the tokens, where σ² is (n−1)/n for odd n and (n−1)/n − 1/n² for even n. Any
     unit vector u gives a valid bound; some that depend on singular vectors of A and V are tried. For A = γI,
     V = I and odd n the bound is 1/n + γR²(n−1)/n.
-
-    Parameters
-    ----------
-    attention
-        One head, without a mask or with a causal one.
-    length
-        Number of tokens n >= 1.
-    radius
-        Radius R > 0 of the ball.
-
-    Returns
-    -------
-    Bound
-        Lower bound on Lip(f on B_R^n), with the causal mask if there is one. Hypotheses: no query bias; no
-        mask, or causal.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, or an argument is out of range.
-
-    References
-    ----------
-    Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021, in the form of Castin,
-    Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Appendix C.
-
     """
-    p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
-    head = p.one_head("quadratic growth")
+    head, n, R = p.head, p.n, p.radius
     # 1/n and σ² are formed first and R is multiplied one by one, so that R² cannot overflow.
     variance = (n - 1) / n - (0.0 if n % 2 else 1 / (n * n))
-    log = max(
-        (
-            log_rank_one(head.V, 1 / n, variance * (u * R), (u * R) @ head.left @ head.right)
-            for u in spread_directions(head)
-        ),
-        default=-math.inf,
+    logs = (
+        log_rank_one(head.V, 1 / n, variance * (u * R), (u * R) @ head.left @ head.right)
+        for u in spread_directions(head)
     )
-    return Bound.lower(
-        "quadratic_growth",
-        _quantity(p),
-        f"Kim, Papamakarios, Mnih, ICML 2021; Appendix C, {_PAPER}",
-        log_formula=log,
-        hypotheses=(
-            _simple_mask(p),
-            Hypothesis("no query bias", not bool(head.b.any())),
-        ),
-    )
+    return Log(max(logs, default=-math.inf))
 
 
-def _log_tie(p: Parameters, n: int, radius: float, *, masked: bool) -> float:
-    if n < 3:
-        return -math.inf
-    masking = Parameters(p.heads, p.outputs, "causal" if masked else "none", None)
+# ---- the parts of several bounds
+
+
+def _largest(parameters: Parameters, n: int, points: Iterable[HeavyTokens]) -> Log:
+    """Return the largest norm of heavy columns at several sequences."""
+    return Log(max((log_column_norm(parameters, n, t) for t in points), default=-math.inf))
+
+
+def _masked(p: Problem, *, masked: bool) -> Parameters:
+    return replace(p.parameters, masking="causal" if masked else "none", mask=None, window=None, causal=False)
+
+
+def _two_clusters(p: Problem, *, masked: bool) -> Log:
+    """Bound at the two-cluster inputs of the paper for the largest and the smallest real eigenvalue of A."""
+    head = p.head
+    identity = torch.eye(head.V.shape[0], dtype=torch.float64)
+    alone = replace(_masked(p, masked=masked), heads=(head,), outputs=(identity,))
+    both = (two_cluster_points(head, p.radius, choice) for choice in ("max", "min"))
+    return _largest(alone, p.n, (points for points in both if points is not None))
+
+
+def _two_heavy(p: Problem, *, masked: bool) -> Log:
+    n, parameters = p.n, _masked(p, masked=masked)
     found = [-math.inf]
-    for h in range(len(p.heads)):
-        head = p.folded(h)
-        for points in searched_pairs(head, n, radius, masked=masked)[:2]:
-            found.append(log_column_norm(masking, n, points))
-            if len(p.heads) == 1:
-                found.append(_log_tie_formula(head, n, points, masked=masked))
-    return max(found)
+    for h in range(len(parameters.heads) if n >= 3 else 0):
+        head = parameters.folded(h)
+        for points in searched_pairs(head, n, p.radius, masked=masked)[:2]:
+            found.append(log_column_norm(parameters, n, points))
+            if len(parameters.heads) == 1:
+                found.append(_log_two_heavy_formula(head, n, points, masked=masked))
+    return Log(max(found))
 
 
-def _log_tie_formula(head: Head, n: int, points: TwoHeavyTokens, *, masked: bool) -> float:
+def _log_two_heavy_formula(head: Head, n: int, points: TwoHeavyTokens, *, masked: bool) -> float:
     """Return the log of a lower bound on ‖D_X f‖ in closed form, at tokens X of which two get equal and large
     attention weights.
 
@@ -463,18 +326,8 @@ def _log_tie_formula(head: Head, n: int, points: TwoHeavyTokens, *, masked: bool
     rows = float(torch.logsumexp(2 * log_p, dim=0)) + (0.0 if masked else float(log_m[0]))
     # The derivative of log p in the gap is 1 − 2p, so rounding of the gap matters only where p is below 1/2.
     undecided = max(0.0, 1 - 2 * float(log_p.min().exp()))
-    error = undecided * 4e-15 * size * float((mean - points.light).norm()) if undecided else 0.0
-    return 0.5 * (math.log(2) + rows) + math.log(size) + math.log(strength) - error - 1e-12
-
-
-def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
-    """Return the two-cluster inputs of the paper, one for the largest and one for the smallest real
-    eigenvalue of the score matrix A.
-
-    The list is empty if A has no real eigenvalue.
-    """
-    both = (two_cluster_points(head, radius, choice) for choice in ("max", "min"))
-    return [points for points in both if points is not None]
+    error = undecided * rounding_of_scores([head], points) if undecided else 0.0
+    return 0.5 * (math.log(2) + rows) + math.log(size) + math.log(strength) - error
 
 
 def _cesaro_norm(n: int) -> float:
@@ -486,51 +339,16 @@ def _cesaro_norm(n: int) -> float:
     small = min(n, _MOST_DENSE_CESARO)
     counts = torch.arange(1, small + 1, dtype=torch.float64)
     dense = torch.ones(small, small, dtype=torch.float64).tril() / counts[:, None]
-    norm = float(torch.linalg.matrix_norm(dense, 2))
+    norm = spectral_norm_below(dense)
     if n == small:
-        return norm * (1 - 1e-12)
+        return norm
     counts = torch.arange(1, n + 1, dtype=torch.float64)
     vector = counts.rsqrt()
     for _ in range(50):
         image = vector.cumsum(0) / counts
         ratio = float(image.norm() / vector.norm())
-        norm = max(norm, ratio * (1 - 1e-9))
+        norm = max(norm, below(ratio, 3 * n))
         # Multiply by the transposed Cesàro matrix: entry j is Σ_{i≥j} image_i / i.
         vector = (image / counts).flip(0).cumsum(0).flip(0)
         vector = vector / vector.norm()
-    return norm * (1 - 1e-12)
-
-
-# ---- hypotheses and checks
-
-
-def _unmasked(p: Parameters) -> Hypothesis:
-    return Hypothesis("no mask", p.masking == "none")
-
-
-def _causal(p: Parameters, attention: object) -> Hypothesis:
-    return Hypothesis("causal mask", p.masking == "causal" or isinstance(attention, Head))
-
-
-def _simple_mask(p: Parameters) -> Hypothesis:
-    return Hypothesis("no mask, or causal", p.masking != "other")
-
-
-def _has_real_eigenvalue(points: object) -> Hypothesis:
-    return Hypothesis("A has a real eigenvalue (else use heavy_token_lower_bound)", points is not None)
-
-
-def _tie_hypotheses(n: int, d: int) -> tuple[Hypothesis, ...]:
-    return (Hypothesis("n >= 3", n >= 3), Hypothesis("d >= 2", d >= 2))
-
-
-def _quantity(p: Parameters) -> Quantity:
-    return Quantity.GLOBAL if p.masking == "none" else Quantity.MASKED
-
-
-def _is_identity(V: Tensor) -> bool:
-    return V.shape[0] == V.shape[1] and bool((torch.eye(len(V), dtype=V.dtype) == V).all())
-
-
-def _eye(head: Head) -> Tensor:
-    return torch.eye(head.V.shape[0], dtype=torch.float64)
+    return norm

@@ -1,273 +1,282 @@
-"""Upper bounds on the Lipschitz constant of one unmasked attention head on the ball of radius R.
+"""Upper bounds on the Lipschitz constant of one attention head on the ball of radius R, with any mask.
 
 Lip(f on B_R^n) is the Lipschitz constant of f, in Frobenius norms, on all sequences of n tokens of norm at
-most R. The scores are ⟨A x_i + b, x_j⟩ and the values V x_j. In the formulas a = ‖A‖R² and a₃ = (‖A‖R +
-|b|)R, which equals a without a query bias b. Formulas are evaluated in logarithms, so that e^{2a} may
-overflow and lengths may have hundreds of digits. Proofs: documentation page "Bounds on a ball".
+most R, and f^m is f with a causal mask. The scores are ⟨A x_i + b, x_j⟩ and the values V x_j. In the formulas
+a = ‖A‖R² and a₃ = (‖A‖R + |b|)R, which equals a without a query bias b. Proofs: documentation page "Bounds on
+a ball".
 """
 
 from __future__ import annotations
 
 import math
-import sys
+from collections.abc import Iterator
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, Parameters, log_largest_weight, parameters_of
-from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius, exp
+from howsmooth.attention.masks import Visibility
+from howsmooth.bounds.bound import Quantity
+from howsmooth.bounds.bound_problem import Problem, for_every_length, on_ball
+from howsmooth.bounds.catalogue import OURS, PAPER, Condition, statement
+from howsmooth.bounds.log_numbers import Log, minimum
 
 __all__ = [
     "ball_upper_bound",
+    "causal_ball_upper_bound",
+    "causal_mean_field_upper_bound",
+    "masked_ball_upper_bound",
     "mean_field_upper_bound",
-    "row_norm_maximum",
     "theorem_3_3",
     "theorem_3_5",
+    "theorem_4_3",
+    "theorem_4_4",
     "theorem_e_3",
 ]
 
-PAPER = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"
-OURS = 'howsmooth documentation, "Bounds on a ball"'
+_PAGE = f'{OURS}"Bounds on a ball"'
+
+# The least ‖A‖R² for which Theorem 4.4 follows from causal_mean_field_upper_bound; see theorem_4_4.
+_THEOREM_4_4_FROM = 0.4
+# Bounds on the rows up to this one are summed; the sum over later rows is bounded by an integral.
+_SUMMED_ROWS = 20_000
+# Number of entries in a block of a mask.
+_ENTRIES = 1 << 24
 
 
-def theorem_3_3(attention: object, length: object, radius: object) -> Bound:
+def no_query_bias(other: str = "") -> Condition[Problem]:
+    """Return the hypothesis that the head has no query bias; ``other`` is a bound that allows one."""
+    words = "no query bias" + (f", which {other} allows" if other else "")
+    return Condition(words, lambda p: not bool(p.head.b.any()))
+
+
+def ball_quantity(p: Problem) -> Quantity:
+    """Return the constant on the ball, of causal attention if the mask is the causal one."""
+    return Quantity.MASKED if p.parameters.masking == "causal" else Quantity.GLOBAL
+
+
+@statement(
+    on_ball,
+    quantity=Quantity.GLOBAL,
+    source=f"{PAPER}, Theorem 3.3",
+    masks="none",
+    needs=(no_query_bias("ball_upper_bound"),),
+)
+def theorem_3_3(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from above by Theorem 3.3 of the paper; the bound grows like R²√n.
 
     The bound is √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}.
-
-    Parameters
-    ----------
-    attention
-        One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
-        captured site.
-    length
-        Number n >= 1 of tokens.
-    radius
-        Largest norm R > 0 of a token.
-
-    Returns
-    -------
-    Bound
-        Upper bound on Lip(f on B_R^n). Hypotheses: no mask, no query bias.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, rotary positions, or length or radius do not fit.
-
-    References
-    ----------
-    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem 3.3.
-
     """
-    parameters, head = one_head(attention, "theorem_3_3")
-    n, R = check_length(length), check_radius(radius)
-    return upper(
-        "theorem_3_3",
-        Quantity.GLOBAL,
-        f"{PAPER}, Theorem 3.3",
-        log_theorem_3_3(head, n, R),
-        unmasked(attention, parameters),
-        no_query_bias(head, "ball_upper_bound"),
-    )
+    return _theorem_3_3(p)
 
 
-def theorem_3_5(attention: object, radius: object) -> Bound:
+@statement(
+    on_ball,
+    quantity=Quantity.MASKED,
+    source=f"{PAPER}, Theorem 4.3",
+    masks="causal",
+    needs=(no_query_bias("causal_ball_upper_bound"),),
+)
+def theorem_4_3(p: Problem) -> Log:
+    """Bound Lip(f^m on B_R^n) of causal attention from above by Theorem 4.3 of the paper.
+
+    The bound is √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}, as in Theorem 3.3.
+    """
+    return _theorem_3_3(p)
+
+
+def _theorem_3_3(p: Problem) -> Log:
+    return p.V * (3 * (p.a**2 * (4 * p.n + 1) + p.n)) ** 0.5
+
+
+@statement(
+    for_every_length,
+    quantity=Quantity.MEAN_FIELD,
+    source=f"{PAPER}, Theorem 3.5 (after Geshkovski et al. 2023)",
+    masks="none",
+    needs=(no_query_bias("mean_field_upper_bound"),),
+)
+def theorem_3_5(p: Problem) -> Log:
     """Bound the W₂-Lipschitz constant of mean-field attention from above by Theorem 3.5 of the paper.
 
-    The bound is ‖V‖ (1 + 3a) e^{2a} with a = ‖A‖R².
-
-    Parameters
-    ----------
-    attention
-        One head, as for :func:`theorem_3_3`.
-    radius
-        Largest norm R > 0 of a token.
-
-    Returns
-    -------
-    Bound
-        Upper bound on Lip_W2(F on P(B_R)), and so on Lip(f on B_R^n) for every n. Hypotheses: no mask, no
-        query bias.
-
-    Raises
-    ------
-    ArgumentError
-        As for :func:`theorem_3_3`.
-
-    References
-    ----------
-    Castin, Ablin, Peyré, ICML 2024, Theorem 3.5, after Geshkovski, Letrouit, Polyanskiy, Rigollet, *The
-    emergence of clusters in self-attention dynamics*, 2023.
-
+    The bound is ‖V‖ (1 + 3a) e^{2a}. It is after Geshkovski, Letrouit, Polyanskiy, Rigollet, *The emergence
+    of clusters in self-attention dynamics*, 2023.
     """
-    parameters, head = one_head(attention, "theorem_3_5")
-    a, _ = score_sizes(head, check_radius(radius))
-    return upper(
-        "theorem_3_5",
-        Quantity.MEAN_FIELD,
-        f"{PAPER}, Theorem 3.5 (after Geshkovski et al. 2023)",
-        log_product(head.log_V_norm, math.log1p(3 * a) + 2 * a),
-        unmasked(attention, parameters),
-        no_query_bias(head, "mean_field_upper_bound"),
-    )
+    return _theorem_3_5(p)
 
 
-def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
+@statement(
+    for_every_length,
+    quantity=Quantity.MASKED_MEAN_FIELD,
+    source=f"{PAPER}, Theorem 4.4, with a hypothesis added",
+    masks="causal",
+    needs=(
+        no_query_bias("causal_mean_field_upper_bound"),
+        Condition(f"‖A‖R² ≥ {_THEOREM_4_4_FROM}", lambda p: bool(p.a.value >= _THEOREM_4_4_FROM)),
+    ),
+)
+def theorem_4_4(p: Problem) -> Log:
+    """Bound the Lipschitz constant of causal mean-field attention by a corrected version of Theorem 4.4 of
+    the paper.
+
+    The bound is ‖V‖ (1 + 3a) e^{2a} for a >= 0.4, in the conditional distance d₂. The published theorem
+    claims it for every a, which is false for small a. For A = 0, V = I the map averages the tokens seen so
+    far; its norm is 1.14 for two tokens and tends to 2 (Hardy), but the formula gives 1. Copies of one token
+    give the same averages for any A, so the formula is no bound where it is below 2, that is for a <= 0.155.
+    For a >= 0.4 it follows from :func:`causal_mean_field_upper_bound` (documentation page "Bounds on a ball",
+    section "Theorem 4.4 as printed is false for small a").
+    """
+    return _theorem_3_5(p)
+
+
+def _theorem_3_5(p: Problem) -> Log:
+    return p.V * (1 + 3 * p.a) * Log(2 * p.a.value)
+
+
+@statement(on_ball, quantity=Quantity.GLOBAL, source=f"{PAPER}, Theorem E.3", masks="none")
+def theorem_e_3(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from above by Theorem E.3 of the paper, which allows a query bias.
 
     The bound is √3 ‖V‖ (‖A‖²R⁴ + 4nR²(‖A‖R + |b|)² + n)^{1/2}, where b is the query bias.
-
-    Parameters
-    ----------
-    attention, length, radius
-        As for :func:`theorem_3_3`.
-
-    Returns
-    -------
-    Bound
-        Upper bound on Lip(f on B_R^n). Hypothesis: no mask.
-
-    Raises
-    ------
-    ArgumentError
-        As for :func:`theorem_3_3`.
-
-    References
-    ----------
-    Castin, Ablin, Peyré, ICML 2024, Theorem E.3.
-
     """
-    parameters, head = one_head(attention, "theorem_e_3")
-    n, R = check_length(length), check_radius(radius)
-    a, a3 = score_sizes(head, R)
-    inside = log_sum(2 * log(a), math.log(4 * n) + 2 * log(a3), math.log(n))
-    return upper(
-        "theorem_e_3",
-        Quantity.GLOBAL,
-        f"{PAPER}, Theorem E.3",
-        log_product(head.log_V_norm, 0.5 * (math.log(3) + inside)),
-        unmasked(attention, parameters),
-    )
+    return p.V * (3 * (p.a**2 + 4 * p.n * p.a3**2 + p.n)) ** 0.5
 
 
-def ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
+@statement(on_ball, quantity=Quantity.GLOBAL, source=f"{_PAGE}, Theorem A", masks="none")
+def ball_upper_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from above by Theorem A of the documentation, which is sharper than Theorem 3.3
     and allows a query bias.
 
-    The bound is ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})). a = ‖A‖R², a₃ = (‖A‖R + |b|)R, h* is
-    ``row_norm_maximum``, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single attention weight. Theorem A
-    is below Theorems 3.3, 3.5 and E.3 for all parameters. For n = 1 it is ‖V‖, which is the Lipschitz
-    constant.
-
-    Parameters
-    ----------
-    attention, length, radius
-        As for :func:`theorem_3_3`.
-
-    Returns
-    -------
-    Bound
-        Upper bound on Lip(f on B_R^n). Hypothesis: no mask.
-
-    Raises
-    ------
-    ArgumentError
-        As for :func:`theorem_3_3`.
-
-    References
-    ----------
-    Documentation page "Bounds on a ball", Theorem A.
-
+    The bound is ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})). h*(a) is the maximum over p in [0, 1] of p²(1
+    + 2a(1−p))² + (1−p)²(1 − 2ap)², and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single attention weight.
+    Theorem A is below Theorems 3.3, 3.5 and E.3 for all parameters. For n = 1 it is ‖V‖, which is the
+    Lipschitz constant.
     """
-    parameters, head = one_head(attention, "ball_upper_bound")
-    n, R = check_length(length), check_radius(radius)
-    a, a3 = score_sizes(head, R)
-    factor = 0.0 if n == 1 else log_sum(log(a), 0.5 * (math.log(n) + log_row(n, a3)))
-    return upper(
-        "ball_upper_bound",
-        Quantity.GLOBAL,
-        f"{OURS}, Theorem A",
-        log_product(head.log_V_norm, factor),
-        unmasked(attention, parameters),
-    )
+    return _theorem_a(p, Log.of(p.n) * row_square(p.n, p.a3.value))
 
 
-def mean_field_upper_bound(attention: object, radius: object) -> Bound:
+@statement(on_ball, quantity=Quantity.MASKED, source=f"{_PAGE}, Theorem A with a mask", masks="causal")
+def causal_ball_upper_bound(p: Problem) -> Log:
+    """Bound Lip(f on B_R^n) of one head with a causal mask from above by Theorem A of the documentation.
+
+    The bound is ‖V‖ (a + √(1 + Σ_{i=2}^n ρ_i)) with ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)}, in the notation of
+    :func:`ball_upper_bound`. For n = 1 the bound is ‖V‖.
+    """
+    return _theorem_a(p, causal_rows(p.n, p.a3.value))
+
+
+@statement(
+    on_ball,
+    quantity=ball_quantity,
+    source=f"{_PAGE}, Theorem A with any mask",
+    listed=lambda p: p.plain and p.parameters.masking == "other" and len(p.parameters.heads) == 1,
+)
+def masked_ball_upper_bound(p: Problem) -> Log:
+    """Bound Lip(f on B_R^n) of one head with an arbitrary mask from above by Theorem A of the documentation.
+
+    The bound is ‖V‖ (a + √(max_j Σ_{i sees j} ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)} for a row i
+    that sees n_i tokens, and 1 if n_i = 1, in the notation of :func:`ball_upper_bound`. Without a mask this
+    is Theorem A, and with a causal mask its causal form. Under a window, the width of the window takes the
+    place of n. If every row sees one token, the map is linear and the term a is left out.
+    """
+    return theorem_a(p)
+
+
+def theorem_a(p: Problem) -> Log:
+    """Return Theorem A of one head with its mask."""
+    a3, masking = p.a3.value, p.parameters.masking
+    if masking == "other":
+        rows, most = _rows_of_mask(p.parameters.visibility(p.n), a3)
+        return _theorem_a(p, rows, alone=most == 1)
+    return _theorem_a(p, causal_rows(p.n, a3) if masking == "causal" else p.n * row_square(p.n, a3))
+
+
+def _theorem_a(p: Problem, rows: Log, *, alone: bool = False) -> Log:
+    """Return Theorem A, given the sum of the rows that see the same key, the largest over the keys."""
+    return p.V * rows**0.5 if alone or p.n == 1 else p.V * (p.a + rows**0.5)
+
+
+@statement(
+    for_every_length, quantity=Quantity.MEAN_FIELD, source=f"{_PAGE}, Theorem A for all n", masks="none"
+)
+def mean_field_upper_bound(p: Problem) -> Log:
     """Bound the Lipschitz constant of one head on the ball of radius R by a number that holds for all lengths
     n.
 
-    The bound is ‖V‖ (a + e^{a₃} √(1 + a₃²)). a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. The bound is also one for the
-    mean-field map in W₂, and its exponent is half that of Theorem 3.5.
-
-    Parameters
-    ----------
-    attention
-        One head, as for :func:`theorem_3_3`.
-    radius
-        Largest norm R > 0 of a token.
-
-    Returns
-    -------
-    Bound
-        Upper bound on Lip_W2(F on P(B_R)), and so on Lip(f on B_R^n) for every n. Hypothesis: no mask.
-
-    Raises
-    ------
-    ArgumentError
-        As for :func:`theorem_3_3`.
-
-    References
-    ----------
-    Documentation page "Bounds on a ball", section "For all lengths: the mean-field map".
-
+    The bound is ‖V‖ (a + e^{a₃} √(1 + a₃²)). It is also one for the mean-field map in W₂, and its exponent is
+    half that of Theorem 3.5.
     """
-    parameters, head = one_head(attention, "mean_field_upper_bound")
-    a, a3 = score_sizes(head, check_radius(radius))
-    return upper(
-        "mean_field_upper_bound",
-        Quantity.MEAN_FIELD,
-        f"{OURS}, Theorem A for all n",
-        log_product(head.log_V_norm, log_sum(log(a), a3 + math.log(math.hypot(1.0, a3)))),
-        unmasked(attention, parameters),
-    )
+    return mean_field(p)
 
 
-# ---- the function h* and the norm of one row
+def mean_field(p: Problem) -> Log:
+    """Return Theorem A for all n without a mask."""
+    return p.V * (p.a + Log(p.a3.value) * (1 + p.a3**2) ** 0.5)
 
 
-def row_norm_maximum(a: float) -> float:
+@statement(
+    for_every_length, quantity=Quantity.MASKED_MEAN_FIELD, source=f"{_PAGE}, Theorem B", masks="causal"
+)
+def causal_mean_field_upper_bound(p: Problem) -> Log:
+    """Bound the Lipschitz constant of causal attention on the ball of radius R by a number that holds for all
+    lengths n.
+
+    The bound is ‖V‖ (a + e^{a₃}(2 + √6 a₃)), Theorem B. It is also one for the causal mean-field map in d₂.
+    Its exponent is half that of Theorem 4.4, and it holds for every a. For A = 0 it is 2‖V‖, which is the
+    supremum of the Lipschitz constant over n (Hardy's inequality).
+    """
+    return causal_mean_field(p)
+
+
+def causal_mean_field(p: Problem) -> Log:
+    """Return Theorem B, for all n with a causal mask."""
+    return p.V * (p.a + Log(p.a3.value) * (2 + math.sqrt(6) * p.a3))
+
+
+# ---- the norm of one row
+
+
+def row_square(keys: int | Tensor, a3: Tensor) -> Log:
+    """Return an upper bound on the squared norm of a block row of the Jacobian for V = I and a query that is
+    held fixed, differentiable in a₃.
+
+    The query sees ``keys`` tokens. The bound is min{h*(a₃), (1 + a₃²) P̄}, and 1 for a row that sees one.
+    """
+    one_plus_square = Log(2 * torch.hypot(a3, torch.ones_like(a3)).log())
+    found = minimum(h_star(a3), one_plus_square * largest_weight(keys, a3))
+    return Log(torch.where(torch.as_tensor(keys <= 1, device=a3.device), 0.0, found.log))
+
+
+def largest_weight(keys: int | Tensor, a: Tensor) -> Log:
+    """Return P̄ = 1/(1 + (m−1)e^{−2a}), the largest attention weight that is possible if a query sees m keys
+    with scores in [−a, a].
+    """
+    return 1 / (1 + Log.of(keys - 1) * Log(-2 * a))
+
+
+def h_star(a: Tensor) -> Log:
     """Return h*(a), an upper bound on the squared norm of a block row of the Jacobian for V = I and a query
     that is held fixed. The scores of the row must lie in an interval of length 2a.
 
     h*(a) is the maximum over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)². It is 1 for a <= 1/2, and at
     most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and all numbers t_j in an
-    interval of length 2a with Σ_j P_j t_j = 0 (documentation page "Bounds on a ball", Lemma 2).
-
-    Parameters
-    ----------
-    a
-        A number >= 0.
-
-    Returns
-    -------
-    float
-        The maximum h*(a), inf if it overflows.
-
+    interval of length 2a with Σ_j P_j t_j = 0 (documentation page "Bounds on a ball", Lemma 2). The gradient
+    holds the maximiser fixed.
     """
-    if a > 1e8:  # h* = 1 + a²/2 up to the last digit
-        return 1.0 + 0.5 * a * a
-    w = h_star_maximiser(a)
-    return 1.0 + 0.5 * (1 - w) * (1 + w) * (a - 1 + a * w) * (a + 1 - a * w)
+    w = torch.tensor([_h_star_maximiser(x) for x in a.detach().flatten().tolist()], dtype=torch.float64)
+    w = w.reshape(a.shape).to(a.device)
+    # a = s·t, where s > 1 only if squares would overflow. There h* is a²/2 = s² h*(t) in float64.
+    s = (a.detach() / 1e100).clamp(min=1.0)
+    t = torch.where(torch.isinf(s), 1e100, a / s)
+    h = 1 + 0.5 * (1 - w) * (1 + w) * (t - 1 + t * w) * (t + 1 - t * w)
+    return Log(h.log() + 2 * s.log())
 
 
-def h_star_maximiser(a: float) -> float:
-    """Return the number w = 2p − 1 for the p at which the polynomial in ``row_norm_maximum`` is largest.
-
-    The result is 0 for a > 1e8 or NaN.
-    """
+def _h_star_maximiser(a: float) -> float:
+    """Return the number w = 2p − 1 for the p at which the polynomial in ``h_star`` is largest."""
     if a <= 0.5:
         return 1.0
-    if not a <= 1e8:  # also true for NaN
+    if not a <= 1e8:  # h* = 1 + a²/2 up to the last digit; also of NaN
         return 0.0
     # In terms of w = 2p − 1 the function is 1 + (1 − w²)(a² − (1 − aw)²)/2. The cubic below is its
     # derivative up to a factor, so the maximum is at one of its roots or at w = 0.
@@ -276,98 +285,72 @@ def h_star_maximiser(a: float) -> float:
     return max(candidates, key=lambda w: (1 - w) * (1 + w) * (a - 1 + a * w) * (a + 1 - a * w))
 
 
-def log_h_star(a: float) -> float:
-    """Return the logarithm of the number h*(a) that ``row_norm_maximum`` computes.
+# ---- the rows under a mask
 
-    It is finite also where h*(a) overflows.
+
+def _rows_of_mask(seen: Visibility, a3: Tensor) -> tuple[Log, int]:
+    """Return max_j Σ_{i sees j} ρ_i, where ρ_i is the bound on row i, and the largest number of keys that a
+    query sees.
     """
-    return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(row_norm_maximum(a))
+    sizes = torch.cat([block.sum(dim=1) for _, block in mask_blocks(seen)])
+    log_rho = row_square(sizes.double(), a3).log
+    top = log_rho.max()
+    if not bool(torch.isfinite(top)):
+        return Log(top), int(sizes.max())
+    rho, columns = torch.exp(log_rho - top), torch.zeros(seen.n, dtype=torch.float64)
+    for (rows, keys), block in mask_blocks(seen):
+        columns[keys] += rho[rows] @ block.double()
+    return Log(top + columns.max().log()), int(sizes.max())
 
 
-def log_row(n: int, a3: float) -> float:
-    """Return the logarithm of an upper bound on the squared norm of a block row of the Jacobian for V = I and
-    a query that is held fixed.
+def mask_blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+    """Cut the mask into blocks. Yield for each block the slices of its rows and keys, and its entries."""
+    longest = seen.n if seen.window is None else max(seen.window, 64)
+    step = max(1, min(longest, _ENTRIES // min(seen.n, 3 * longest)))
+    for start in range(0, seen.n, step):
+        rows = slice(start, min(start + step, seen.n))
+        keys = seen.keys(rows)
+        block = seen.block(rows, keys)
+        if block is None:
+            block = torch.ones(rows.stop - start, keys.stop - keys.start, dtype=torch.bool)
+        yield (rows, keys), block
 
-    The row is that of a query that sees n tokens. The bound is min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, with h* of
-    ``row_norm_maximum`` and P̄ of :func:`log_largest_weight`.
+
+def causal_rows(n: int, a3: Tensor) -> Log:
+    """Return Σ_{i=1}^n ρ_i, where ρ_i is the bound on row i under a causal mask, rounded up.
+
+    The sum is exact up to row 20000. Beyond it, ρ_i is replaced by h* up to some row and by (1 + a₃²) P̄(i,
+    a₃) after that row. The latter is convex in i, so its sum is at most its integral from half a step before
+    the first to half a step after the last row.
     """
-    if n <= 1:
-        return 0.0  # a row that sees one token is the identity
-    return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_largest_weight(n, a3))
+    near = min(n, _SUMMED_ROWS)
+    found = row_square(torch.arange(1, near + 1, dtype=torch.float64), a3).sum()
+    if n == near:
+        return found
+    h, size = h_star(a3), 1 + Log.of(a3) ** 2
+    if bool(torch.isinf(h.log)):
+        return h
+    # With m = i − 1, rows with m below the crossing count h* each. Every split gives a valid bound, and this
+    # one gives the smallest.
+    gain = float(torch.expm1(size.log - h.log))
+    log_crossing = (math.log(gain) if gain > 0 else -math.inf) + 2 * float(a3)
+    if log_crossing >= math.log(n - 1):
+        return found + (n - near) * h
+    crossing = near if log_crossing <= math.log(near) else math.ceil(_exp_int(log_crossing))
+    if crossing > near:
+        found = found + (crossing - near) * h
+    ends = [(1 + Log(_log_of_half(2 * m - 1) - 2 * a3)).log for m in (n, crossing)]
+    return found + size * Log(2 * a3) * (ends[0] - ends[1])
 
 
-# ---- helpers shared with the other modules
+def _log_of_half(twice: int) -> float:
+    """Return log(twice / 2) for an integer ``twice`` that may be too large for a float."""
+    return math.log(twice) - math.log(2)
 
 
-def one_head(attention: object, needed_by: str) -> tuple[Parameters, Head]:
-    """Return the parameters of an attention and its only head; raise ArgumentError if it has
-    several heads.
+def _exp_int(log_x: float) -> int:
+    """Return e^log_x, rounded down to an integer. Some 17 digits are correct, and numbers that would overflow
+    a float are returned too.
     """
-    parameters = parameters_of(attention)
-    return parameters, parameters.one_head(needed_by)
-
-
-def score_sizes(head: Head, radius: float) -> tuple[float, float]:
-    """Return two upper bounds on the scores of a head on the ball of radius R. The first leaves the query
-    bias out, the second includes it.
-
-    The first is a = ‖A‖R², the second a₃ = (‖A‖R + |b|)R with the query bias b.
-    """
-    # In logarithms, because ‖A‖ may underflow and R² overflow where their product does neither.
-    a = exp(head.log_A_norm + 2 * math.log(radius))
-    return a, a + exp(log(head.b_norm) + math.log(radius))
-
-
-def log_theorem_3_3(head: Head, n: int, radius: float) -> float:
-    """Return the logarithm of the bound √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2} of Theorem 3.3."""
-    a, _ = score_sizes(head, radius)
-    inside = log_sum(2 * log(a) + math.log(4 * n + 1), math.log(n))
-    return log_product(head.log_V_norm, 0.5 * (math.log(3) + inside))
-
-
-def unmasked(attention: object, parameters: Parameters) -> Hypothesis:
-    """Return the hypothesis that the attention has no mask, together with whether it holds.
-
-    A bare :class:`Head` is taken as unmasked.
-    """
-    return Hypothesis("no mask", isinstance(attention, Head) or parameters.masking == "none")
-
-
-def no_query_bias(head: Head, other: str = "") -> Hypothesis:
-    """Return the hypothesis that the head has no query bias, together with whether it holds.
-
-    ``other`` is the name of a bound that allows a query bias. A query bias that changes no scores is allowed.
-    """
-    return Hypothesis("no query bias" + (f", which {other} allows" if other else ""), head.b_norm == 0)
-
-
-def upper(name: str, quantity: Quantity, source: str, log_formula: float, *hypotheses: Hypothesis) -> Bound:
-    """Return an upper bound as a :class:`Bound`, given the logarithm of its value, which is rounded up."""
-    if math.isfinite(log_formula):
-        log_formula += 8 * sys.float_info.epsilon * abs(log_formula)
-    return Bound.upper(name, quantity, source, log_formula=log_formula, hypotheses=hypotheses)
-
-
-def log(x: float) -> float:
-    """Return log x for x > 0, and −inf for x = 0."""
-    return math.log(x) if x > 0 else -math.inf
-
-
-def softplus(t: float) -> float:
-    """Return log(1 + e^t)."""
-    return max(t, 0.0) + math.log1p(math.exp(-abs(t)))
-
-
-def log_product(*logs: float) -> float:
-    """Return the logarithm of a product from the logarithms of its factors, where zero times infinity is
-    zero.
-    """
-    return -math.inf if -math.inf in logs else math.fsum(logs)
-
-
-def log_sum(*logs: float) -> float:
-    """Return the logarithm of a sum from the logarithms of its terms."""
-    largest = max(logs)
-    if math.isinf(largest):
-        return largest
-    return largest + math.log(math.fsum(math.exp(term - largest) for term in logs))
+    bits = max(0, int(log_x / math.log(2)) - 60)
+    return int(math.exp(log_x - bits * math.log(2))) << bits

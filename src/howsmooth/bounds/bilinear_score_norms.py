@@ -18,12 +18,12 @@ from torch import Tensor
 
 from howsmooth.attention import Rotary
 from howsmooth.attention.masks import Visibility
-from howsmooth.rounding import spectral_norm_above
+from howsmooth.bounds.attention_parameters import log_spectral_norm
+from howsmooth.bounds.bound import exp
+from howsmooth.rounding import above, gamma, spectral_norm_above, up
 
 __all__ = ["BilinearScoreNorms", "largest_spectral_norm"]
 
-# Norms are rounded up by this relative error, and by this multiple of the product of the factors' norms.
-_MARGIN = 1e-10
 # The largest spectral norm of several matrices is overestimated by at most this.
 _EXCESS = 1e-2
 # Offsets whose matrices are formed at once.
@@ -69,9 +69,8 @@ class BilinearScoreNorms:
         The matrix M is then the identity.
         """
         b_q, b_k = _vector(query_bias, query), _vector(key_bias, key)
-        lengths = (float(torch.linalg.vector_norm(one)) for one in (key.mT @ b_q, query.mT @ b_k))
-        others = (size * (1 + _MARGIN) for size in (*lengths, abs(float(b_q @ b_k))))
-        return cls(spectral_norm_above(key.mT @ query), *others)
+        pairs = ((key, query), (key, b_q[:, None]), (query, b_k[:, None]), (b_k[:, None], b_q[:, None]))
+        return cls(*(exp(log_spectral_norm(one.mT, other)) for one, other in pairs))
 
     @classmethod
     def with_rotary_positions(
@@ -105,17 +104,14 @@ class BilinearScoreNorms:
             vectors = (of_key @ bias, b_k @ queries, b_k @ bias)
             lengths = (float(torch.linalg.vector_norm(v.flatten(1), dim=1).max()) for v in vectors)
             found.append((largest_spectral_norm(of_key @ queries), *lengths))
-        # M of a pair is off by so much, and rounding by a multiple of the products of the norms.
-        off = rotations.error + _MARGIN * rotations.size
-        q, k, size_q, size_k = (
-            spectral_norm_above(query),
-            spectral_norm_above(key),
-            float(b_q.norm()),
-            float(b_k.norm()),
-        )
+        # M of a pair is off by so much: an angle by a few roundings of the largest one, a product by those of
+        # its terms, and a triangular factor by those of Householder's method, a multiple of all its entries.
+        turned = float(offsets.abs().max() * rotations.angles.abs().max())
+        off = up(rotations.error + rotations.size * (gamma(8) * (1 + turned) + gamma(8 * query.numel())))
+        q, k, size_q, size_k = map(spectral_norm_above, (query, key, b_q[:, None], b_k[:, None]))
         products = (k * q, k * size_q, q * size_k, size_k * size_q)
         largest = zip(map(max, zip(*found, strict=True)), products, strict=True)
-        return cls(*(size * (1 + _MARGIN) + off * product for size, product in largest))
+        return cls(*(above(size + off * product, 4) for size, product in largest))
 
 
 def _vector(bias: Tensor | None, weight: Tensor) -> Tensor:
@@ -191,13 +187,14 @@ def largest_spectral_norm(matrices: Float[Tensor, "m r s"]) -> float:
         return 0.0
     matrices, rank = matrices / size, min(matrices.shape[1:])
     grams = matrices @ matrices.mT if matrices.shape[1] == rank else matrices.mT @ matrices
-    logs, power = grams.new_zeros(len(grams)), 1.0
+    logs, power, roundings = grams.new_zeros(len(grams)), 1.0, sum(matrices.shape[1:])
     while True:
         lengths = torch.linalg.matrix_norm(grams)
         # log σ² is at most this, and at least this less the slack.
         logs, slack = logs + lengths.log() / power, math.log(rank) / (2 * power)
         if slack <= 2 * _EXCESS:
-            return size * math.exp(float(logs.max()) / 2) * (1 + _MARGIN)
+            return size * above(math.exp(float(logs.max()) / 2), roundings)
         alive = logs >= logs.max() - slack
         logs, grams = logs[alive], grams[alive] / lengths[alive][:, None, None]
-        grams, power = grams @ grams, 2 * power
+        # A product doubles the relative error of a power, which the root halves, and adds its own.
+        grams, power, roundings = grams @ grams, 2 * power, roundings + 4 * rank + 16

@@ -9,15 +9,11 @@ from enum import StrEnum
 from typing import Literal
 
 from howsmooth.errors import ArgumentError
-from howsmooth.rounding import limit_in_digits
+from howsmooth.rounding import limit_in_digits, log_above, log_below
 
 __all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_radius", "exp"]
 
 Side = Literal["upper", "lower"]
-
-# Formulas are evaluated in float64, mostly as logarithms up to a few hundred. This margin of the logarithm
-# exceeds their rounding, so that an upper bound is never below and a lower bound never above its formula.
-_MARGIN = 1e-12
 
 
 class Quantity(StrEnum):
@@ -97,8 +93,7 @@ class Bound:
 
         Pass either the value as ``formula`` or its logarithm as ``log_formula``.
         """
-        log = _log(formula, log_formula)
-        return cls(name, "upper", quantity, source, log + _MARGIN, hypotheses)
+        return cls(name, "upper", quantity, source, log_above(_log(formula, log_formula)), hypotheses)
 
     @classmethod
     def lower(
@@ -111,12 +106,8 @@ class Bound:
         log_formula: float | None = None,
         hypotheses: tuple[Hypothesis, ...] = (),
     ) -> Bound:
-        """Return a lower bound from the computed value of its formula, which is rounded down.
-
-        Pass either the value as ``formula`` or its logarithm as ``log_formula``.
-        """
-        log = _log(formula, log_formula)
-        return cls(name, "lower", quantity, source, log - _MARGIN, hypotheses)
+        """Return a lower bound, which is rounded down, with the arguments of :meth:`upper`."""
+        return cls(name, "lower", quantity, source, log_below(_log(formula, log_formula)), hypotheses)
 
     @property
     def holds(self) -> bool:
@@ -195,12 +186,12 @@ def check_radius(radius: object) -> float:
     return value
 
 
-def check_length(length: object, *, least: int = 1) -> int:
+def check_length(length: object, *, least: int = 1, name: str = "length") -> int:
     """Return ``length`` as an int after checking that it is a whole number >= ``least``."""
     try:
         n = operator.index(length)  # type: ignore[arg-type]
     except TypeError:
         n = least - 1
     if isinstance(length, bool) or n < least:
-        raise ArgumentError("length", expected=f"a whole number of tokens n >= {least}", got=repr(length))
+        raise ArgumentError(name, expected=f"a whole number of tokens n >= {least}", got=repr(length))
     return n

@@ -1,22 +1,72 @@
-"""The class ``Problem``: the attention and the tokens or ball for which bounds are asked."""
+"""The class ``Problem``: an attention, with the tokens or the ball for which bounds are asked; and functions
+that prepare one from the arguments of a statement.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention, TokenMap
-from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike, parameters_of
-from howsmooth.bounds.bound import check_length, check_radius
+from howsmooth.bounds.attention_parameters import (
+    Head,
+    Parameters,
+    SiteLike,
+    as_matrix,
+    largest_distance,
+    norms_of_rows,
+    parameters_of,
+)
+from howsmooth.bounds.bound import Hypothesis, Side, check_length, check_radius
+from howsmooth.bounds.log_numbers import Log
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.rounding import above, gamma, up
 
-__all__ = ["Problem"]
+__all__ = ["Problem", "at_tokens", "far_out", "for_every_length", "no_masking_but", "on_ball"]
+
+T = TypeVar("T")
 
 # The radius used when all tokens are zero, since the theorems need a positive one.
 _LEAST_RADIUS = 1e-150
+_MASKING = {
+    "none": "no mask",
+    "causal": "a causal mask and no other",
+    "none or causal": "no mask, or a causal one",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Vectors:
+    """Vectors M x_i + b, upper bounds on their norms, and a bound on the norms of their errors."""
+
+    values: Float[Tensor, "n d"]
+    lengths: Float[Tensor, " n"]
+    error: float
+
+    @classmethod
+    def of(cls, x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Vectors:
+        """Multiply the tokens x by two matrices from the right, and add a bias."""
+        values = _finite((x @ first) @ second + bias)
+        sizes = norms_of_rows((x.abs() @ first.abs()) @ second.abs() + bias.abs()).max()
+        error = up(gamma(sum(first.shape) + 2) * float(sizes))
+        return cls(values, above(norms_of_rows(values) + error, 1), error)
+
+    @property
+    def longest(self) -> Log:
+        """The largest norm."""
+        return Log.of(self.lengths.max())
+
+    @property
+    def diameter(self) -> Log:
+        """The largest distance between two of the vectors."""
+        return Log.of(above(largest_distance(self.values) + 2 * self.error, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,22 +85,23 @@ class Problem:
         Radius R of the ball.
     radius_from
         A phrase that says how the radius was found.
+    factor, side
+        The factor R of a statement about the tokens R·X, and the side that the caller chose.
 
     """
 
     attention: Head | Parameters | SelfAttention
-    X: Tensor | None
-    length: int | None
-    radius: float
-    radius_from: str
+    X: Float[Tensor, "n d"] | None = None
+    length: int | None = None
+    radius: float = 1.0
+    radius_from: str = "given"
+    factor: float = 1.0
+    side: Side = "upper"
+    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(
-        cls, source: object, X: Tensor | None = None, length: object = None, radius: object = None
-    ) -> Problem:
-        """Convert the arguments of a user (an attention, and tokens or a ball) to a Problem.
-
-        The arguments are those of :func:`best`.
+    def of(cls, source: object, X: object = None, length: object = None, radius: object = None) -> Problem:
+        """Convert the arguments of :func:`best` (an attention, and tokens or a ball) to a Problem.
 
         Raises
         ------
@@ -76,18 +127,169 @@ class Problem:
             )
         if not isinstance(attention, Head | Parameters | SelfAttention):
             attention = parameters_of(source)  # raises an error for other types
-        X = None if X is None else _tokens(X, attention)
+        x = None if X is None else _tokens(X, attention)
         n = None if length is None else check_length(length)
         farthest = 0.0
-        if X is not None:
-            if n not in (None, X.shape[0]):
-                raise ArgumentError("length", expected=f"the length of X, {X.shape[0]}, or None", got=str(n))
-            n = X.shape[0]
-            size = float(X.abs().max()) or 1.0  # scaled because squares leave the range of float64 earlier
-            farthest = size * float(torch.linalg.vector_norm(X / size, dim=-1).max())
-        R, words = _radius(radius, norm, X is not None, farthest)
+        if x is not None:
+            if n not in (None, x.shape[0]):
+                raise ArgumentError("length", expected=f"the length of X, {x.shape[0]}, or None", got=str(n))
+            n, farthest = x.shape[0], float(norms_of_rows(x).max())
+        R, words = _radius(radius, norm, x is not None, farthest)
         # By rounding, a float32 token may be slightly longer than the radius of its norm layer.
-        return cls(attention, X, n, max(R, farthest), words)
+        return cls(attention, x, n, max(R, farthest), words)
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Which of "X" and "length" the problem has."""
+        return frozenset(name for name in ("X", "length") if getattr(self, name) is not None)
+
+    @property
+    def n(self) -> int:
+        """The number of tokens, for a statement that has one."""
+        assert self.length is not None
+        return self.length
+
+    @property
+    def plain(self) -> bool:
+        """Whether the scores are ⟨A x_i + b, x_j⟩, and the weights their softmax."""
+        f = self.attention
+        return not isinstance(f, SelfAttention) or (f.rotary is None and not f.feature_names())
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """The matrices of all heads and the mask."""
+        return parameters_of(self.attention)
+
+    @cached_property
+    def head(self) -> Head:
+        """The only head, with the output map multiplied into its value matrix."""
+        return self.parameters.one_head("this statement")
+
+    @property
+    def V(self) -> Log:
+        """‖V‖."""
+        return Log(self.head.log_V_norm)
+
+    @property
+    def a(self) -> Log:
+        """‖A‖R², a bound on the scores of one head on the ball that leaves the query bias b out."""
+        # A logarithm, because ‖A‖ may underflow and R² overflow where their product does neither.
+        return Log(self.head.log_A_norm) * Log.of(self.radius) ** 2
+
+    @property
+    def a3(self) -> Log:
+        """(‖A‖R + |b|)R, a bound that includes the query bias."""
+        return self.a + Log.of(self.head.b_norm) * self.radius
+
+    def once(self, compute: Callable[..., T], *arguments: object) -> T:
+        """Return ``compute(self, *arguments)``, computed once for a formula and its hypotheses."""
+        key = (compute, arguments)
+        if key not in self._found:
+            self._found[key] = compute(self, *arguments)
+        found: T = self._found[key]
+        return found
+
+    # ---- at tokens
+
+    @property
+    def tokens(self) -> Float[Tensor, "n d"]:
+        """The tokens X, for a statement about them."""
+        assert self.X is not None
+        return self.X
+
+    @cached_property
+    def y(self) -> Vectors:
+        """The vectors A x_i + b, whose inner products with the tokens are the scores."""
+        return Vectors.of(self.tokens, self.head.right.mT, self.head.left.mT, self.head.b)
+
+    @cached_property
+    def transposed(self) -> Vectors:
+        """The vectors Aᵀ x_i."""
+        return Vectors.of(self.tokens, self.head.left, self.head.right, torch.zeros_like(self.head.b))
+
+    @cached_property
+    def visible(self) -> Bool[Tensor, "n n"]:
+        """The mask, True where the query (row) sees the key (column)."""
+        n = len(self.tokens)
+        seen = self.parameters.visibility(n, argument="X").whole()
+        return torch.ones(n, n, dtype=torch.bool) if seen is None else seen
+
+    @cached_property
+    def weights(self) -> Float[Tensor, "n n"]:
+        """The attention weights P of one head at the tokens."""
+        scores = _finite(self.y.values @ (self.tokens - self.tokens.mean(dim=0)).mT)
+        return torch.softmax(scores.masked_fill(~self.visible, -torch.inf), dim=1)
+
+    @property
+    def log_error_of_weights(self) -> float:
+        """A bound on the error of the logarithms of the attention weights, at most 700."""
+        # Errors of the scores of at most e change a weight by a factor of at most e^{2e}; tokens less their
+        # mean are at most twice as long as the longest token.
+        roundings = gamma(self.head.d + 4) * self.y.lengths.max() + self.y.error
+        of_scores = up(4 * float(roundings * norms_of_rows(self.tokens).max()))
+        return min(of_scores + gamma(2 * len(self.tokens) + 40), 700.0)
+
+    @cached_property
+    def diameter(self) -> Log:
+        """The largest distance between two tokens."""
+        return Log.of(largest_distance(self.tokens))
+
+
+def no_masking_but(masks: str, problem: Problem) -> Hypothesis:
+    """Return the hypothesis on the mask, with whether it holds. A bare :class:`Head` has every mask."""
+    parameters = problem.parameters
+    return Hypothesis(_MASKING[masks], parameters.bare or parameters.masking in masks.split(" or "))
+
+
+# ---- the problems of statements
+
+
+def on_ball(attention: object, length: object, radius: object) -> Problem:
+    """Prepare a statement about n tokens in a ball."""
+    return Problem(_attention(attention), None, check_length(length), check_radius(radius))
+
+
+def for_every_length(attention: object, radius: object) -> Problem:
+    """Prepare a statement about every number of tokens in a ball."""
+    return Problem(_attention(attention), radius=check_radius(radius))
+
+
+def at_tokens(attention: object, X: object = None) -> Problem:
+    """Prepare a statement about given tokens."""
+    parameters = _attention(attention)
+    if X is None and isinstance(attention, SiteLike):
+        X = _single(attention.x)
+    x = _tokens(X, parameters)
+    return Problem(parameters, x, len(x))
+
+
+def far_out(attention: object, X: object, radius: object, *, side: object = "upper") -> Problem:
+    """Prepare a statement about the tokens R·X.
+
+    Other Parameters
+    ----------------
+    X
+        Tokens (n, d), a tensor, an array or nested lists. The bound is for the Jacobian at ``radius * X``.
+    radius
+        The factor R > 0.
+    side
+        "upper" for the limit plus the distance from it, "lower" for the limit minus the distance.
+
+    """
+    parameters = _attention(attention)
+    x = _tokens(X, parameters)
+    return Problem(parameters, x, len(x), factor=check_radius(radius), side=check_side(side))
+
+
+def check_side(side: object) -> Side:
+    """Return ``side`` after checking that it is "upper" or "lower"."""
+    if side == "upper" or side == "lower":
+        return side
+    raise ArgumentError("side", expected="'upper' or 'lower'", got=repr(side))
+
+
+def _attention(given: object) -> Head | Parameters:
+    return given if isinstance(given, Head) else parameters_of(given)
 
 
 def _radius(given: object, norm: object, from_tokens: bool, farthest: float) -> tuple[float, str]:
@@ -122,22 +324,20 @@ def _single(x: Tensor) -> Tensor:
     )
 
 
-def _tokens(X: Tensor, attention: Head | Parameters | SelfAttention) -> Tensor:
+def _tokens(X: object, attention: Head | Parameters | SelfAttention) -> Float[Tensor, "n d"]:
     d = attention.heads[0].d if isinstance(attention, Parameters) else attention.d
-    if not isinstance(X, Tensor):
-        raise ArgumentError(
-            "X",
-            expected=f"tokens of shape (n, {d})",
-            got=repr(X) if isinstance(X, int | float) else type(X).__name__,
-            remedy="For a bound on a ball, give length and radius by name."
-            if isinstance(X, int | float)
-            else "Use torch.as_tensor.",
-        )
-    if X.ndim == 3 and X.shape[0] == 1:
+    if isinstance(X, Tensor) and X.ndim == 3 and len(X) == 1:
         X = X[0]
-    if X.ndim != 2 or X.shape[-1] != d or X.shape[0] < 1:
-        expected = f"tokens of shape (n, {d}), one sequence"
-        raise ArgumentError("X", expected=expected, got=f"shape {tuple(X.shape)}")
-    if not bool(torch.isfinite(X).all()):
-        raise NonFiniteError("X", expected="finite numbers", got="NaN or infinity")
-    return X.detach().cpu().double()
+    remedy = "Give one sequence of tokens of the attention's dimension."
+    if isinstance(X, int | float):
+        remedy = "For a bound on a ball, give length and radius by name."
+    x = as_matrix("X", X, ("n", d), what="tokens", remedy=remedy)
+    if isinstance(attention, Parameters):
+        attention.visibility(len(x), argument="X")  # raises an error for a mask of another length
+    return x
+
+
+def _finite(numbers: Tensor) -> Tensor:
+    if bool(torch.isfinite(numbers).all()):
+        return numbers
+    raise NonFiniteError("X", expected="scores below the largest float64", got="larger ones")

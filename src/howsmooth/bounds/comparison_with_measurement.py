@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.applicable_bounds import all_bounds
@@ -19,7 +18,7 @@ COLUMNS = ["name", "side", "value", "holds", "source"]
 
 def table(
     attention: object,
-    X: Tensor | None = None,
+    X: object = None,
     length: object = None,
     radius: object = None,
     *,

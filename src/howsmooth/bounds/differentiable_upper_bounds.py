@@ -15,30 +15,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.ball_upper_bounds import h_star_maximiser
+from howsmooth.bounds.ball_upper_bounds import h_star, largest_weight, row_square
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.rounding import (
     Triangles,
     above,
     gamma,
     product_norms_above,
+    spectral_norms_above,
     up,
     with_gradient,
 )
-from howsmooth.rounding import spectral_norms_above as _norm
 
-__all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
-
-
-def any_boolean_mask(length: int) -> VisibleRows:
-    """Return counts of visible keys, as a :class:`VisibleRows`, with which the bounds of this module hold
-    under every boolean mask.
-
-    The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
-    the result has only these two kinds of row.
-    """
-    counts = torch.tensor([1.0, 2.0] if length > 1 else [1.0], dtype=torch.float64)
-    return VisibleRows(counts, torch.zeros_like(counts, dtype=torch.bool), False, None, length, "any")
+__all__ = ["query_key_norm_layer", "reach", "softmax_layer", "softmax_output_radius"]
 
 
 def softmax_layer(
@@ -69,14 +58,12 @@ def softmax_layer(
     a3 = a
     if query_bias is not None:
         shift = torch.einsum("hkd,hk->hd", k, query_bias.double())
-        a3 = a + scale * radius * _longest(shift)
+        a3 = a + above(scale * radius * torch.linalg.vector_norm(shift, dim=-1), sum(k.shape[1:]))
     heads = _Heads.of(value.double(), output.double())
     m = rows.counts.to(a.device)
     several = _sees_several_keys(rows, m)
-    rho = _h_star(a3)[:, None].expand(-1, len(m))  # (heads, rows)
-    if not rows.free:
-        by_largest = (1 + a3.square())[:, None] * _largest(m, a3)
-        rho = torch.where(several, torch.minimum(rho, by_largest), 1.0)
+    each = h_star(a3[:, None]) if rows.free else row_square(m, a3[:, None])
+    rho = each.value.expand(-1, len(m))  # (heads, rows)
     diagonal = a if bool(several.any()) else torch.zeros_like(a)
     bound = heads.together(diagonal + _heaviest_key(rows, rho).sqrt())
     if _same_keys(rows):
@@ -108,15 +95,15 @@ def query_key_norm_layer(
     - M(s_h) + √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(p_i − 1/m_i))²)).
     """
     tau = temperature.double().abs()
-    norm_q, reach_q = _normalised(query.double(), query_bias, radius, eps)
-    norm_k, reach_k = _normalised(key.double(), key_bias, radius, eps)
+    norm_q, norm_k = spectral_norms_above(query.double()), spectral_norms_above(key.double())
+    reach_q, reach_k = reach(norm_q, query_bias, radius, eps), reach(norm_k, key_bias, radius, eps)
     heads = _Heads.of(value.double(), output.double())
     m = rows.counts.to(norm_q.device)
     several = _sees_several_keys(rows, m)
     if rows.free:
         p = torch.ones(len(norm_q), len(m), dtype=torch.float64, device=norm_q.device)
     else:
-        p = _largest(m, tau * reach_q * reach_k)
+        p = largest_weight(m, (tau * reach_q * reach_k)[:, None]).value
     moved = torch.zeros_like(norm_q)
     if bool(several.any()):
         spread = _heaviest_key(rows, torch.where(several, p.clamp(max=0.5), 0.0)).sqrt()
@@ -142,7 +129,7 @@ def softmax_output_radius(
         shift = shift + output.double() @ value_bias.double().flatten()
     if output_bias is not None:
         shift = shift + output_bias.double()
-    return largest + float(_longest(shift))
+    return largest + above(float(torch.linalg.vector_norm(shift)), 2 * sum(output.shape))
 
 
 # ---- several heads
@@ -176,12 +163,8 @@ class _Heads:
     def of(cls, value: Tensor, output: Tensor) -> _Heads:
         count, dim, _ = value.shape
         maps = output.unflatten(1, (count, dim)).transpose(0, 1)
-        return cls(
-            _grams(maps, value),
-            _norm(output),
-            _norm(value),
-            product_norms_above(output, value.flatten(0, 1)),
-        )
+        joint = product_norms_above(output, value.flatten(0, 1))
+        return cls(_grams(maps, value), spectral_norms_above(output), spectral_norms_above(value), joint)
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """Return two upper bounds on ‖Σ_h W_h V_h F_h‖², a sum over the heads h. They hold for all matrices
@@ -256,15 +239,6 @@ def _sees_several_keys(rows: VisibleRows, m: Tensor) -> Tensor:
     return torch.full_like(m, rows.length > 1, dtype=torch.bool) if rows.free else m > 1
 
 
-def _largest(m: Tensor, a: Tensor) -> Tensor:
-    """Return the largest attention weight that is possible if the m scores of a row lie in [−a, a]. The
-    result has one entry for each head and row.
-
-    It is 1/(1 + (m−1)e^{−2a}).
-    """
-    return 1 / (1 + (m - 1) * torch.exp(-2 * a)[:, None])
-
-
 def _heaviest_key(rows: VisibleRows, weights: Tensor) -> Tensor:
     """Sum given weights of the queries over the queries that see a key, and return for each head the largest
     of these sums over all keys.
@@ -274,33 +248,18 @@ def _heaviest_key(rows: VisibleRows, weights: Tensor) -> Tensor:
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
 
 
-def _h_star(a: Tensor) -> Tensor:
-    """Return h*(a) for each head as a differentiable number. It is an upper bound on the squared norm of a
-    block row of the Jacobian.
-
-    It is the number of ``row_norm_maximum``. The gradient holds the maximiser fixed.
+def reach(
+    sizes: Float[Tensor, "heads"], bias: Tensor | None, radius: float, eps: float | None = None
+) -> Float[Tensor, "heads"]:
+    """Bound the queries, keys or values of each head, given the norms of its matrix and its bias, for tokens
+    of norm at most R. With ``eps`` they are normalised to u/√(|u|² + ε).
     """
-    w = torch.tensor(
-        [h_star_maximiser(min(float(x), 1e9)) for x in a.detach().nan_to_num(nan=math.inf)],
-        dtype=a.dtype,
-        device=a.device,
-    )
-    return 1 + 0.5 * (1 - w) * (1 + w) * (a - 1 + a * w) * (a + 1 - a * w)
-
-
-def _normalised(
-    weight: Tensor, bias: Tensor | None, radius: float, eps: float
-) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Bound, for each head, the norm of a query or key matrix and the norms of the normalised queries or
-    keys.
-
-    The second result bounds the norm of a query (or key) of tokens in the ball, normalised with ``eps``.
-    """
-    norms = _norm(weight)
-    reach = radius * norms
+    if eps is not None and not math.isfinite(radius):
+        return torch.ones_like(sizes)
+    found = radius * sizes
     if bias is not None:
-        reach = reach + _longest(bias.double())
-    return norms, reach / torch.sqrt(reach.square() + eps)
+        found = found + _longest(bias.double())
+    return found if eps is None else found / torch.sqrt(found.square() + eps)
 
 
 def _longest(vectors: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, Parameters
+from howsmooth.bounds.attention_parameters import Head, Parameters, log_spectral_norm
 from howsmooth.bounds.worst_case_tokens import HeavyTokens
+from howsmooth.rounding import gamma, up
 
 __all__ = [
     "MOST_ROWS",
@@ -118,9 +119,11 @@ def rounding_of_scores(heads: Sequence[Head], points: HeavyTokens) -> float:
     """Bound the rounding errors of the differences between the scores of the most attended (heavy) tokens and
     the scores of the other tokens.
     """
-    y = torch.linalg.vector_norm(_forms(heads, points.light), dim=1).max()
-    shift = torch.linalg.vector_norm(points.heavies - points.light, dim=1).max()
-    allowance = 4e-15 * float(y * shift)
+    w = points.light.abs()
+    sizes = [float((h.left.abs() @ (h.right.abs() @ w) + h.b.abs()).norm()) for h in heads]
+    shift = float(torch.linalg.vector_norm(points.heavies - points.light, dim=1).max())
+    terms = 2 * heads[0].d + heads[0].left.shape[1]
+    allowance = up(gamma(terms + 4) * max(sizes) * shift)
     return allowance if math.isfinite(allowance) else math.inf
 
 
@@ -141,17 +144,11 @@ def log_rank_one(V: Tensor, a: float, x: Tensor, y: Tensor) -> float:
 
 
 def log_norm(matrix: Tensor) -> float:
-    """Return the logarithm of the spectral norm of a matrix, rounded down.
+    """Return the logarithm of the spectral norm of a matrix, rounded down; −inf if it is zero or not finite.
 
-    It is −inf for a matrix that is zero or not finite.
+    The rounding of the entries is that of a formula, for which statements make an allowance.
     """
-    scale = float(matrix.abs().max()) if matrix.numel() else 0.0
-    if scale == 0 or not math.isfinite(scale):
-        return -math.inf
-    scaled = matrix / scale
-    rows, columns = scaled.shape
-    gram = scaled @ scaled.mT if rows < columns else scaled.mT @ scaled
-    return math.log(scale) + 0.5 * math.log(float(torch.linalg.eigvalsh(gram)[-1])) - 1e-12
+    return log_spectral_norm(matrix, upper=False) if bool(matrix.isfinite().all()) else -math.inf
 
 
 def total_value(p: Parameters) -> Tensor:

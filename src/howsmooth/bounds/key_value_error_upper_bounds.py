@@ -17,13 +17,23 @@ from howsmooth.attention.map import check_tokens
 from howsmooth.attention.scaled_dot_product import cap_slope
 from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.rounding import LARGEST, UNDERFLOW, gamma, limit_in_digits, shrink, spectral_norm_above
+from howsmooth.rounding import (
+    LARGEST,
+    UNDERFLOW,
+    above,
+    below,
+    gamma,
+    largest_eigenvalues_by_squaring,
+    limit_in_digits,
+    shrink,
+    spectral_norm_above,
+)
 
 __all__ = ["OutputErrorBound", "kv_error_upper_bound"]
 
 _SOURCE = 'howsmooth documentation, "Errors in queries, keys and values", {}'
-# Sums and products of nonnegative numbers, whose relative rounding error is far below this number.
-_MARGIN = 1e-9
+# Roundings that a sum or product of numbers >= 0 has at most, for up to a million keys
+_ROUNDINGS = 9_000_000
 _ENTRIES = 1 << 22  # entries of the largest tensor of a block of rows
 _STEPS = 5  # of the search for the largest ratio
 _MOST_TAU = 300.0  # change of a score above which a bound uses the distances of the values alone
@@ -119,11 +129,11 @@ def kv_error_upper_bound(
         )
         # Heads that are concatenated are orthogonal parts of the output.
         total = torch.hypot(total, changes) if f.output is None else total + changes
-    tokens = total * (1 + _MARGIN)
+    tokens = above(total, _ROUNDINGS)
     name = "Theorem K" if keys is not None and values is None else "Theorem V"
     if keys is not None and values is not None:
         name = "Theorem KV"
-    value = float(torch.linalg.vector_norm(tokens)) * (1 + _MARGIN)
+    value = above(float(torch.linalg.vector_norm(tokens)), _ROUNDINGS)
     return OutputErrorBound(value, tokens, _SOURCE.format(name))
 
 
@@ -185,7 +195,7 @@ class _Errors:
             raise ArgumentError(name, expected=expected, got=f"{float(given.min()):g}")
         if given.ndim == 2:
             return cls(given, None)
-        return cls(torch.linalg.vector_norm(given, dim=-1) * (1 + _MARGIN), given)
+        return cls(above(torch.linalg.vector_norm(given, dim=-1), _ROUNDINGS), given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,15 +219,15 @@ class _Weights:
 
         The result is zero where no positive bound is known.
         """
-        sums = self.shrink * (self.upper * torch.exp(-tau)).sum(dim=1) * (1 - _MARGIN) + self.sink
+        sums = self.shrink * below((self.upper * torch.exp(-tau)).sum(dim=1), _ROUNDINGS) + self.sink
         # For larger changes of the scores, underflow would not be negligible.
         return torch.where((tau.amax(dim=1) < _MOST_TAU) & (self.shrink > 0), sums, 0.0)
 
     def moved(self, tau: Float64[Tensor, "rows n"]) -> Float64[Tensor, "rows n"]:
         """Return upper bounds on the attention weights if each score changes by at most ``tau``."""
         low = self.shrink[:, None] * self.upper * torch.exp(-tau)
-        others = (self.lowest_sum(tau)[:, None] - low * (1 + _MARGIN)).clamp_min(0.0)
-        high = self.upper * torch.exp(tau.clamp_max(_MOST_TAU)) * (1 + _MARGIN)
+        others = (self.lowest_sum(tau)[:, None] - above(low, _ROUNDINGS)).clamp_min(0.0)
+        high = above(self.upper * torch.exp(tau.clamp_max(_MOST_TAU)), _ROUNDINGS)
         return torch.where(others > 0, high / (high + others), 1.0).masked_fill(~self.visible, 0.0)
 
 
@@ -285,12 +295,12 @@ class _Head:
         tau = torch.linalg.vector_norm(q, dim=1)[:, None] * keys.norms[self.g]
         if keys.entries is not None:
             tau = torch.minimum(tau, q.abs() @ keys.entries[self.g].mT)
-        tau = abs(self.f.scale) * tau * (1 + _MARGIN)
+        tau = above(abs(self.f.scale) * tau, _ROUNDINGS)
         if cap is not None:
             # The cap's slope is largest at the score nearest to zero, and no capped score exceeds the cap.
             lost = gamma(q.shape[1] + 4) * abs(self.f.scale) * (q.abs() @ self.k.abs().mT)
             nearest = (raw.abs() - tau - lost).clamp_min(0.0)
-            tau = (tau * cap_slope(nearest, cap) * (1 + _MARGIN)).clamp_max(2 * cap)
+            tau = above(tau * cap_slope(nearest, cap), _ROUNDINGS).clamp_max(2 * cap)
         found: Tensor = tau
         return found
 
@@ -304,21 +314,22 @@ class _Head:
         means = p @ values
         z = values[None] - means[:, None]
         # The computed differences z of values and outputs have errors of at most ``lost`` in norm.
-        lengths = torch.linalg.vector_norm(self.v.abs() @ self.factor.abs().mT, dim=1) * (1 + _MARGIN)
+        lengths = above(torch.linalg.vector_norm(self.v.abs() @ self.factor.abs().mT, dim=1), _ROUNDINGS)
         relative = (1 - weights.shrink) + gamma(2 * len(values) + 2 * self.v.shape[1] + 20)
         lost = relative * (p @ lengths + lengths.amax())
-        distances = torch.linalg.vector_norm(z, dim=-1) * (1 + _MARGIN) + lost[:, None]
+        distances = above(torch.linalg.vector_norm(z, dim=-1), _ROUNDINGS) + lost[:, None]
         hull = distances.masked_fill(~weights.visible, 0.0).amax(dim=1)
         if self.sink > -torch.inf:  # the value of the sink is zero
-            hull = torch.maximum(hull, torch.linalg.vector_norm(means, dim=1) * (1 + _MARGIN) + lost)
+            hull = torch.maximum(hull, above(torch.linalg.vector_norm(means, dim=1), _ROUNDINGS) + lost)
         lowest = weights.lowest_sum(tau)
         small = torch.where((lowest > 0)[:, None], tau, 0.0)
         triangle = _largest_ratio(weights, distances, small, lowest)
-        grown = p * torch.expm1(small) * (1 + _MARGIN)
+        grown = above(p * torch.expm1(small), _ROUNDINGS)
         mass = grown.sum(dim=1)
-        spread = (mass * _spectral_upper((grown[..., None] * z).mT @ z)).sqrt() + mass * lost
+        covariance = (grown[..., None] * z).mT @ z
+        spread = (mass * largest_eigenvalues_by_squaring(covariance, squarings=2)).sqrt() + mass * lost
         known = torch.minimum(triangle, spread / lowest)
-        found: Tensor = torch.where(lowest > 0, torch.minimum(known, hull), hull) * (1 + _MARGIN)
+        found: Tensor = above(torch.where(lowest > 0, torch.minimum(known, hull), hull), _ROUNDINGS)
         return found
 
     def _by_values(self, p: Float64[Tensor, "rows n"], values: _Errors) -> Float64[Tensor, " rows"]:
@@ -330,7 +341,7 @@ class _Head:
             mean = p @ values.entries[self.g]
             found = torch.minimum(found, self.norm * torch.linalg.vector_norm(mean, dim=1))
             found = torch.minimum(found, torch.linalg.vector_norm(mean @ self.output.abs().mT, dim=1))
-        return found * (1 + _MARGIN)
+        return above(found, _ROUNDINGS)
 
 
 def _largest_ratio(
@@ -362,17 +373,4 @@ def _largest_ratio(
     residual = (p * terms).sum(dim=1) - ratio * weights.sink
     sizes = (p * (up * distances + at * (1 + up))).sum(dim=1) + ratio * weights.sink
     cancelled = gamma(p.shape[1] + 20) * sizes
-    return ratio * (1 + _MARGIN) + (residual.clamp_min(0.0) + cancelled) / lowest
-
-
-def _spectral_upper(gram: Float64[Tensor, "rows r r"]) -> Float64[Tensor, " rows"]:
-    """Return upper bounds on the largest eigenvalues of float64 matrices that are positive semidefinite.
-
-    The bound is the Schatten norm (Σ λ⁸)^(1/8), at most r^(1/8) times too large.
-    """
-    size = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
-    scaled = gram / torch.where(size > 0, size, 1.0)[:, None, None]
-    square = scaled @ scaled
-    found = torch.linalg.matrix_norm(square @ square).sqrt().sqrt()
-    upper: Tensor = (found + _MARGIN) * size * (1 + _MARGIN)
-    return upper
+    return above(ratio, _ROUNDINGS) + (residual.clamp_min(0.0) + cancelled) / lowest

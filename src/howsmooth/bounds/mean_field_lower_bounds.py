@@ -11,12 +11,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
-from howsmooth.bounds.attention_parameters import Head, log_spectral_norm, parameters_of
-from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_radius
+from howsmooth.bounds.attention_parameters import Head, log_spectral_norm
+from howsmooth.bounds.ball_lower_bounds import is_identity
+from howsmooth.bounds.ball_upper_bounds import no_query_bias
+from howsmooth.bounds.bound import Quantity
+from howsmooth.bounds.bound_problem import Problem, for_every_length
+from howsmooth.bounds.catalogue import OURS, PAPER, Condition, statement
+from howsmooth.bounds.log_numbers import Log
 from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
+from howsmooth.rounding import gamma
 
 __all__ = [
     "proposition_3_6",
@@ -25,193 +29,144 @@ __all__ = [
     "weighted_two_atom_lower_bound",
 ]
 
-_PAPER = "Castin, Ablin, Peyré, ICML 2024"
-_PAGE = 'howsmooth documentation, "Worst inputs, and lower bounds"'
+_PAGE = f'{OURS}"Worst inputs, and lower bounds"'
 
 # A larger g is replaced by this value, for which the float64 logarithm g still has an error below 1e-4. The
 # bound remains valid, because it is the bound for a smaller radius.
 _LARGEST_G = 1e12
+# Relative rounding error of g, to which e^g is sensitive: a few elementary functions and products.
+_ERROR_OF_G = gamma(40)
+
+_NEEDS = (
+    no_query_bias(),
+    Condition[Problem]("A has a real eigenvalue", lambda p: bool(real_eigenpairs(p.head))),
+)
+_NEEDS_OF_PAPER = (Condition[Problem]("V = I", is_identity), *_NEEDS)
 
 
-def two_dirac(
-    attention: object, radius: float, *, weight: float | None = None, cluster: str = "paper"
-) -> Bound:
-    """Bound the W_2-Lipschitz constant of attention from below by its local Lipschitz constant at a measure
-    with two atoms.
+@dataclass(frozen=True, eq=False)
+class TwoAtoms(Problem):
+    """A problem in which the caller places the atoms, by the arguments of ``two_dirac``."""
 
-    The local constant along the eigenvector u is max(‖M‖, |γ|v_1, |γ|v_2) · |Vu| with M_ij = √(a_i/a_j) [P_ij
-    (1 + γ s_i (s_j − m_i)) + δ_ij γ v_i]. Here s_i u are the positions of the atoms, a_i their weights,
-    P_ij ∝ a_j e^{γ s_i s_j}, and m_i and v_i the mean and the variance of s under row i of P.
+    weight: float | None = None
+    cluster: str = "paper"
 
-    Parameters
-    ----------
+
+def measures(attention: object, radius: object) -> Problem:
+    """Prepare a statement about measures on a ball.
+
+    Other Parameters
+    ----------------
     attention
-        One head, or a number γ for A = γI, V = I.
-    radius
-        Radius R > 0.
+        One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
+        captured site; or a number γ for A = γI, V = I.
+
+    """
+    if isinstance(attention, int | float) and not isinstance(attention, bool):
+        if not math.isfinite(attention):
+            raise ArgumentError("attention", expected="a finite number γ", got=repr(attention))
+        attention = Head([[float(attention)]], [[1.0]])
+    return for_every_length(attention, radius)
+
+
+def placed_atoms(
+    attention: object, radius: object, *, weight: object = None, cluster: object = "paper"
+) -> Problem:
+    """Prepare a statement about a measure with two given atoms.
+
+    Other Parameters
+    ----------------
+    attention
+        One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
+        captured site; or a number γ for A = γI, V = I.
     weight
         Mass p of the atom at Ru, 0 < p < 1; default 1/(1 + 3e^{2g}).
     cluster
         Position of the other atom: "half" for Ru/2 with u for γ_max, "opposite" for −Ru with u for γ_min,
         "paper" for "half" if γ_max/8 >= −γ_min and "opposite" otherwise.
 
-    Returns
-    -------
-    Bound
-        Lower bound on Lip_W2(F on P(B_R)). Hypotheses: no mask, no query bias, a real eigenvalue.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, or an argument is out of range.
-
-    References
-    ----------
-    Documentation page "Worst inputs, and lower bounds", section "Mean field: two Diracs". The measure is the
-    one of Proposition 3.6 of Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
-
     """
-    case = _Case.of(attention, radius, cluster)
-    if weight is None:
-        log_p, log_rest = _shares(math.log(3) + 2 * case.g)
-    else:
-        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 1:
-            raise ArgumentError("weight", expected="a number p with 0 < p < 1", got=repr(weight))
-        log_p, log_rest = math.log(weight), math.log1p(-weight)
-    log = case.log_strength + _log_two_dirac(case, log_p, log_rest) - 4e-15 * abs(case.g)
-    return Bound.lower("two_dirac", Quantity.MEAN_FIELD, _PAGE, log_formula=log, hypotheses=case.hypotheses())
+    if cluster not in ("paper", "half", "opposite"):
+        raise ArgumentError("cluster", expected="'paper', 'half' or 'opposite'", got=repr(cluster))
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if weight is not None and not (number and 0 < weight < 1):  # type: ignore[operator]
+        raise ArgumentError("weight", expected="a number p with 0 < p < 1", got=repr(weight))
+    problem = measures(attention, radius)
+    return TwoAtoms(problem.attention, radius=problem.radius, weight=weight, cluster=str(cluster))  # type: ignore[arg-type]
 
 
-def proposition_3_6(attention: object, radius: float) -> Bound:
+@statement(
+    measures,
+    side="lower",
+    quantity=Quantity.MEAN_FIELD,
+    source=f"Proposition 3.6 and Lemma C.8, {PAPER}; {_PAGE}",
+    masks="none",
+    needs=_NEEDS_OF_PAPER,
+)
+def proposition_3_6(p: Problem) -> Log:
     """Bound the W_2-Lipschitz constant from below by Proposition 3.6, in a version for finite R and V = I.
 
     The bound is √((1−p)/p)/(2−p) · (1 + 2g(1−p)/(2−p)) with p = e^{−2g} and g = R² max(−γ_min, γ_max/8).
-
-    Parameters
-    ----------
-    attention
-        One head, or a number γ for A = γI, V = I.
-    radius
-        Radius R > 0.
-
-    Returns
-    -------
-    Bound
-        Lower bound on Lip_W2(F on P(B_R)). Hypotheses: no mask, V = I, no query bias, a real eigenvalue.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, or an argument is out of range.
-
-    References
-    ----------
-    Proposition 3.6 and Lemma C.8, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. The
-    finite-R form is derived on the documentation page "Worst inputs, and lower bounds".
-
     """
-    case = _Case.of(attention, radius, "paper")
-    g = case.g
-    log = -math.inf
-    if g > 0:
-        rest = -math.expm1(-2 * g)  # 1 − p, and 2 − p = 1 + rest
-        log = 0.5 * math.log(rest) + g - math.log1p(rest) + math.log1p(2 * g * rest / (1 + rest)) - 4e-15 * g
-    return Bound.lower(
-        "proposition_3_6",
-        Quantity.MEAN_FIELD,
-        f"Proposition 3.6 and Lemma C.8, {_PAPER}; {_PAGE}",
-        log_formula=log,
-        hypotheses=case.hypotheses(needs_identity=True),
-    )
+    g = _Case.of(p).g
+    if g <= 0:
+        return Log(-math.inf)
+    rest = -math.expm1(-2 * g)  # 1 − p, and 2 − p = 1 + rest
+    factor = (1 + 2 * g * rest / (1 + rest)) / (1 + rest)
+    return Log.of(rest) ** 0.5 * Log(g - _ERROR_OF_G * g) * factor
 
 
-def weighted_two_atom_lower_bound(attention: object, radius: float) -> Bound:
+@statement(
+    measures,
+    side="lower",
+    quantity=Quantity.MEAN_FIELD,
+    source=f"Proposition 3.6, {PAPER}; for every R: {_PAGE}",
+    masks="none",
+    needs=_NEEDS_OF_PAPER,
+)
+def proposition_3_6_rate(p: Problem) -> Log:
+    """Bound the W_2-Lipschitz constant from below by the growth rate in Proposition 3.6, for V = I.
+
+    The rate, for R → ∞, is (g/2) e^g with g = R² max(−γ_min, γ_max/8). It is a lower bound for every R > 0.
+    """
+    g = max(_Case.of(p).g, 0.0)
+    return Log.of(g / 2) * Log(g - _ERROR_OF_G * g)
+
+
+@statement(measures, side="lower", quantity=Quantity.MEAN_FIELD, source=_PAGE, masks="none", needs=_NEEDS)
+def weighted_two_atom_lower_bound(p: Problem) -> Log:
     """Bound the W_2-Lipschitz constant from below by measures with two atoms, whose weights are nearly
     optimal.
 
     The weights give a larger bound than Proposition 3.6 does. The bound is (√3/4) e^g (1 + 3g/2) |Vu| with g
     = R² max(−γ_min, γ_max/8). The weight p = 1/(1 + 3e^{2g}) is optimal as g → ∞.
-
-    Parameters
-    ----------
-    attention
-        One head, or a number γ for A = γI, V = I.
-    radius
-        Radius R > 0.
-
-    Returns
-    -------
-    Bound
-        Lower bound on Lip_W2(F on P(B_R)). Hypotheses: no mask, no query bias, a real eigenvalue.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, or an argument is out of range.
-
-    References
-    ----------
-    Documentation page "Worst inputs, and lower bounds", section "Mean field: two Diracs".
-
     """
-    case = _Case.of(attention, radius, "paper")
+    case = _Case.of(p)
     g = max(case.g, 0.0)
-    log = case.log_strength + 0.5 * math.log(3) - math.log(4) + g + math.log1p(1.5 * g) - 4e-15 * g
-    return Bound.lower(
-        "weighted_two_atom_lower_bound",
-        Quantity.MEAN_FIELD,
-        _PAGE,
-        log_formula=log,
-        hypotheses=case.hypotheses(),
-    )
+    return Log(case.log_strength) * Log(g - _ERROR_OF_G * g) * (math.sqrt(3) / 4 * (1 + 1.5 * g))
 
 
-def proposition_3_6_rate(attention: object, radius: float) -> Bound:
-    """Bound the W_2-Lipschitz constant from below by the growth rate in Proposition 3.6, for V = I.
+@statement(placed_atoms, side="lower", quantity=Quantity.MEAN_FIELD, source=_PAGE, masks="none", needs=_NEEDS)
+def two_dirac(p: Problem) -> Log:
+    """Bound the W_2-Lipschitz constant of attention from below by its local Lipschitz constant at a measure
+    with two atoms, the one of Proposition 3.6 of the paper.
 
-    The rate, for R → ∞, is (g/2) e^g with g = R² max(−γ_min, γ_max/8). It is a lower bound for every R > 0.
-
-    Parameters
-    ----------
-    attention
-        One head, or a number γ for A = γI, V = I.
-    radius
-        Radius R > 0.
-
-    Returns
-    -------
-    Bound
-        Lower bound on Lip_W2(F on P(B_R)). Hypotheses: no mask, V = I, no query bias, a real eigenvalue.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads, or an argument is out of range.
-
-    References
-    ----------
-    Proposition 3.6, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. The proof
-    for every R is on the documentation page "Worst inputs, and lower bounds".
-
+    The local constant along the eigenvector u is max(‖M‖, |γ|v_1, |γ|v_2) · |Vu| with M_ij = √(a_i/a_j) [P_ij
+    (1 + γ s_i (s_j − m_i)) + δ_ij γ v_i]. Here s_i u are the positions of the atoms, a_i their weights,
+    P_ij ∝ a_j e^{γ s_i s_j}, and m_i and v_i the mean and the variance of s under row i of P.
     """
-    case = _Case.of(attention, radius, "paper")
-    log = math.log(case.g / 2) + case.g * (1 - 4e-15) if case.g > 0 else -math.inf
-    return Bound.lower(
-        "proposition_3_6_rate",
-        Quantity.MEAN_FIELD,
-        f"Proposition 3.6, {_PAPER}; for every R: {_PAGE}",
-        log_formula=log,
-        hypotheses=case.hypotheses(needs_identity=True),
-    )
+    weight, cluster = (p.weight, p.cluster) if isinstance(p, TwoAtoms) else (None, "paper")
+    case = _Case.of(p, cluster)
+    if weight is None:
+        log_p, log_rest = _shares(math.log(3) + 2 * case.g)
+    else:
+        log_p, log_rest = math.log(weight), math.log1p(-weight)
+    return Log(case.log_strength + _log_two_dirac(case, log_p, log_rest) - _ERROR_OF_G * abs(case.g))
 
 
 @dataclass(frozen=True)
 class _Case:
-    """An eigenvalue γ of the score matrix A, with the other numbers that enter the lower bounds at a measure
-    with two atoms.
-
-    The other numbers describe the positions of the atoms and the hypotheses of the bound.
-    """
+    """An eigenvalue γ of A, and the positions of two atoms on the line of its eigenvector."""
 
     #: γ R².
     curvature: float
@@ -219,10 +174,6 @@ class _Case:
     ratio: float
     #: log |Vu|, rounded down.
     log_strength: float
-    unmasked: bool
-    identity: bool
-    biased: bool
-    real: bool
 
     @property
     def g(self) -> float:
@@ -232,45 +183,19 @@ class _Case:
         """
         return self.curvature * self.ratio * (1 - self.ratio) / 2
 
-    def hypotheses(self, *, needs_identity: bool = False) -> tuple[Hypothesis, ...]:
-        return (
-            Hypothesis("no mask", self.unmasked),
-            *([Hypothesis("V = I", self.identity)] if needs_identity else []),
-            Hypothesis("no query bias", not self.biased),
-            Hypothesis("A has a real eigenvalue", self.real),
-        )
-
     @classmethod
-    def of(cls, attention: object, radius: object, cluster: str) -> _Case:
-        R = check_radius(radius)
-        if cluster not in ("paper", "half", "opposite"):
-            raise ArgumentError("cluster", expected="'paper', 'half' or 'opposite'", got=repr(cluster))
-        if isinstance(attention, int | float) and not isinstance(attention, bool):
-            if not math.isfinite(attention):
-                raise ArgumentError("attention", expected="a finite number γ", got=repr(attention))
-            gamma = float(attention)
-            high = low = gamma
-            logs = (0.0, 0.0)
-            unmasked, identity, biased, real = True, True, False, True
-        else:
-            parameters = parameters_of(attention)
-            head = parameters.one_head("the two-Dirac bound")
-            pairs = real_eigenpairs(head)
-            real = bool(pairs)
-            (low, u_low), (high, u_high) = (pairs[0], pairs[-1]) if real else ((0.0, None), (0.0, None))
-
-            def log_size_of(u: torch.Tensor | None) -> float:
-                return -math.inf if u is None else log_spectral_norm(head.V, u[:, None])
-
-            logs = (log_size_of(u_low), log_size_of(u_high))
-            unmasked, identity, biased = parameters.masking == "none", _is_identity(head), bool(head.b.any())
+    def of(cls, p: Problem, cluster: str = "paper") -> _Case:
+        pairs = real_eigenpairs(p.head)
+        if not pairs:
+            return cls(0.0, -1.0, -math.inf)
+        (low, _), (high, _) = pairs[0], pairs[-1]
         half = cluster == "half" or (cluster == "paper" and high / 8 >= -low)
-        gamma, log_size, ratio = (high, logs[1], 0.5) if half else (low, logs[0], -1.0)
+        gamma, u = pairs[-1 if half else 0]
         # γR² is formed from logarithms because R² may overflow.
-        log = -math.inf if gamma == 0 else math.log(abs(gamma)) + 2 * math.log(R)
+        log = -math.inf if gamma == 0 else math.log(abs(gamma)) + 2 * math.log(p.radius)
         curvature = math.copysign(math.exp(min(log, math.log(_LARGEST_G))), gamma)
-        # Rounded down: the norm was rounded up by some 1e-12
-        return cls(curvature, ratio, log_size - 4e-12, unmasked, identity, biased, real)
+        strength = log_spectral_norm(*p.head.V_factors, u[:, None], upper=False)
+        return cls(curvature, 0.5 if half else -1.0, strength)
 
 
 def _shares(log_odds: float) -> tuple[float, float]:
@@ -310,8 +235,3 @@ def _log_two_dirac(case: _Case, log_p: float, log_rest: float) -> float:
     norm = (math.hypot(a + d, b - c) + math.hypot(a - d, b + c)) / 2
     log = top + math.log(norm) if norm > 0 else -math.inf
     return max(log, *(math.log(t) if t > 0 else -math.inf for t in spreads))
-
-
-def _is_identity(head: Head) -> bool:
-    eye = torch.eye(head.d, dtype=torch.float64)
-    return head.V.shape == eye.shape and bool((eye == head.V).all())

@@ -16,22 +16,57 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.attention.masks import Visibility
-from howsmooth.bounds.attention_parameters import SiteLike, log_spectral_norm, unit
-from howsmooth.bounds.ball_upper_bounds import log, log_product, log_sum, upper
+from howsmooth.bounds.attention_parameters import SiteLike, log_size, log_spectral_norm, unit
+from howsmooth.bounds.ball_upper_bounds import mask_blocks
 from howsmooth.bounds.bilinear_score_norms import BilinearScoreNorms
-from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius, exp
-from howsmooth.bounds.masked_ball_upper_bounds import mask_blocks
-from howsmooth.bounds.multi_head_upper_bounds import log_quadratic_form
+from howsmooth.bounds.bound import Quantity, check_length, check_radius, exp
+from howsmooth.bounds.bound_problem import Problem
+from howsmooth.bounds.catalogue import OURS, Condition, statement
+from howsmooth.bounds.log_numbers import Log, maximum, minimum
+from howsmooth.bounds.multi_head_upper_bounds import quadratic_form
 from howsmooth.errors import ArgumentError
+from howsmooth.rounding import above, below, gamma, log_above, spectral_norms_above
 
 __all__ = ["any_scores_ball_upper_bound"]
 
-_SOURCE = 'howsmooth documentation, "Bounds for the scores of today\'s models", Theorem S'
-# Norms of vectors and sums of a few of them are rounded up by this relative error.
-_MARGIN = 1e-12
+_ZERO = Log(-math.inf)
 
 
-def any_scores_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
+def on_ball_with_scores(attention: object, length: object, radius: object) -> Problem:
+    """Prepare a statement about attention with any scores.
+
+    Other Parameters
+    ----------------
+    attention
+        A :class:`~howsmooth.attention.SelfAttention` or a captured site of one.
+
+    """
+    f = attention.map if isinstance(attention, SiteLike) else attention
+    if not isinstance(f, SelfAttention):
+        raise ArgumentError("attention", expected="a SelfAttention or a site of one", got=type(f).__name__)
+    n, R = check_length(length), check_radius(radius)
+    f.check_length(n)
+    return Problem(f.to(dtype=torch.float64, device="cpu"), None, n, R)
+
+
+def _quantity(p: Problem) -> Quantity:
+    return Quantity.MASKED if _seen(_attention(p), p.n).triangle else Quantity.GLOBAL
+
+
+@statement(
+    on_ball_with_scores,
+    heads="any",
+    quantity=_quantity,
+    source=f'{OURS}"Bounds for the scores of today\'s models", Theorem S',
+    needs=(
+        Condition(
+            "norms of queries and keys have ε > 0, or vectors away from zero",
+            lambda p: all(sizes.smooth for sizes in p.once(_sizes_of_heads)),
+        ),
+    ),
+    listed=lambda p: not p.plain,
+)
+def any_scores_ball_upper_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) of softmax attention with any mask, score bias, soft cap, query and key norms, or
     rotary positions.
 
@@ -44,58 +79,17 @@ def any_scores_ball_upper_bound(attention: object, length: object, radius: objec
     where P̄_i bounds a weight of row i; r_i = ‖V‖² if the row sees one key. A sink of a large score makes E_i,
     F_i and r_i smaller, as the documentation page says. Heads are combined as in :func:`gram_upper_bound`.
     Where scores are plain, ``best`` takes Theorem A, which is sharper.
-
-    Parameters
-    ----------
-    attention
-        A :class:`~howsmooth.attention.SelfAttention` or a captured site of one.
-    length
-        Number n >= 1 of tokens.
-    radius
-        Largest norm R > 0 of a token.
-
-    Returns
-    -------
-    Bound
-        Upper bound on Lip(f on B_R^n). Hypothesis: norms of queries and keys have ε > 0, or vectors that stay
-        away from zero on the ball.
-
-    Raises
-    ------
-    ArgumentError
-        If ``attention`` is no self-attention, or length or radius do not fit.
-
-    References
-    ----------
-    Documentation page "Bounds for the scores of today's models", Theorem S.
-
     """
-    f = _self_attention(attention)
-    n, R = check_length(length), check_radius(radius)
-    f.check_length(n)
-    f = f.to(dtype=torch.float64, device="cpu")
-    logs, smooth = [], True
-    for h in range(f.heads):
-        sizes = _Sizes.of(f, h, n, R)
-        smooth &= sizes.own < math.inf and sizes.other < math.inf
-        logs.append(_of_head(f, h, n, sizes))
-    outputs = (torch.eye(f.heads * f.value_dim, dtype=torch.float64) if f.output is None else f.output).split(
-        f.value_dim, dim=1
-    )
-    return upper(
-        "any_scores_ball_upper_bound",
-        Quantity.MASKED if _seen(f, n).triangle else Quantity.GLOBAL,
-        _SOURCE,
-        log_quadratic_form(list(outputs), logs),
-        Hypothesis("norms of queries and keys have ε > 0, or vectors away from zero", smooth),
-    )
+    f = _attention(p)
+    width = f.heads * f.value_dim
+    output = torch.eye(width, dtype=torch.float64) if f.output is None else f.output
+    bounds = [_of_head(f, h, p.n, sizes) for h, sizes in enumerate(p.once(_sizes_of_heads))]
+    return quadratic_form(output.split(f.value_dim, dim=1), bounds)
 
 
-def _self_attention(attention: object) -> SelfAttention:
-    f = attention.map if isinstance(attention, SiteLike) else attention
-    if isinstance(f, SelfAttention):
-        return f
-    raise ArgumentError("attention", expected="a SelfAttention or a site of one", got=type(f).__name__)
+def _attention(p: Problem) -> SelfAttention:
+    assert isinstance(p.attention, SelfAttention)
+    return p.attention.to(dtype=torch.float64, device="cpu")
 
 
 def _seen(f: SelfAttention, n: int) -> Visibility:
@@ -104,45 +98,58 @@ def _seen(f: SelfAttention, n: int) -> Visibility:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bounds on the scores and values of one head on the ball of radius R. All but ``size`` and ``spread``
-    are logarithms, since products of large and small weights may leave the range of float64.
+    """Bounds on the scores and values of one head on the ball of radius R.
 
     Attributes
     ----------
     own, other
-        log σ_q and log σ_k: bounds on the gradients of a score in the token of its query and of its key.
+        σ_q and σ_k: bounds on the gradients of a score in the token of its query and of its key.
     size, spread
         Bounds on a score and on the difference of two scores of a row, without the additive bias.
     value, reach, shift
-        log ‖V‖, log ‖V‖R and log |b_v|, the last −inf without a sink, where b_v changes no derivative.
+        ‖V‖, ‖V‖R and |b_v|, the last zero without a sink, where b_v changes no derivative.
 
     """
 
-    own: float
-    other: float
+    own: Log
+    other: Log
     size: float
     spread: float
-    value: float
-    reach: float
-    shift: float
+    value: Log
+    reach: Log
+    shift: Log
 
     @classmethod
-    def of(cls, f: SelfAttention, h: int, n: int, R: float) -> _Sizes:
+    def of(cls, f: SelfAttention, h: int, n: int, R: Log) -> _Sizes:
         group = h // (f.heads // f.kv_heads)
-        value, shift = log_spectral_norm(f.value[group]), -math.inf
+        value, shift = _norm(f.value[group]), _ZERO
         if f.sinks is not None and f.value_bias is not None:
-            shift = log_spectral_norm(f.value_bias[group, None])
+            shift = _norm(f.value_bias[group, None])
         ways = []
         if f.query_norm is None and f.key_norm is None:
             ways += _of_bilinear_scores(f, h, n, R)
         if not ways or f.rotary is not None:
             ways.append(_of_lengths(f, h, n, R))
-        own, other, *logs = (min(sizes) for sizes in zip(*ways, strict=True))
-        size, spread = (exp(one) * (1 + _MARGIN) for one in logs)
+        own, other, *logs = (minimum(*sizes) for sizes in zip(*ways, strict=True))
+        size, spread = (exp(log_above(float(one.log))) for one in logs)
         if f.softcap is not None:
-            size = min(size, f.softcap * math.tanh(size / f.softcap) * (1 + _MARGIN))
+            size = min(size, above(f.softcap * math.tanh(size / f.softcap), 16))
             spread = min(spread, 2.0 * size)
-        return cls(own, other, size, spread, value, value + math.log(R), shift)
+        return cls(own, other, size, spread, value, value * R, shift)
+
+    @property
+    def smooth(self) -> bool:
+        """Whether the gradients of the scores are bounded."""
+        return bool(maximum(self.own, self.other).log < math.inf)
+
+
+def _sizes_of_heads(p: Problem) -> list[_Sizes]:
+    f = _attention(p)
+    return [_Sizes.of(f, h, p.n, Log.of(p.radius)) for h in range(f.heads)]
+
+
+def _norm(matrix: Tensor) -> Log:
+    return Log(log_spectral_norm(matrix))
 
 
 def _is_relative(f: SelfAttention) -> bool:
@@ -152,65 +159,59 @@ def _is_relative(f: SelfAttention) -> bool:
     return f.softcap is None and f.sinks is None
 
 
-_ScoreSizes = tuple[float, float, float, float]
-"""Logarithms of σ_q, σ_k, and of bounds on a score and on the difference of two scores of a row, without
-their constants."""
+_ScoreSizes = tuple[Log, Log, Log, Log]
+"""σ_q, σ_k, and bounds on a score and on the difference of two scores of a row, without their constants."""
 
 
-def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: float) -> list[_ScoreSizes]:
+def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: Log) -> list[_ScoreSizes]:
     """Bound the scores of a head without norm layers for queries and keys, and bound the gradients of the
     scores. The result is a list of one tuple. The list is empty if there are too many tokens for rotary
     positions.
     """
     group = h // (f.heads // f.kv_heads)
-    Q, K = f.query[h], f.key[group]
-    b_q, b_k = (None if b is None else b[i] for b, i in ((f.query_bias, h), (f.key_bias, group)))
+    biases = (None if b is None else b[i] for b, i in ((f.query_bias, h), (f.key_bias, group)))
     # The norms are linear in each of these four, which are divided by their largest entries.
-    logs = [-math.inf if t is None else log(float(t.abs().max())) for t in (Q, K, b_q, b_k)]
-    Q, K = unit(Q), unit(K)
-    b_q, b_k = (None if b is None else unit(b) for b in (b_q, b_k))
+    parts = (f.query[h], f.key[group], *biases)
+    q, k, shift_q, shift_k = (_ZERO if t is None else Log(log_size(t)) for t in parts)
+    Q, K, b_q, b_k = (None if t is None else unit(t) for t in parts)
+    assert Q is not None
+    assert K is not None
     if f.rotary is None:
         norms: BilinearScoreNorms | None = BilinearScoreNorms.without_positions(Q, K, b_q, b_k)
     else:
         norms = BilinearScoreNorms.with_rotary_positions(f.rotary, Q, K, b_q, b_k, _seen(f, n))
     if norms is None:
         return []
-    q, k, shift_q, shift_k = logs
-    scale, log_R = log(abs(f.scale)), math.log(R)
-    tokens = log_product(scale, q, k, log(norms.tokens), log_R)
-    of_query = log_product(scale, k, shift_q, log(norms.query_bias))
-    of_key = log_product(scale, q, shift_k, log(norms.key_bias))
-    biases = log_product(scale, shift_q, shift_k, log(norms.biases))
+    scale = Log.of(abs(f.scale))
+    tokens = scale * q * k * norms.tokens * R
+    of_query, of_key = scale * k * shift_q * norms.query_bias, scale * q * shift_k * norms.key_bias
     # Without positions the bias of keys adds one number to all scores of a row.
     cancels = f.rotary is None
-    own = tokens if cancels and _is_relative(f) else log_sum(tokens, of_key)
-    other = log_sum(tokens, of_query)
-    size = log_sum(other + log_R, of_key + log_R, biases)
-    return [(own, other, size, math.log(2) + (other + log_R if cancels else size))]
+    own = tokens if cancels and _is_relative(f) else tokens + of_key
+    other = tokens + of_query
+    size = (other + of_key) * R + scale * shift_q * shift_k * norms.biases
+    return [(own, other, size, 2 * (other * R if cancels else size))]
 
 
-def _of_lengths(f: SelfAttention, h: int, n: int, R: float) -> _ScoreSizes:
+def _of_lengths(f: SelfAttention, h: int, n: int, R: Log) -> _ScoreSizes:
     """Bound the scores of a head and their gradients from the norms of its queries and keys."""
-    turn = log(abs(f.scale)) + (0.0 if f.rotary is None else 2 * math.log(_turn(f, n)))
+    turn = Log.of(abs(f.scale)) * (1.0 if f.rotary is None else _turn(f, n) ** 2)
     query = _Projected.of(f.query, f.query_bias, f.query_norm, h, R)
     key = _Projected.of(f.key, f.key_bias, f.key_norm, h // (f.heads // f.kv_heads), R)
-    own, other = log_product(turn, query.slope, key.size), log_product(turn, query.size, key.slope)
-    size = log_product(turn, query.size, key.size)
+    own, other = turn * query.slope * key.size, turn * query.size * key.slope
+    size = turn * query.size * key.size
     spread = size
     if f.rotary is None and f.key_norm is None and _is_relative(f):
-        own = log_product(turn, query.slope, key.slope, math.log(R))
-        spread = log_product(turn, query.size, key.slope, math.log(R))
-    return own, other, size, math.log(2) + spread
+        own, spread = turn * query.slope * key.slope * R, other * R
+    return own, other, size, 2 * spread
 
 
 @dataclass(frozen=True)
 class _Projected:
-    """Logarithms of bounds on the queries or the keys of one head: on their norm and on the norm of their
-    derivative.
-    """
+    """Bounds on the norm of the queries or the keys of one head, and on the norm of their derivative."""
 
-    size: float
-    slope: float
+    size: Log
+    slope: Log
 
     @classmethod
     def of(
@@ -219,7 +220,7 @@ class _Projected:
         bias: Float[Tensor, "heads key_dim"] | None,
         norm: LayerNorm | RMSNorm | None,
         h: int,
-        R: float,
+        R: Log,
     ) -> _Projected:
         width = weight.shape[1]
         if norm is None or norm.d == width:
@@ -230,34 +231,29 @@ class _Projected:
             mine = slice(h * width, (h + 1) * width)
         if norm is not None and norm.centred:
             W, b = W - W.mean(dim=0), None if b is None else b - b.mean()
-        slope, shift = log_spectral_norm(W), -math.inf if b is None else log_spectral_norm(b[None])
-        longest = log_sum(slope + math.log(R), shift)
+        slope, shift = _norm(W), _ZERO if b is None else _norm(b[None])
+        longest = slope * R + shift
         if norm is None:
             return cls(longest, slope)
-        gain = log(float(norm.weight[mine].abs().max()) * math.sqrt(norm.d)) + _MARGIN
+        gain = Log.of(float(norm.weight[mine].abs().max())) * Log.of(norm.d) ** 0.5
         # |N(y)| = √d |y| / √(|y|² + dε) grows with |y|, and its derivative is at most √d / √(|y|² + dε).
-        part = slope + math.log(R) - shift
-        shortest = max(0.0, -math.expm1(part) - _MARGIN) if part < 0 else 0.0
-        root = log(norm.d * norm.eps)
-        length, below = (0.5 * log_sum(2 * one, root) for one in (longest, shift + log(shortest)))
-        size = log_product(gain, longest, -length) if longest > -math.inf else -math.inf
-        added = -math.inf if norm.bias is None else log_spectral_norm(norm.bias[mine][None])
-        steep = math.inf if below == -math.inf else log_product(gain, slope, -below)
-        return cls(log_sum(size, added) + _MARGIN, steep + _MARGIN)
+        shortest = shift * below(max(0.0, 1 - exp(log_above(float((slope * R / shift).log)))), 1)
+        length, least = ((one**2 + norm.d * norm.eps) ** 0.5 for one in (longest, shortest))
+        added = _ZERO if norm.bias is None else _norm(norm.bias[mine][None])
+        steep = Log(math.inf) if bool(torch.isneginf(least.log)) else gain * slope / least
+        return cls(gain * longest / length + added, steep)
 
 
-def _of_head(f: SelfAttention, h: int, n: int, sizes: _Sizes) -> float:
-    """Return the logarithm of a bound on the Lipschitz constant of one head X ↦ softmax(scores) V X, without
-    its output map.
-    """
+def _of_head(f: SelfAttention, h: int, n: int, sizes: _Sizes) -> Log:
+    """Bound the Lipschitz constant of one head X ↦ softmax(scores) V X, without its output map."""
     value, reach, shift, other = sizes.value, sizes.reach, sizes.shift, sizes.other
-    if value == shift == -math.inf:
-        return -math.inf
-    if math.inf in (sizes.own, other):
-        return math.inf
-    ball = max(reach, shift)
+    ball = maximum(reach, shift)
+    if bool(torch.isneginf(maximum(value, shift).log)):
+        return _ZERO
+    if not sizes.smooth:
+        return Log(math.inf)
     sink = None if f.sinks is None else float(f.sinks[h])
-    columns, top, mean = torch.zeros(n, dtype=torch.float64), -math.inf, -math.inf
+    columns, top, mean = torch.zeros(n, dtype=torch.float64), -math.inf, _ZERO
     bias = None if f.score_bias is None else f.score_bias[h if len(f.score_bias) > 1 else 0]
     for (rows, keys), block in mask_blocks(_seen(f, n)):
         counts = block.sum(dim=1)
@@ -267,41 +263,39 @@ def _of_head(f: SelfAttention, h: int, n: int, sizes: _Sizes) -> float:
             seen = bias[rows, keys].masked_fill(~block, -math.inf)
             largest = seen.amax(dim=1)
             terms = torch.exp(seen - largest[:, None]).sum(dim=1)
-        all_keys = torch.zeros_like(terms)
-        inverse = torch.log((terms - 1.0).clamp_min(0.0) * (1 - _MARGIN)) - sizes.spread
+        all_keys = Log(torch.zeros_like(terms))
+        # Counts are exact, sums of powers are not.
+        least = terms if bias is None else below(terms, n + 16)
+        inverse = Log.of((least - 1.0).clamp_min(0.0)) * Log(-sizes.spread)
         if sink is not None:
-            high = sizes.size + largest
-            slack = _MARGIN * (abs(sink) + sizes.size + largest.abs())
-            inverse = _sum(inverse, sink - high - slack)
-            all_keys = -_sum(0.0, sink - high - terms.log() - slack)
-        weight = -_sum(0.0, inverse)
-        middle = torch.clamp(_largest_share(all_keys, 1.0, reach, shift), max=all_keys / 2 + ball)
-        square = torch.clamp(_largest_share(all_keys, 0.5, reach, shift), max=ball)
-        by_weight = weight + 2 * _sum(all_keys / 2 + value, other + square)
-        free = _largest_share(weight, 1.0, value, other + log_sum(reach, ball))
-        log_rows = torch.minimum(by_weight, free + _sum(all_keys + value, other + middle))
+            over = sink - sizes.size - largest
+            over = over - gamma(8) * (abs(sink) + sizes.size + largest.abs())
+            inverse = inverse + Log(over)
+            all_keys = 1 / (1 + Log(over - terms.log()))
+        weight = 1 / (1 + inverse)
+        middle = minimum(_largest_share(all_keys, 1.0, reach, shift), all_keys**0.5 * ball)
+        square = minimum(_largest_share(all_keys, 0.5, reach, shift), ball)
+        by_weight = weight * (all_keys**0.5 * value + other * square) ** 2
+        free = _largest_share(weight, 1.0, value, other * (reach + ball))
         alone = (counts == 1) & (sink is None)
-        log_rows = torch.where(alone, 2 * value, log_rows)
-        mean = max(mean, float(middle.masked_fill(alone, -math.inf).max()))
+        log_rows = minimum(by_weight, free * (all_keys * value + other * middle)).log
+        log_rows = torch.where(alone, 2 * value.log, log_rows)
+        mean = maximum(mean, Log(middle.log.masked_fill(alone, -math.inf).max()))
         peak = max(top, float(log_rows.max()))
         if peak > -math.inf:
             columns *= math.exp(top - peak)
             columns[keys] += torch.exp(log_rows - peak) @ block.double()
             top = peak
-    return log_sum(log_product(sizes.own, mean), 0.5 * (top + log(float(columns.max())))) + (n + 8) * _MARGIN
+    found = sizes.own * mean + (Log(top) * Log.of(columns.max())) ** 0.5
+    return found * Log(gamma(4 * n + 64))
 
 
-def _largest_share(limit: Tensor, power: float, a: float, b: float) -> Tensor:
-    """Return the maximum over s <= limit of s^power (a + (1 − s) b). All numbers are logarithms."""
-    if b == -math.inf:
-        return power * limit + a
-    share = torch.clamp(limit, max=math.log(power / (power + 1)) + log_sum(a, b) - b)
-    return power * share + _sum(a, b + torch.log(-torch.expm1(share)))
-
-
-def _sum(one: Tensor | float, other: Tensor) -> Tensor:
-    """Return the logarithm of a sum from the logarithms of its two terms."""
-    return torch.logaddexp(torch.as_tensor(one, dtype=torch.float64), other)
+def _largest_share(limit: Log, power: float, a: Log, b: Log) -> Log:
+    """Return the maximum over s <= limit of s^power (a + (1 − s) b)."""
+    if bool(torch.isneginf(b.log)):
+        return limit**power * a
+    share = minimum(limit, power / (power + 1) * (a + b) / b)
+    return share**power * (a + b * Log(torch.log(-torch.expm1(share.log))))
 
 
 def _turn(f: SelfAttention, n: int) -> float:
@@ -312,5 +306,5 @@ def _turn(f: SelfAttention, n: int) -> float:
     half = f.rotary.rot_dim // 2
     cos, sin = f.rotary.cos[:n], f.rotary.sin[:n]
     pairs = torch.stack((cos[:, :half], -sin[:, :half], sin[:, half:], cos[:, half:]), dim=-1)
-    largest = float(torch.linalg.matrix_norm(pairs.unflatten(-1, (2, 2)), 2).max()) * (1 + _MARGIN)
+    largest = float(spectral_norms_above(pairs.unflatten(-1, (2, 2))).max())
     return max(largest, 1.0) if f.rotary.rot_dim < f.key_dim else largest

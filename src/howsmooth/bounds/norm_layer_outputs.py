@@ -16,11 +16,9 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.errors import ArgumentError
+from howsmooth.rounding import above
 
 __all__ = ["ellipsoid", "norm_radius"]
-
-# Radii are rounded up by this relative error of the eigenvalues and of the dual function.
-_MARGIN = 1e-10
 
 
 def ellipsoid(norm: object) -> tuple[Tensor, Tensor]:
@@ -58,11 +56,13 @@ def norm_radius(norm: object) -> float:
     centre, axes = ellipsoid(norm)
     squares, directions = torch.linalg.eigh(axes.mT @ axes)
     largest = float(squares[-1])
+    # Of the eigenvalues, a multiple of the order d, and of sums over d terms in the dual function
+    roundings = 8 * len(axes) ** 2
     shift = float(centre @ centre)
     weights = (directions.mT @ (axes.mT @ centre)).square()
     total = float(weights.sum())
     if largest == 0.0 or total == 0.0:
-        return math.sqrt(largest + shift) * (1 + _MARGIN)
+        return above(math.sqrt(largest + shift), roundings)
     gaps = largest - squares
     scale = max(largest, math.sqrt(total))
 
@@ -72,7 +72,7 @@ def norm_radius(norm: object) -> float:
 
     # The best λ exceeds λ_max(DᵀD) by at most |Dᵀβ|. An excess below e⁻⁴⁰ of the scale changes no digit.
     found = minimize_scalar(dual, bounds=(-40.0, 1.0), method="bounded", options={"xatol": 1e-10})
-    return math.sqrt(float(found.fun)) * (1 + _MARGIN)
+    return above(math.sqrt(float(found.fun)), roundings)
 
 
 def _checked(norm: object) -> LayerNorm | RMSNorm:

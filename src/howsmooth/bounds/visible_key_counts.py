@@ -19,13 +19,11 @@ from torch import Tensor
 
 from howsmooth.bounds.bound import check_length
 from howsmooth.errors import ArgumentError
+from howsmooth.rounding import spectral_norms_above
 
-__all__ = ["Mask", "VisibleRows", "visible_rows"]
+__all__ = ["Mask", "VisibleRows", "any_boolean_mask", "visible_rows"]
 
 Mask = Literal["none", "causal", "any"] | Tensor
-
-# Computed spectral norms are rounded up by this relative error, as in ``parameters``.
-_NORM_MARGIN = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +87,7 @@ class VisibleRows:
             return torch.tensor(0.5 / math.sin(math.pi / (4 * self.length + 2)), dtype=torch.float64)
         if self.seen is None:
             return torch.tensor(self.length, dtype=torch.float64)
-        largest: Tensor = torch.linalg.matrix_norm(self.seen.double(), 2).max() * (1 + _NORM_MARGIN)
-        return largest
+        return spectral_norms_above(self.seen.double()).max()
 
 
 def visible_rows(length: object, mask: Mask) -> VisibleRows:
@@ -122,6 +119,15 @@ def visible_rows(length: object, mask: Mask) -> VisibleRows:
         )
     counts = np.arange(1.0, n + 1) if mask == "causal" else np.array([float(n)])
     return _rows(counts, np.full(counts.shape, mask != "any"), None, n, mask)
+
+
+def any_boolean_mask(length: int) -> VisibleRows:
+    """Return counts for every boolean mask, of bounds whose rows are largest for one key or two.
+
+    The masks may differ between heads. The result has only these two kinds of row.
+    """
+    counts = torch.tensor([1.0, 2.0] if length > 1 else [1.0], dtype=torch.float64)
+    return VisibleRows(counts, torch.zeros_like(counts, dtype=torch.bool), False, None, length, "any")
 
 
 def _given(n: int, mask: Tensor) -> VisibleRows:

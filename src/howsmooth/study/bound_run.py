@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from howsmooth import bounds
+from howsmooth.errors import ArgumentError
 from howsmooth.study.attention_sources import AttentionSource, Ball, Target, largest_norm
 from howsmooth.study.bound_search import Worst, search_ball
 from howsmooth.study.file_writing import writable_folder
@@ -76,13 +77,26 @@ def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SIL
             told = partial(_tell, listener, done, total, f"{one.place}, n = {n}")
             told(0.0)
             ball = one.ball(plan.radius)
-            rows = _rows(one, n, ball.radius)
+            try:
+                rows = _rows(one, n, ball.radius)
+            except ArgumentError as error:
+                raise _of_layer(one, error) from error
             ball = Ball(float(rows.attrs["radius"]), ball.origin)
             worst = None
             if plan.search:
                 worst = search_ball(one, n, ball.radius, steps=plan.steps, seed=plan.seed, told=told)
                 rows = _with_worst(rows, worst)
             yield Bounded(one, n, ball, rows, worst)
+
+
+def _of_layer(one: Target, error: ArgumentError) -> ArgumentError:
+    """Say of which layer no bound is known, and how to leave it out; other errors stay."""
+    if error.argument != "attention":
+        return error
+    remedy = "Leave this layer out with --layers, or measure it with howsmooth measure."
+    return ArgumentError(
+        "layers", expected="layers with a known bound", got=f"{one.place}: {error.got}", remedy=remedy
+    )
 
 
 def _tell(listener: Listener, done: int, total: float, words: str, share: float) -> None:

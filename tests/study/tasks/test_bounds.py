@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import howsmooth as hs
+from howsmooth.bounds.catalogue import CATALOGUE
 from howsmooth.cli import main
 from howsmooth.study.records import Bounding, Run
 from howsmooth.study.store import Store
@@ -309,10 +310,8 @@ def test_what_cannot_be_bounded_says_so(
     def overflow(*arguments: object) -> None:
         raise OverflowError
 
-    monkeypatch.setattr("howsmooth.bounds.applicable_bounds.theorem_4_3", overflow)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overflow, "__name__", "theorem_4_3")
-        found = {one.name: one for one in bound_site(broken)[1]}
+    monkeypatch.setitem(CATALOGUE, "theorem_4_3", replace(CATALOGUE["theorem_4_3"], formula=overflow))
+    found = {one.name: one for one in bound_site(broken)[1]}
     assert found["theorem_4_3"].value is None
     assert found["theorem_4_3"].source == "OverflowError"
     assert found["certificate"].holds

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from howsmooth.bounds.differentiable_upper_bounds import any_boolean_mask
-from howsmooth.bounds.visible_key_counts import VisibleRows, visible_rows
+from howsmooth.bounds.visible_key_counts import VisibleRows, any_boolean_mask, visible_rows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import refuse_where
 

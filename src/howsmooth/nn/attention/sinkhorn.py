@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.attention import SinkhornAttention as SinkhornMap
 from howsmooth.attention import TokenMap
-from howsmooth.bounds.differentiable_variant_upper_bounds import sinkhorn_layer
+from howsmooth.bounds.variant_upper_bounds import sinkhorn_layer
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.attention.base import LipschitzAttention

@@ -10,17 +10,18 @@ from torch import Tensor
 
 from howsmooth.attention import L2Attention as L2Map
 from howsmooth.attention import TokenMap
-from howsmooth.bounds.differentiable_variant_upper_bounds import (
+from howsmooth.bounds.differentiable_upper_bounds import reach
+from howsmooth.bounds.variant_upper_bounds import (
     l2_layer,
     lipschitz_norm_layer,
     scaled_cosine_layer,
     sigmoid_layer,
-    value_radius,
 )
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.head_weights import Parts, Weights, joined_radius, scaled_weights
 from howsmooth.nn.checks import check, check_number
+from howsmooth.rounding import spectral_norms_above as norms
 
 __all__ = ["CosineAttention", "L2Attention", "LipschitzNormAttention", "SigmoidAttention"]
 
@@ -154,8 +155,7 @@ class CosineAttention(LipschitzAttention):
 
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
         parts = self._parts(weights)
-        sizes = value_radius(parts.value, parts.value_bias, radius)
-        shortened = torch.rsqrt(1 + self.eps / sizes.square())  # r/√(r² + ε), which is 1 for infinite r
+        shortened = reach(norms(parts.value), parts.value_bias, radius, self.eps)
         return joined_radius(parts, shortened, abs(self.gain))
 
 
@@ -239,11 +239,11 @@ class SigmoidAttention(LipschitzAttention):
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
         parts = self._parts(weights)
         # |⟨q, k⟩| is at most the product of the largest norms of queries and keys.
-        longest = value_radius(parts.query, parts.query_bias, radius)
-        scores = longest * value_radius(parts.key, parts.key_bias, radius) / math.sqrt(self.head_dim)
+        query = reach(norms(parts.query), parts.query_bias, radius)
+        scores = query * reach(norms(parts.key), parts.key_bias, radius) / math.sqrt(self.head_dim)
         largest = 1.0 if self.masking.kind == "additive" else torch.sigmoid(scores + self.shift)
         keys = self.masking.rows_at(length).most_keys
-        return joined_radius(parts, keys * largest * value_radius(parts.value, parts.value_bias, radius))
+        return joined_radius(parts, keys * largest * reach(norms(parts.value), parts.value_bias, radius))
 
 
 def _root(square: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from howsmooth.attention import SelfAttention
 from howsmooth.bounds.applicable_bounds import applicable_bounds
 from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem
+from howsmooth.bounds.catalogue import Statement
 from howsmooth.errors import HowsmoothError
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, Run, SiteBound
@@ -27,10 +28,6 @@ __all__ = ["SHARE", "BoundsTask", "bound_site", "bounds_left", "seconds_for_boun
 SHARE = 0.2
 """The largest share of the measuring time that bounds may take by default."""
 
-# Bounds that are left out because they would take longer than the measurement.
-_SEARCHES = frozenset(
-    {"two_heavy_tokens_lower_bound", "causal_two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
-)
 # The largest numbers of tokens at which bounds are computed that take long. The last one takes a singular
 # value decomposition of the (n, n) probabilities.
 _MOST_TOKENS = {"certificate": 256, "yudin_theorem_3": 1024}
@@ -110,24 +107,18 @@ def bound_site(site: Any) -> tuple[float, list[SiteBound]]:
     """
     try:
         question = Problem.of(site)
-        statements = [
-            (side, name, evaluate)
-            for side in ("upper", "lower")
-            for name, evaluate in applicable_bounds(question, side=side)
-        ]
+        statements = [one for side in ("upper", "lower") for one in applicable_bounds(question, side=side)]
     except HowsmoothError as error:
         return float(site.radius_max[0]), [_nothing("any", "upper", Quantity.LOCAL, error)]
-    ball = Quantity.MASKED if site.causal else Quantity.GLOBAL
     found = []
-    for side, name, evaluate in statements:
-        quantity = ball if name in _SEARCHES else Quantity.LOCAL
-        if cost := _cost(name, question):
-            found.append(_nothing(name, side, quantity, cost))
-            continue
+    for statement, side in statements:
+        why: Exception | str = _cost(statement, question)
         try:
-            bound = evaluate()
+            bound = None if why else statement.at(question, side)
         except _NO_BOUND as error:
-            found.append(_nothing(name, side, quantity, error))
+            bound, why = None, error
+        if bound is None:
+            found.append(_nothing(statement.name, side, statement.quantity_of(question), why))
             continue
         failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)
         if failed:
@@ -144,9 +135,10 @@ def _nothing(name: str, side: str, quantity: Quantity, why: Exception | str) -> 
     return SiteBound(name, side, str(quantity), None, None, False, words)
 
 
-def _cost(name: str, question: Problem) -> str:
+def _cost(statement: Statement[Problem], question: Problem) -> str:
     """Return the reason for leaving a slow bound out at these tokens; empty if the bound is fast enough."""
-    if name in _SEARCHES:
+    name = statement.name
+    if statement.searched:
         return "left out: it needs a search over inputs; howsmooth bound computes it"
     f = question.attention
     wide = (

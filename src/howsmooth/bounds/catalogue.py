@@ -1,0 +1,243 @@
+"""The catalogue of bounds: each is a formula with its quantity, its source and its hypotheses.
+
+A formula is a function of a prepared problem. ``statement`` makes of it the public function that prepares the
+problem from a user's arguments, evaluates the formula and the hypotheses, rounds outwards once, and has the
+documentation of its family. The signature is that of the function that prepares the problem, whose docstring
+describes the arguments that are its own; what is said of the others, and of errors, stands here once.
+``best``, ``table``, the lists in the documentation and ``howsmooth bound`` go over ``CATALOGUE``.
+
+Formulas are written with :class:`~howsmooth.bounds.log_numbers.Log`, so one text gives numbers, their
+logarithms where they overflow, and gradients, which ``howsmooth.nn`` needs to divide layers by their bounds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, Side
+from howsmooth.bounds.bound_problem import Problem, no_masking_but
+from howsmooth.bounds.log_numbers import Log, Number
+
+__all__ = ["CATALOGUE", "OURS", "PAPER", "Condition", "Statement", "listing", "statement"]
+
+PAPER = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"
+OURS = "howsmooth documentation, "
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Value = Number | tuple[Number, Number] | Bound
+Heads = Literal["one", "several", "any"]
+Masks = Literal["none", "causal", "none or causal", "any"]
+
+# What is said of an argument unless the function that prepares the problem says more.
+_ARGUMENTS = {
+    "attention": """{heads}: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention`
+or a captured site.""",
+    "X": """Tokens (n, d) of one sequence: a tensor, an array or nested lists of finite numbers. None stands
+for the tokens of the site.""",
+    "length": "Number n >= 1 of tokens.",
+    "radius": "Largest norm R > 0 of a token.",
+}
+_ERRORS = """ArgumentError
+    If an argument does not fit{or_attention}.
+NonFiniteError
+    If an entry of a matrix is NaN or infinite, or a score overflows."""
+_ERRORS_OF_ATTENTION = """; or if there are rotary positions or other scores than ⟨A x_i + b, x_j⟩, or
+    several heads where one is asked for"""
+_TAB = " " * 4
+# These are constants in other norms than all others.
+_NOT_COMPARED = (Quantity.TOKEN_WISE, Quantity.LOCAL_TOKEN_WISE)
+
+
+@dataclass(frozen=True)
+class Condition(Generic[T]):
+    """A hypothesis of a statement in words, and the function that says whether it holds for a problem."""
+
+    words: str
+    holds: Callable[[T], bool]
+
+    def of(self, problem: T) -> Hypothesis:
+        """Return the hypothesis, with the answer for this problem."""
+        return Hypothesis(self.words, bool(self.holds(problem)))
+
+
+@dataclass(frozen=True, eq=False)
+class Statement(Generic[T]):
+    """A bound of the catalogue.
+
+    Attributes
+    ----------
+    name, side, source
+        As in :class:`~howsmooth.bounds.Bound`; ``side`` is None if the caller chooses it.
+    quantity
+        The bounded constant, or a function that reads it from the problem.
+    formula
+        The value of the bound as a function of the problem; a lower and an upper value if the caller chooses
+        the side; or a whole :class:`~howsmooth.bounds.Bound`.
+    arguments
+        What the problem must have: "X" for tokens, "length" for a number of tokens.
+    heads, masks
+        The attentions that the statement is about.
+    needs
+        Its other hypotheses.
+    listed
+        Says for which of these attentions ``best`` and ``table`` list the statement.
+    searched
+        Whether the formula searches for tokens, which takes long.
+
+    """
+
+    name: str
+    side: Side | None
+    quantity: Quantity | Callable[[T], Quantity]
+    source: str
+    formula: Callable[[T], Value]
+    arguments: frozenset[str]
+    heads: Heads | None
+    masks: Masks
+    needs: Sequence[Condition[T]]
+    listed: Callable[[Problem], bool] | None = None
+    searched: bool = False
+
+    def quantity_of(self, problem: T) -> Quantity:
+        """Return the constant that is bounded for this problem."""
+        return self.quantity if isinstance(self.quantity, Quantity) else self.quantity(problem)
+
+    def at(self, problem: T, side: Side | None = None) -> Bound:
+        """Evaluate the bound, rounded outwards, and its hypotheses."""
+        if isinstance(problem, Problem) and self.heads == "one":
+            problem.parameters.one_head(self.name)
+        hypotheses = [condition.of(problem) for condition in self.needs]
+        if isinstance(problem, Problem) and self.masks != "any":
+            hypotheses.insert(0, no_masking_but(self.masks, problem))
+        found = self.formula(problem)
+        if isinstance(found, Bound):
+            return found
+        side = self.side or side or getattr(problem, "side", "upper")
+        if isinstance(found, tuple):
+            found = found[side == "upper"]
+        log = float(Log.of(found).log.detach())
+        bound = Bound.upper if side == "upper" else Bound.lower
+        return bound(
+            self.name, self.quantity_of(problem), self.source, log_formula=log, hypotheses=tuple(hypotheses)
+        )
+
+    def sides(self, problem: Problem) -> tuple[Side, ...]:
+        """Return on which sides ``best`` and ``table`` list the statement for a problem, possibly on none."""
+        sides: tuple[Side, ...] = ("upper", "lower") if self.side is None else (self.side,)
+        if self.heads is None or not self.arguments <= problem.given or self.quantity in _NOT_COMPARED:
+            return ()
+        if self.listed is not None:
+            return sides if self.listed(problem) else ()
+        if not problem.plain:
+            return ()
+        masking, heads = problem.parameters.masking, len(problem.parameters.heads)
+        # A lower bound on the constant of the mean-field map says nothing of a given number of tokens.
+        of_measures = self.side == "lower" and self.quantity == Quantity.MEAN_FIELD
+        fits = (self.masks == "any" or masking in self.masks.split(" or ")) and not (
+            of_measures and problem.length is not None
+        )
+        return sides if fits and (self.heads == "any" or (self.heads == "one") == (heads == 1)) else ()
+
+
+CATALOGUE: dict[str, Statement[Any]] = {}
+"""All statements by name, in the order in which they are defined."""
+
+
+def statement(
+    prepare: Callable[P, T],
+    *,
+    quantity: Quantity | Callable[[T], Quantity],
+    source: str,
+    side: Side | None = "upper",
+    heads: Heads | None = "one",
+    masks: Masks = "any",
+    needs: Sequence[Condition[T]] = (),
+    listed: Callable[[Problem], bool] | None = None,
+    searched: bool = False,
+) -> Callable[[Callable[[T], Value]], Callable[P, Bound]]:
+    """Add a formula to the catalogue, and return the public function that evaluates it.
+
+    ``prepare`` makes the problem from the public arguments. All else is described in :class:`Statement`.
+    """
+
+    def decorate(formula: Callable[[T], Value]) -> Callable[P, Bound]:
+        signature, name = inspect.signature(prepare), formula.__name__
+        made = Statement(
+            name=name,
+            side=side,
+            quantity=quantity,
+            source=source,
+            formula=formula,
+            arguments=frozenset(signature.parameters) & {"X", "length"},
+            heads=heads,
+            masks=masks,
+            needs=needs,
+            listed=listed,
+            searched=searched,
+        )
+        CATALOGUE[name] = made
+
+        def public(*args: P.args, **kwargs: P.kwargs) -> Bound:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from None
+            return made.at(prepare(*args, **kwargs))
+
+        public.__name__ = public.__qualname__ = name
+        public.__module__, public.__doc__ = formula.__module__, _documented(made, formula, prepare)
+        public.__annotations__ = {**prepare.__annotations__, "return": "Bound"}
+        public.__signature__ = signature.replace(return_annotation="Bound")  # type: ignore[attr-defined]
+        return public
+
+    return decorate
+
+
+def listing(names: Sequence[str]) -> str:
+    """Return a list of the named statements by side and quantity, for the documentation."""
+    groups: dict[str, list[str]] = {}
+    for name, made in CATALOGUE.items():
+        if name in names:
+            side = f"{made.side.capitalize()} bounds" if made.side else "Upper and lower bounds"
+            quantity = made.quantity if isinstance(made.quantity, Quantity) else Quantity.GLOBAL
+            groups.setdefault(f"{side} on {quantity}", []).append(f"``{name}``")
+    return "\n".join(
+        textwrap.fill(f"- {title}: {', '.join(found)}.", 106, subsequent_indent="  ", break_on_hyphens=False)
+        for title, found in groups.items()
+    )
+
+
+def _documented(made: Statement[T], formula: Callable[[T], Value], prepare: Callable[P, T]) -> str:
+    """Write the docstring of a statement: what it says, and the sections that its family shares."""
+    own = dict(
+        re.findall(r"^(\w+)\n((?:    .*\n?)+)", inspect.cleandoc(prepare.__doc__ or "") + "\n", re.MULTILINE)
+    )
+    heads = "One head" if made.heads == "one" else "Any number of heads"
+    parameters = []
+    for name in inspect.signature(prepare).parameters:
+        words = own.get(name) or textwrap.indent(_ARGUMENTS[name].format(heads=heads), _TAB)
+        parameters.append(f"{name}\n{words.rstrip()}")
+    quantity = made.quantity if isinstance(made.quantity, Quantity) else Quantity.GLOBAL
+    free = quantity in (Quantity.MEAN_FIELD, Quantity.MASKED_MEAN_FIELD) and made.side == "upper"
+    masks = {"any": [], "none": ["no mask"]}.get(made.masks, [f"{made.masks} mask"])
+    words = "; ".join([*masks, *(condition.words for condition in made.needs)])
+    sides = {"upper": "Upper bound", "lower": "Lower bound", None: "Bound"}
+    returns = f"{sides[made.side]} on {quantity}" + (
+        ", and so on Lip(f on B_R^n) for every n." if free else "."
+    )
+    returns += f" Hypotheses: {words}." if words else ""
+    reference = made.source.replace(OURS, "Documentation page ")
+    sections = {
+        "Parameters": "\n".join(parameters),
+        "Returns": "Bound\n" + textwrap.fill(returns, 106, initial_indent=_TAB, subsequent_indent=_TAB),
+        "Raises": _ERRORS.format(or_attention=_ERRORS_OF_ATTENTION if made.heads else ""),
+        "References": textwrap.fill(f"{reference}.", 106),
+    }
+    written = [f"{name}\n{'-' * len(name)}\n{text}\n" for name, text in sections.items()]
+    return "\n".join([inspect.cleandoc(formula.__doc__ or "") + "\n", *written])
