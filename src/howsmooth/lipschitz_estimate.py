@@ -145,7 +145,7 @@ class LipschitzEstimate(_Constants):
         Whether upper − lower <= rtol · value. Where false, the interval is wider than requested, and the
         value may be far below the constant.
     iterations
-        Number of Golub–Kahan or Lanczos steps. Each step takes one product with the Jacobian and one with
+        Number of Lanczos steps. Each step takes one product with the Jacobian and one with
         its adjoint.
     input_direction, output_direction
         Leading singular vectors of the Jacobian, with Frobenius norm 1, of shapes (..., n, d) and (..., n,

@@ -16,9 +16,8 @@ from howsmooth.errors import DerivativeError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.jacobian.closed_form import has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import DenseBlocks, TokenBlocks
-from howsmooth.lipschitz.mixed_precision import check_in_float64
-from howsmooth.lipschitz.singular_value_solver import Solver, starts
-from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
+from howsmooth.lipschitz.singular_value_solver import Solver
+from howsmooth.spectral import CheckedProducts, LeadingTriplet, LinearOperator
 from howsmooth.spectral.scaling import Scaled, unscaled
 
 __all__ = ["BlockNorms", "block_norms", "sequence_jacobian"]
@@ -183,29 +182,12 @@ def _of_tile(
     rounding error.
     """
     exact, single = blocks.tile(i, j, factor, (torch.float64, torch.float32))
-    if dtype == torch.float64:
-        found = _leading(exact, members, solver)
-    else:
-        found = _leading(single, members, solver, judged=True)
-        found = check_in_float64(single, exact, found, members, solver)
+    found = solver.alone(exact if dtype == torch.float64 else CheckedProducts(single, exact), members)
     # J v in float64 is σ times the left vector. Its rounding to float32 makes the difference a little larger.
     image = found.sigma.to(found.left.device)[:, None, None] * found.left.double()
     apart = single.product(found.right.float()).double() - image
     cancelling = torch.linalg.vector_norm(apart[:, 0], dim=1).cpu() / torch.finfo(torch.float32).eps
     return found, _MARGIN * exact.rounding * cancelling
-
-
-def _leading(
-    operator: LinearOperator, members: Sequence[int], solver: Solver, *, judged: bool = False
-) -> LeadingTriplet:
-    return lanczos(
-        operator,
-        starts(operator, [solver.seeds[k] for k in members], [1] * len(members)),
-        rtol=solver.rtol,
-        confidence=solver.confidence,
-        max_iterations=solver.max_iterations,
-        judged=judged,
-    )
 
 
 # ---- rows and columns of any Jacobian
@@ -254,7 +236,7 @@ def _of_rows(
                 moved, at = tokens[part.cpu()], group.start + row
                 members, blocks = (at * n + moved).tolist(), matrices[part].double()
                 of_all = blocks if factor is None else factor @ blocks
-                found = _leading(DenseBlocks(of_all), members, solver)
+                found = solver.alone(DenseBlocks(of_all), members)
                 sizes = found.sigma if factor is None else gain * torch.linalg.matrix_norm(blocks)
                 largest[at] = max(float(largest[at]), float(sizes.max()))
                 parts.append((torch.full_like(moved, at), moved, found))

@@ -1,5 +1,5 @@
-"""Upper limits of the norm of a linear map J that hold with a given probability, from Lanczos or Golub–Kahan
-steps with a random start.
+"""Upper limits of the norm of a linear map J that hold with a given probability, from Lanczos steps
+with a random start.
 
 The start b is Gaussian and independent of J, so the squared cosine between b and the leading right
 singular vector is Beta(1/2, (N−1)/2) distributed, and exceeds its δ-quantile x_δ with probability

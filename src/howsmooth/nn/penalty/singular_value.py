@@ -18,7 +18,7 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian.autodiff import as_derivative_errors, one_backend
 from howsmooth.nn.penalty.singular_vector_storage import Directions, lengths, unit
-from howsmooth.spectral import LinearOperator, golub_kahan
+from howsmooth.spectral import LinearOperator, lanczos
 
 __all__ = ["Pair", "begin", "relative_residual"]
 
@@ -121,7 +121,7 @@ class Pair(LinearOperator):
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
     """Return approximate leading left singular vectors of Jacobians, and upper limits of the spectral norms.
 
-    The vectors are computed from the vectors stored in ``state``, or by a few Golub–Kahan steps from a random
+    The vectors are computed from the vectors stored in ``state``, or by a few Lanczos steps from a random
     start for batch indices that have no stored vector. From there, the limits hold with probability 0.999;
     otherwise they are infinite.
     """
@@ -133,7 +133,7 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
         start = state.draw((pair.batch, *pair.in_shape), pair.y)
         # The error of a singular value is of the order of the squared residual.
         narrow = max(rtol**2, 16 * torch.finfo(pair.dtype).eps)
-        found = golub_kahan(
+        found = lanczos(
             pair,
             pair.among(start),
             rtol=narrow,
