@@ -17,7 +17,8 @@ from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.jacobian.closed_form import has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import DenseBlocks, TokenBlocks
 from howsmooth.lipschitz.singular_value_solver import Solver
-from howsmooth.spectral import CheckedProducts, LeadingTriplet, LinearOperator
+from howsmooth.spectral import LeadingTriplet, LinearOperator
+from howsmooth.spectral.checked_products import CheckedProducts
 from howsmooth.spectral.scaling import Scaled, unscaled
 
 __all__ = ["BlockNorms", "block_norms", "sequence_jacobian"]

@@ -27,7 +27,8 @@ from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.memory import memory_budget
 from howsmooth.roundoff import MatrixNorms
-from howsmooth.spectral import CheckedProducts, LinearOperator
+from howsmooth.spectral import LinearOperator
+from howsmooth.spectral.checked_products import CheckedProducts
 
 __all__ = ["head_lipschitz"]
 

@@ -22,8 +22,8 @@ from howsmooth.jacobian.autodiff import allowance_for_rounding, moved_by_roundin
 from howsmooth.jacobian.closed_form import closed_form_jacobians
 from howsmooth.jacobian.padded_jacobian_batch import joined
 from howsmooth.lipschitz.singular_value_solver import Solver
-from howsmooth.spectral import CheckedProducts, LeadingTriplet, LinearOperator
-from howsmooth.spectral.checked_products import CheckedByAdjoint
+from howsmooth.spectral import LeadingTriplet, LinearOperator
+from howsmooth.spectral.checked_products import CheckedByAdjoint, CheckedProducts
 
 __all__ = ["Part", "at_measure", "autodiff", "closed_forms"]
 

@@ -4,9 +4,8 @@ interval.
 Nothing in this package knows of attention.
 """
 
-from howsmooth.spectral.checked_products import CheckedProducts
 from howsmooth.spectral.lanczos import lanczos
 from howsmooth.spectral.leading_triplet import LeadingTriplet
 from howsmooth.spectral.operator import LinearOperator
 
-__all__ = ["CheckedProducts", "LeadingTriplet", "LinearOperator", "lanczos"]
+__all__ = ["LeadingTriplet", "LinearOperator", "lanczos"]
