@@ -26,7 +26,7 @@ from howsmooth.adversarial.repeated_token_search import Atoms
 from howsmooth.attention import RMSNorm
 from howsmooth.jacobian.rounding_bounds import norm_error
 from howsmooth.measures.transport_problem import Plan
-from howsmooth.roundoff import MatrixNorms
+from howsmooth.rounding import MatrixNorms
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "howsmooth"

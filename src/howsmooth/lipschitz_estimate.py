@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.roundoff import COLUMNS_IN_DIGITS, interval_in_digits
+from howsmooth.rounding import COLUMNS_IN_DIGITS, interval_in_digits
 
 if TYPE_CHECKING:
     import pandas as pd

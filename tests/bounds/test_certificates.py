@@ -24,11 +24,11 @@ from howsmooth.bounds.certificates.attention_with_error_bounds import (
 )
 from howsmooth.bounds.certificates.block_row_certificate import by_rows, rows_value
 from howsmooth.bounds.certificates.certificate_weight_search import Weights
-from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue, nonnegative_norm, norm, shrink
 from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
-from howsmooth.bounds.certificates.eigenvalue_estimates import largest_eigenvalue_estimates
 from howsmooth.bounds.certificates.weighted_gram_matrices import diagonal_norms, sandwich
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.rounding import largest_eigenvalues_above, nonnegative_norm, shrink, spectral_norms
+from howsmooth.rounding.eigenvalue_estimates import largest_eigenvalue_estimates
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._exact import exact_differences, exact_jacobian, exact_norm
 from tests._search import largest_ratio
@@ -511,11 +511,11 @@ def test_eigenvalues_are_proved_not_believed() -> None:
     g = ((basis * spectrum) @ basis.mT)[None]
     none = torch.zeros(1, dtype=F64)
     lower = mpmath.matrix(g[0].tril().tolist()) + mpmath.matrix(g[0].tril(-1).mT.tolist())
-    assert float(largest_eigenvalue(g.clone(), none).upper) >= float(
+    assert float(largest_eigenvalues_above(g.clone(), none).upper) >= float(
         max(mpmath.eigsy(lower, eigvals_only=True))
     )
-    assert float(largest_eigenvalue(g.clone(), none).upper) <= 1 + 1e-10
-    assert float(largest_eigenvalue(g.clone(), none + 0.25).upper) >= 1.25
+    assert float(largest_eigenvalues_above(g.clone(), none).upper) <= 1 + 1e-10
+    assert float(largest_eigenvalues_above(g.clone(), none + 0.25).upper) >= 1.25
 
 
 @pytest.mark.parametrize("kind", ["square", "wide", "singular", "scaled", "zero column"])
@@ -586,10 +586,10 @@ def test_estimates_of_large_matrices() -> None:
 
 
 def test_norm_of_zero_and_of_rank_one() -> None:
-    assert 0 <= float(norm(torch.zeros(1, 3, 4, dtype=F64)).upper) < 1e-80
+    assert 0 <= float(spectral_norms(torch.zeros(1, 3, 4, dtype=F64)).upper) < 1e-80
     u, v = tokens(41, 5), tokens(42, 7)
     exact = float(u.norm() * v.norm())
-    assert exact * (1 - 1e-15) <= float(norm(torch.outer(u, v)[None]).upper) <= exact * (1 + 1e-12)
+    assert exact * (1 - 1e-15) <= float(spectral_norms(torch.outer(u, v)[None]).upper) <= exact * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["random", "causal", "blocks", "permutation", "zero column"])

@@ -12,7 +12,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import limit_in_digits
 from tests._cases import CASES, random_attention, tokens
 from tests._selection import others_slow
 from tests._tiny_models import tiny, token_ids

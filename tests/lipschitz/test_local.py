@@ -17,7 +17,7 @@ import howsmooth as hs
 from howsmooth import batching
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian import AutodiffJacobian
-from howsmooth.roundoff import interval_in_digits
+from howsmooth.rounding import interval_in_digits
 from tests._cases import CASES, D, random_attention, tokens, true_norm
 from tests._selection import others_slow
 

@@ -18,7 +18,7 @@ from howsmooth.jacobian.closed_form import _Form, _linearise
 from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
 from howsmooth.jacobian.projections import Projections
 from howsmooth.jacobian.rounding_bounds import image_off
-from howsmooth.roundoff import MatrixNorms
+from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator, lanczos
 from howsmooth.spectral.krylov_basis import Basis
 from howsmooth.spectral.operator import ProductError

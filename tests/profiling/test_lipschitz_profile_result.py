@@ -10,7 +10,7 @@ import pytest
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
 from howsmooth.profiling import Profile
-from howsmooth.roundoff import interval_in_digits
+from howsmooth.rounding import interval_in_digits
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import howsmooth as hs
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from howsmooth.errors import ArgumentError
 from howsmooth.profiling.model_input import GivenInputs
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import limit_in_digits
 from tests._classifier import save_classifier
 
 TEXT = "the cat sat"

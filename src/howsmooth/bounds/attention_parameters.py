@@ -26,6 +26,7 @@ from howsmooth.attention.theorem_preconditions import (
 )
 from howsmooth.bounds.bound import exp
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.rounding import spectral_norm_above
 
 __all__ = [
     "ROTARY",
@@ -39,29 +40,16 @@ __all__ = [
     "log_spectral_norm",
     "parameters_of",
     "row_blocks",
-    "spectral_norm",
     "unit",
 ]
 
 ROTARY = "rotary positions, with which A depends on the distance of the tokens"
 """Why attention with rotary positions has no bound on a ball, in words."""
 
-# Spectral norms are rounded up by this relative error, which float64 norms of matrices with up to some
-# thousands of rows stay below. LAPACK guarantees less, by a factor of the dimension, but errors are smaller.
-_NORM_MARGIN = 1e-12
 # Products of parameters with larger logarithms, or their squares' sums, might leave the range of float64.
 _LARGEST_LOG = 700.0
 # Number of pairs of tokens in one block, so that no n × n matrix is formed for a long sequence.
 _PAIRS = 1 << 22
-
-
-def spectral_norm(matrix: Tensor) -> float:
-    """Return the spectral norm of a matrix in float64, rounded up. It is inf if an entry has overflowed."""
-    if matrix.numel() == 0:
-        return 0.0
-    if not bool(torch.isfinite(matrix).all()):
-        return math.inf
-    return float(torch.linalg.matrix_norm(matrix.double(), 2)) * (1 + _NORM_MARGIN)
 
 
 def log_spectral_norm(*factors: Tensor) -> float:
@@ -69,7 +57,7 @@ def log_spectral_norm(*factors: Tensor) -> float:
 
     Each factor is divided by its largest entry, so that the product neither overflows nor underflows.
     """
-    norm = spectral_norm(reduce(torch.matmul, map(unit, factors)))
+    norm = spectral_norm_above(reduce(torch.matmul, map(unit, factors)))
     if norm == 0:
         return -math.inf
     logs = [math.log(norm), *map(log_size, factors)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from howsmooth.attention import Rotary
 from howsmooth.attention.masks import Visibility
-from howsmooth.bounds.attention_parameters import spectral_norm
+from howsmooth.rounding import spectral_norm_above
 
 __all__ = ["BilinearScoreNorms", "largest_spectral_norm"]
 
@@ -71,7 +71,7 @@ class BilinearScoreNorms:
         b_q, b_k = _vector(query_bias, query), _vector(key_bias, key)
         lengths = (float(torch.linalg.vector_norm(one)) for one in (key.mT @ b_q, query.mT @ b_k))
         others = (size * (1 + _MARGIN) for size in (*lengths, abs(float(b_q @ b_k))))
-        return cls(spectral_norm(key.mT @ query), *others)
+        return cls(spectral_norm_above(key.mT @ query), *others)
 
     @classmethod
     def with_rotary_positions(
@@ -107,7 +107,12 @@ class BilinearScoreNorms:
             found.append((largest_spectral_norm(of_key @ queries), *lengths))
         # M of a pair is off by so much, and rounding by a multiple of the products of the norms.
         off = rotations.error + _MARGIN * rotations.size
-        q, k, size_q, size_k = spectral_norm(query), spectral_norm(key), float(b_q.norm()), float(b_k.norm())
+        q, k, size_q, size_k = (
+            spectral_norm_above(query),
+            spectral_norm_above(key),
+            float(b_q.norm()),
+            float(b_k.norm()),
+        )
         products = (k * q, k * size_q, q * size_k, size_k * size_q)
         largest = zip(map(max, zip(*found, strict=True)), products, strict=True)
         return cls(*(size * (1 + _MARGIN) + off * product for size, product in largest))

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Literal
 
 from howsmooth.errors import ArgumentError
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import limit_in_digits
 
 __all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_radius", "exp"]
 

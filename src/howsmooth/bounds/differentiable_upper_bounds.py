@@ -17,13 +17,17 @@ from torch import Tensor
 
 from howsmooth.bounds.ball_upper_bounds import h_star_maximiser
 from howsmooth.bounds.visible_key_counts import VisibleRows
+from howsmooth.rounding import (
+    Triangles,
+    above,
+    gamma,
+    product_norms_above,
+    up,
+    with_gradient,
+)
+from howsmooth.rounding import spectral_norms_above as _norm
 
 __all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
-
-# Norms are rounded up by this relative error, as in ``parameters``.
-_NORM_MARGIN = 1e-12
-# For larger matrices only the leading eigenvector is computed, instead of all.
-_LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
@@ -61,11 +65,11 @@ def softmax_layer(
     For one head both are Theorem A.
     """
     q, k = query.double(), key.double()
-    a = scale * products_norms(k.mT, q) * radius * radius
+    a = scale * product_norms_above(k.mT, q) * radius * radius
     a3 = a
     if query_bias is not None:
         shift = torch.einsum("hkd,hk->hd", k, query_bias.double())
-        a3 = a + scale * radius * torch.linalg.vector_norm(shift, dim=-1) * (1 + _NORM_MARGIN)
+        a3 = a + scale * radius * _longest(shift)
     heads = _Heads.of(value.double(), output.double())
     m = rows.counts.to(a.device)
     several = _sees_several_keys(rows, m)
@@ -138,7 +142,7 @@ def softmax_output_radius(
         shift = shift + output.double() @ value_bias.double().flatten()
     if output_bias is not None:
         shift = shift + output_bias.double()
-    return largest + float(torch.linalg.vector_norm(shift)) * (1 + _NORM_MARGIN)
+    return largest + float(_longest(shift))
 
 
 # ---- several heads
@@ -173,7 +177,10 @@ class _Heads:
         count, dim, _ = value.shape
         maps = output.unflatten(1, (count, dim)).transpose(0, 1)
         return cls(
-            _grams(maps, value), _norm(output), _norm(value), products_norms(output, value.flatten(0, 1))
+            _grams(maps, value),
+            _norm(output),
+            _norm(value),
+            product_norms_above(output, value.flatten(0, 1)),
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,20 +216,22 @@ class _Heads:
 
 
 def _grams(maps: Tensor, value: Tensor) -> Tensor:
-    """Return the norms ‖(W_h V_h)ᵀ W_g V_g‖ for all pairs h, g of heads, (heads, heads).
+    """Return the norms ‖(W_h V_h)ᵀ W_g V_g‖ for all pairs h, g of heads, (heads, heads), rounded up.
 
-    The singular vectors are computed from k × k matrices. The gradient is taken with the
-    singular vectors held fixed.
+    The gradient is taken with the singular vectors held fixed.
     """
     count = len(value)
     h, g = torch.triu_indices(count, count, device=value.device)
     with torch.no_grad():
-        q, r = torch.linalg.qr(value.mT)
-        folded = maps @ r.mT
-        u, v = _leading(q[h], folded[h].mT @ folded[g], q[g])
+        between = maps[h].mT @ maps[g]
+        # What the rounding of W_hᵀ W_g adds to the norms.
+        sizes = torch.linalg.matrix_norm(maps) * torch.linalg.matrix_norm(value)
+        rounding = up(gamma(maps.shape[1]) * sizes[h] * sizes[g])
+        triangles = Triangles.of(value.mT)
+        proved, u, v = triangles.at(h).product_norms(triangles.at(g), between)
     left = maps[h] @ (value[h] @ u[..., None])
     right = maps[g] @ (value[g] @ v[..., None])
-    norms = (left * right).sum(dim=(-2, -1)) * (1 + _NORM_MARGIN)
+    norms = with_gradient(proved + rounding, (left * right).sum(dim=(-2, -1)))
     found = torch.zeros(count, count, dtype=norms.dtype, device=norms.device)
     upper = found.index_put((h, g), norms)
     return upper + upper.mT - torch.diag(upper.diagonal())
@@ -290,93 +299,14 @@ def _normalised(
     norms = _norm(weight)
     reach = radius * norms
     if bias is not None:
-        reach = reach + torch.linalg.vector_norm(bias.double(), dim=-1) * (1 + _NORM_MARGIN)
+        reach = reach + _longest(bias.double())
     return norms, reach / torch.sqrt(reach.square() + eps)
 
 
-# ---- norms with a gradient
-
-
-def products_norms(
-    left: Float[Tensor, "*lead m k"], right: Float[Tensor, "*lead k d"]
-) -> Float[Tensor, "*lead"]:
-    """Return differentiable spectral norms of the products left @ right, rounded up.
-
-    Leading singular vectors u and v are computed from the product of the triangular QR factors, which is
-    small. The norm is ⟨Lᵀu, R v⟩, differentiated with u and v held fixed. If the largest singular value is
-    multiple, the gradient is one of the subgradients; at the zero matrix it is zero.
-    """
-    with torch.no_grad():
-        q_left, r_left = torch.linalg.qr(left)
-        q_right, r_right = torch.linalg.qr(right.mT)
-        u, v = _leading(q_left, r_left @ r_right.mT, q_right)
-    norms: Tensor = ((left.mT @ u[..., None]) * (right @ v[..., None])).sum(dim=(-2, -1))
-    return norms * (1 + _NORM_MARGIN)
-
-
-def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of the product q_left @ small @ q_rightᵀ.
-
-    They are computed from the leading singular vectors of ``small``. ``q_left`` and ``q_right`` have
-    orthonormal columns. The left vector is zero if the matrix is zero.
-    """
-    u, v = _singular_vectors(small)
-    return (q_left @ u[..., None])[..., 0], (q_right @ v[..., None])[..., 0]
-
-
-def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
-    """Return spectral norms of matrices, rounded up and differentiable.
-
-    A norm is ⟨u, M v⟩, and the gradient holds the singular vectors u and v fixed.
-    """
-    with torch.no_grad():
-        u, v = _singular_vectors(matrix)
-    norms: Tensor = torch.einsum("...m,...mk,...k->...", u, matrix, v)
-    return norms * (1 + _NORM_MARGIN)
-
-
-def _singular_vectors(
-    matrix: Float[Tensor, "*lead rows columns"],
-) -> tuple[Float[Tensor, "*lead rows"], Float[Tensor, "*lead columns"]]:
-    """Return the leading singular vectors u, v of M, where u = 0 if M = 0, and NaN if an entry is not finite.
-
-    v is an eigenvector of the Gram matrix, scaled so that it neither overflows nor underflows, and
-    u = Mv/|Mv|. The norm |Mv| has a relative error of a few units of rounding.
-    """
-    scale = matrix.abs().amax(dim=(-2, -1), keepdim=True)
-    scaled = matrix / torch.where(scale > 0, scale, 1.0)
-    wide = matrix.shape[-2] < matrix.shape[-1]
-    tall = scaled.mT if wide else scaled
-    gram = tall.mT @ tall
-    if not bool(torch.isfinite(gram).all()):
-        v = torch.full_like(tall[..., 0, :], math.nan)
-    elif gram.ndim == 2 and len(gram) > _LARGE:
-        v = _last_eigenvector(gram)
-    else:
-        v = torch.linalg.eigh(gram)[1][..., -1]
-    image = (tall @ v[..., None])[..., 0]
-    length = torch.linalg.vector_norm(image, dim=-1, keepdim=True)
-    u = image / torch.where(length > 0, length, 1.0)
-    return (v * (length > 0), u) if wide else (u, v)
-
-
-def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
-    """Return an eigenvector for the largest eigenvalue of a Gram matrix, faster than ``eigh``.
-
-    The method is inverse iteration.
-    """
-    largest = torch.linalg.eigvalsh(gram)[-1]
-    shift = torch.where(largest > 0, largest * (1 + 4 * len(gram) * torch.finfo(gram.dtype).eps), 1.0)
-    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    factors, pivots, _ = torch.linalg.lu_factor_ex(gram - shift * identity)
-    # The start has no symmetry by which it could be orthogonal to the eigenvector.
-    v = torch.cos(torch.arange(1.0, len(gram) + 1, dtype=gram.dtype, device=gram.device).square())
-    for _ in range(3):
-        v = torch.linalg.lu_solve(factors, pivots, v[:, None])[:, 0]
-        v = v / torch.linalg.vector_norm(v)
-    if not bool(v @ gram @ v >= largest * (1 - 1e-13 * len(gram))):  # NaN, or converged to another eigenvalue
-        v = torch.linalg.eigh(gram)[1][:, -1]
-    return v
+def _longest(vectors: Tensor) -> Tensor:
+    """Return the norms of vectors (..., d), rounded up."""
+    found: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
+    return above(found, 8 * vectors.shape[-1])
 
 
 def _root(square: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.visible_key_counts import VisibleRows
+from howsmooth.rounding import spectral_norms_above as _norm
 
 __all__ = [
     "l2_layer",
@@ -25,9 +26,6 @@ __all__ = [
     "sinkhorn_layer",
     "value_radius",
 ]
-
-# Norms are rounded up by this relative error, as in ``parameters``.
-_NORM_MARGIN = 1e-12
 
 
 def l2_layer(
@@ -258,9 +256,3 @@ def value_radius(
     """Return an upper bound on the norm of the values of each head, for tokens of norm at most R."""
     sizes = radius * _norm(value.double())
     return sizes if bias is None else sizes + torch.linalg.vector_norm(bias.double(), dim=-1)
-
-
-def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
-    """Return differentiable spectral norms of a batch of matrices, rounded up."""
-    norm: Tensor = torch.linalg.matrix_norm(matrix, 2) * (1 + _NORM_MARGIN)
-    return norm

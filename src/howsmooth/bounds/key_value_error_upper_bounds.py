@@ -15,11 +15,9 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.map import check_tokens
 from howsmooth.attention.scaled_dot_product import cap_slope
-from howsmooth.bounds.attention_parameters import SiteLike, spectral_norm
-from howsmooth.bounds.certificates.eigenvalue_bounds import shrink
-from howsmooth.bounds.certificates.number_with_error_bound import LARGEST
+from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.roundoff import UNDERFLOW, gamma, limit_in_digits
+from howsmooth.rounding import LARGEST, UNDERFLOW, gamma, limit_in_digits, shrink, spectral_norm_above
 
 __all__ = ["OutputErrorBound", "kv_error_upper_bound"]
 
@@ -245,7 +243,7 @@ class _Head:
         whole = torch.eye(width, dtype=torch.float64) if f.output is None else f.output
         self.output = whole if f.output is None else whole[:, h * width : (h + 1) * width]
         self.factor = shrink(self.output)  # products with it are not shorter than with the output matrix
-        self.norm = spectral_norm(self.output)
+        self.norm = spectral_norm_above(self.output)
 
     def changes(self, rows: slice, keys: _Errors | None, values: _Errors | None) -> Float64[Tensor, " rows"]:
         """Bound how much key and value errors change the output of this head, for each token of the given

@@ -19,10 +19,10 @@ from howsmooth.bounds.attention_parameters import (
     largest_distance,
     log_largest_weight,
     parameters_of,
-    spectral_norm,
 )
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.rounding import spectral_norm_above
 
 __all__ = [
     "OneHead",
@@ -167,7 +167,7 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
     largest_score = _largest(at.y) * _largest(at.X)
     moved_by = min(4 * (2 * at.X.shape[1] + 10) * 2.0**-53 * largest_score + _MARGIN, 700.0)
     g = min(1.0, g * math.exp(moved_by) + n * 2.0**-52)
-    size = spectral_norm(at.X)
+    size = spectral_norm_above(at.X)
     moved = _log_sum(
         math.log(2) + 2 * _log(size) + at.head.log_A_norm,
         _log(size) + _log(at.head.b_norm) + math.log(n) / 2,
@@ -175,7 +175,7 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
     return _upper(
         "yudin_theorem_3",
         "Yudin et al. 2025, Theorem 3",
-        at.head.log_V_norm + _log_sum(_log(spectral_norm(P)) + moved_by, moved + _log(g)),
+        at.head.log_V_norm + _log_sum(_log(spectral_norm_above(P)) + moved_by, moved + _log(g)),
     )
 
 

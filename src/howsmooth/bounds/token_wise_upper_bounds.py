@@ -12,11 +12,12 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, log_size, parameters_of, spectral_norm, unit
+from howsmooth.bounds.attention_parameters import Head, log_size, parameters_of, unit
 from howsmooth.bounds.ball_upper_bounds import log, log_product, log_sum, upper
 from howsmooth.bounds.bound import Bound, Quantity, check_radius
 from howsmooth.bounds.local_upper_bounds import OneHead
 from howsmooth.bounds.multi_head_upper_bounds import log_quadratic_form
+from howsmooth.rounding import spectral_norm_above
 
 __all__ = ["token_wise_ball_upper_bound", "token_wise_upper_bound"]
 
@@ -113,8 +114,8 @@ def token_wise_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
         z = p.sqrt()[:, None] * (at.X - p @ at.X)  # C_i = zᵀ z
         moved, length = z @ V.mT, float(torch.linalg.vector_norm(y))
         # ‖V Vᵀ + |y|² V C Vᵀ‖^{1/2} is the norm of V and |y| z Vᵀ side by side.
-        values = spectral_norm(torch.cat((V.mT, length * moved)))
-        keys = spectral_norm(moved.mT @ ((z @ at.head.left) @ at.head.right))
+        values = spectral_norm_above(torch.cat((V.mT, length * moved)))
+        keys = spectral_norm_above(moved.mT @ ((z @ at.head.left) @ at.head.right))
         largest = max(largest, values + keys)
     return upper(
         "token_wise_upper_bound",

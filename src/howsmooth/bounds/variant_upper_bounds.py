@@ -12,7 +12,7 @@ from scipy.special import wrightomega
 from torch import Tensor
 
 from howsmooth.attention.map import as_parameter
-from howsmooth.bounds.attention_parameters import log_largest_weight, spectral_norm
+from howsmooth.bounds.attention_parameters import log_largest_weight
 from howsmooth.bounds.ball_upper_bounds import (
     log,
     log_product,
@@ -24,6 +24,7 @@ from howsmooth.bounds.ball_upper_bounds import (
 )
 from howsmooth.bounds.bound import Bound, Quantity, check_length, check_radius
 from howsmooth.errors import ArgumentError
+from howsmooth.rounding import spectral_norm_above
 
 __all__ = [
     "l2_attention",
@@ -82,7 +83,10 @@ def l2_attention(query: object, value: object, output: object, length: object) -
     q, v, log_output = _l2_parameters(query, value, output)
     n = check_length(length)
     phi = _phi(n)
-    heads = [4 * log(spectral_norm(q_h)) + 2 * log(spectral_norm(v_h)) for q_h, v_h in zip(q, v, strict=True)]
+    heads = [
+        4 * log(spectral_norm_above(q_h)) + 2 * log(spectral_norm_above(v_h))
+        for q_h, v_h in zip(q, v, strict=True)
+    ]
     return upper(
         "l2_attention",
         Quantity.EVERYWHERE,
@@ -123,7 +127,7 @@ def l2_attention_upper_bound(query: object, value: object, output: object, lengt
     n = check_length(length)
     phi = _phi(n)
     heads = [
-        2 * (log(spectral_norm(q_h)) + log(spectral_norm(v_h @ q_h.mT)))
+        2 * (log(spectral_norm_above(q_h)) + log(spectral_norm_above(v_h @ q_h.mT)))
         for q_h, v_h in zip(q, v, strict=True)
     ]
     core = log_sum(0.5 * math.log(n) + math.log1p(2 * phi), log(2 * phi))
@@ -144,7 +148,7 @@ def _l2_parameters(query: object, value: object, output: object) -> tuple[Tensor
     if output is None:
         return q.double(), v.double(), 0.0
     w = as_parameter("output", output, ("d_out", v.shape[0] * v.shape[1]))
-    return q.double(), v.double(), log(spectral_norm(w))
+    return q.double(), v.double(), log(spectral_norm_above(w))
 
 
 def _phi(n: int) -> float:
@@ -295,9 +299,9 @@ def _cosine(
             remedy="With eps = 0 the normalisation is not Lipschitz at zero.",
         )
     return (
-        log(spectral_norm(q)),
-        log(spectral_norm(k)),
-        log(spectral_norm(v)),
+        log(spectral_norm_above(q)),
+        log(spectral_norm_above(k)),
+        log(spectral_norm_above(v)),
         abs(_number("temperature", temperature)),
         log_product(log(abs(_number("gain", gain))), -0.5 * math.log(epsilon)),
     )

@@ -153,14 +153,14 @@ def _show(source: AttentionSource, bounded: Sequence[Bounded]) -> None:
 
 
 def _ends(low: float, high: float) -> str:
-    from howsmooth.roundoff import limit_in_digits
+    from howsmooth.rounding import limit_in_digits
 
     ends = limit_in_digits(low, 6, upper=False), limit_in_digits(high, 6, upper=True)
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
 def _limit(row: dict[str, Any], log: float) -> str:
-    from howsmooth.roundoff import limit_in_digits
+    from howsmooth.rounding import limit_in_digits
 
     value = row["value"]
     if value is None or not math.isfinite(value) or value == 0:

@@ -120,7 +120,7 @@ def amount(log: float, digits: int = 5, *, upper: bool | None = None) -> str:
 
     With ``upper`` the number is an upper limit (True) or a lower one (False), and is rounded outwards.
     """
-    from howsmooth.roundoff import limit_in_digits
+    from howsmooth.rounding import limit_in_digits
 
     def rounded(number: float) -> str:
         if upper is None:

@@ -14,14 +14,16 @@ from howsmooth.bounds.attention_parameters import Parameters, parameters_of
 from howsmooth.bounds.bound import exp
 from howsmooth.dynamics.velocity_fields import positive
 from howsmooth.errors import ArgumentError
+from howsmooth.rounding import above, below
 
 __all__ = ["clustering_bound", "finite_context_bound", "log_stability_bound"]
 
 # The growth of the ball is followed in so many steps, each with the Lipschitz constant at its end.
 _STEPS = 1000
 
-# Covers the rounding of a few sums and products of nonnegative numbers.
-_UP = 1 + 1e-12
+# Exponentials of numbers up to 745 in size, which are sums of a few products: an exponent is wrong by some
+# ten roundings of its size.
+_ROUNDINGS = 10 * 745
 
 
 def clustering_bound(beta: float, cosine: float, time: float) -> float:
@@ -70,7 +72,7 @@ def clustering_bound(beta: float, cosine: float, time: float) -> float:
     time = _time(time)
     if cosine == 1:
         return 0.0
-    rate = 2 * math.exp(-abs(beta) * (1 - cosine)) / _UP
+    rate = below(2 * math.exp(-abs(beta) * (1 - cosine)), _ROUNDINGS)
     # s/(1 + s) from log s, as both factors of s may leave the range of float64
     log_s = math.log1p(-cosine) - math.log(cosine) - rate * time
     share = 1 / (1 + math.exp(-abs(log_s)))
@@ -118,7 +120,9 @@ def log_stability_bound(attention: object, radius: float, time: float) -> float:
     for step in range(1, _STEPS + 1):
         # The radius, and so the Lipschitz constant, is largest at the end of the step.
         grown = math.log(radius) + head.V_norm * time * step / _STEPS
-        constant = mean_field_upper_bound(head, math.exp(grown) * _UP).log_value if grown < 700 else math.inf
+        if grown >= 700:
+            return math.inf
+        constant = mean_field_upper_bound(head, above(math.exp(grown), _ROUNDINGS)).log_value
         if constant == math.inf:
             return math.inf
         constants.append(constant)
@@ -174,7 +178,7 @@ def finite_context_bound(attention: object, radius: float, time: float, atoms: i
 
 def _up(number: float) -> float:
     """Round a number >= 0 up, so that one that has underflowed does not become zero."""
-    return math.nextafter(number * _UP, math.inf)
+    return math.nextafter(above(number, _ROUNDINGS), math.inf)
 
 
 def _plain_head(attention: object) -> Head:

@@ -28,7 +28,7 @@ from howsmooth.dynamics.rescaled_tokens import Rescaled
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.autodiff import allowance_for_rounding, moved_by_rounding
-from howsmooth.roundoff import interval_in_digits
+from howsmooth.rounding import interval_in_digits
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
 
 __all__ = ["Growth", "growth"]

@@ -30,7 +30,7 @@ from howsmooth.jacobian.softmax import (
     weighted_softmax_derivative,
 )
 from howsmooth.jacobian.streamed_softmax import Through, streamed_derivative
-from howsmooth.roundoff import MatrixNorms
+from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.operator import ProductError
 

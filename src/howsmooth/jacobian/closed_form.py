@@ -31,7 +31,7 @@ from howsmooth.jacobian.custom_code_attention import StagedJacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, ScaleJacobian
 from howsmooth.jacobian.projections import Projections
 from howsmooth.jacobian.rounding_bounds import composed_error, image_off, provable, residual_error
-from howsmooth.roundoff import MatrixNorms
+from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator
 
 __all__ = [

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.jacobian.centred_queries_keys_values import Operands
-from howsmooth.roundoff import gamma
+from howsmooth.rounding import gamma
 
 __all__ = ["Moments", "moment_columns", "moment_width"]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, SelfAttention, TokenMap
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.key_value_moments import Moments
-from howsmooth.roundoff import LOST, MatrixNorms, U, gamma, up
+from howsmooth.rounding import LOST, MatrixNorms, U, gamma, up
 from howsmooth.spectral.operator import ProductError
 
 __all__ = [
@@ -135,11 +135,12 @@ def image_off(
             found = 2 * slope * (off + _centring(f, x)) + 2 * gamma(f.d + 12) * size
             return _covered(found, turned)
         case LayerScale():
-            size = f.weight.abs().amax()
-            return up(size * (off + U * torch.linalg.vector_norm(x, dim=-1)))
+            largest: Tensor = f.weight.abs().amax()
+            length: Tensor = torch.linalg.vector_norm(x, dim=-1)
+            return up(largest * (off + U * length))
         case Residual():
-            size = torch.linalg.vector_norm(f._forward(x) if image is None else image, dim=-1)
-            return up(off + image_off(f.inner, x, off, norms) + 2 * U * size)
+            length = torch.linalg.vector_norm(f._forward(x) if image is None else image, dim=-1)
+            return up(off + image_off(f.inner, x, off, norms) + 2 * U * length)
         case Compose():
             middle = f.inner._forward(x)
             return image_off(f.outer, middle, image_off(f.inner, x, off, norms, middle), norms)
@@ -339,7 +340,7 @@ class _Attention:
         longest = torch.linalg.vector_norm(at.score_keys, dim=-1).amax(dim=-1)[..., None, None]
         off = keys.off.amax(dim=-1)[..., None, None]
         moved = self.queries.off
-        found = moved * (longest + off) + q * off + gamma(f.key_dim + 30) * q * longest
+        found: Tensor = moved * (longest + off) + q * off + gamma(f.key_dim + 30) * q * longest
         added = torch.zeros_like(found[:1, :, :, :1])
         if f.score_bias is not None:
             added = added + self._largest_bias(2 * float((q * longest).amax()) + _NEGLIGIBLE)

@@ -26,7 +26,7 @@ from howsmooth.lipschitz.local import local_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.memory import memory_budget
-from howsmooth.roundoff import MatrixNorms
+from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.checked_products import CheckedProducts
 

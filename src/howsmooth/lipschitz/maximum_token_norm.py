@@ -21,7 +21,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.closed_form import has_closed_form, in_double
 from howsmooth.lipschitz.block_norms import BlockNorms
-from howsmooth.roundoff import interval_in_digits
+from howsmooth.rounding import interval_in_digits
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.scaling import Scaled, unscaled

@@ -16,7 +16,7 @@ from howsmooth.attention.map import AbstractMeasure
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
-from howsmooth.roundoff import interval_in_digits
+from howsmooth.rounding import interval_in_digits
 
 __all__ = ["WassersteinLipschitz", "wasserstein_lipschitz"]
 

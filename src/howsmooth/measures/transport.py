@@ -21,7 +21,7 @@ from howsmooth.measures.distance_arguments import Options, check_discrete, check
 from howsmooth.measures.gaussian import Gaussian
 from howsmooth.measures.presolve import Answer, Pair
 from howsmooth.measures.transport_solvers import entropic, exact, on_the_line
-from howsmooth.roundoff import interval_in_digits
+from howsmooth.rounding import interval_in_digits
 
 __all__ = ["Transport", "solve", "transport_of", "wasserstein"]
 

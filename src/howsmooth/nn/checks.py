@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.bound import check_length as check_whole_length
-from howsmooth.errors import ArgumentError, HowsmoothError, reason
+from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError, reason
+from howsmooth.rounding import spectral_norm_above
 
 __all__ = [
     "Placement",
@@ -22,6 +23,7 @@ __all__ = [
     "check_size",
     "check_tokens",
     "look",
+    "norm_above",
     "require",
 ]
 
@@ -30,6 +32,13 @@ __all__ = [
 _SMALLEST = 1e-100
 # Larger integers are not exact in float64.
 _LONGEST = 2**53
+
+
+def norm_above(argument: str, matrix: Tensor) -> float:
+    """Return a proved upper bound on the spectral norm of a matrix (m, k), whose numbers must be finite."""
+    if not bool(torch.isfinite(matrix).all()):
+        raise NonFiniteError(argument, expected="finite numbers", got="NaN or infinity")
+    return spectral_norm_above(matrix)
 
 
 def check(ok: bool, argument: str, expected: str, got: object, remedy: str = "") -> None:

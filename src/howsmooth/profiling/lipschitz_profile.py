@@ -23,7 +23,7 @@ from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs,
 from howsmooth.profiling.result_base_classes import in_interval
 from howsmooth.profiling.token_influence import Influence, ResultWithInfluence, as_last_step
 from howsmooth.profiling.token_influence import influence as influence_of
-from howsmooth.roundoff import COLUMNS_IN_DIGITS
+from howsmooth.rounding import COLUMNS_IN_DIGITS
 from howsmooth.seeds import derive_seed
 from howsmooth.study.plans import PROFILE_RTOL, Plan
 from howsmooth.study.records import plain_rows

@@ -17,7 +17,7 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from howsmooth.roundoff import COLUMNS_IN_DIGITS, interval_in_digits
+from howsmooth.rounding import COLUMNS_IN_DIGITS, interval_in_digits
 from howsmooth.study.figures.drawing import save
 from howsmooth.study.file_writing import (
     csv_of,

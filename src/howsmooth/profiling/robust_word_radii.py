@@ -23,7 +23,7 @@ from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.figures import draw_radii
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
 from howsmooth.profiling.result_base_classes import Result
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import limit_in_digits
 from howsmooth.study.plans import RADIUS_TOKENS
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import plain_rows

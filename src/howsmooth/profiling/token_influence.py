@@ -33,7 +33,7 @@ from howsmooth.models.identification.model_part_map import ModelMap
 from howsmooth.profiling.figures import draw_influence
 from howsmooth.profiling.model_input import shown_progress
 from howsmooth.profiling.result_base_classes import Result
-from howsmooth.roundoff import interval_in_digits
+from howsmooth.rounding import interval_in_digits
 from howsmooth.study.figures.drawing import save
 from howsmooth.study.file_writing import writable_folder
 from howsmooth.study.html_assets import data_url, png

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.roundoff import gamma
+from howsmooth.rounding import gamma
 from howsmooth.spectral.accurate_sums import squared_lengths
 
 __all__ = [

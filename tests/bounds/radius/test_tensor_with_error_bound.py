@@ -41,11 +41,10 @@ from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.spectral_norm_bounds import (
     each_form_norm,
     form_norm,
-    largest_eigenvalue,
     spectral_norm,
 )
-from howsmooth.bounds.radius.tensor_with_error_bound import MissingRuleError, Rounded, exact, plain, settled
-from howsmooth.roundoff import U
+from howsmooth.rounding import U, largest_eigenvalues_by_squaring
+from howsmooth.rounding.tensor_with_error_bound import MissingRuleError, Rounded, exact, plain, settled
 from tests._selection import others_slow
 from tests.bounds.radius._networks import (
     ALL,
@@ -274,7 +273,7 @@ def test_norms_are_rounded_upwards() -> None:
         u, v = integers(g, 5), integers(g, 3)
         squares = [int(u @ u), int(v @ v)]
         product_of_both = mpmath.sqrt(squares[0] * squares[1])
-        assert float(largest_eigenvalue(u[:, None] * u)) >= squares[0]
+        assert float(largest_eigenvalues_by_squaring(u[:, None] * u)) >= squares[0]
         assert float(spectral_norm(u[:, None] * v)) >= product_of_both
         form = pairs.packed(v[:, None] * v)
         assert float(each_form_norm(form[None], pairs)) >= squares[1]

@@ -23,11 +23,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary, SelfAttention
-from howsmooth.bounds.certificates.eigenvalue_bounds import norm, shrink
 from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
-from howsmooth.bounds.certificates.number_with_error_bound import LARGEST
 from howsmooth.errors import NonFiniteError
-from howsmooth.roundoff import UNDERFLOW, U, gamma, up
+from howsmooth.rounding import (
+    LARGEST,
+    UNDERFLOW,
+    U,
+    absolute_norms_above,
+    gamma,
+    shrink,
+    spectral_norm_above,
+    up,
+)
 
 __all__ = ["HeadAt", "HeadsAt", "heads_at", "row_blocks"]
 
@@ -78,7 +85,7 @@ class HeadAt:
         """An upper bound on ‖T_j‖ for all keys j, which also holds for the entrywise absolute values of T_j.
         T_j is the derivative of the norm layer and the rotary positions that are applied to key j.
         """
-        return 1.0 if self.turns is None else float(_absolute_norms(self.turns).amax())
+        return 1.0 if self.turns is None else float(absolute_norms_above(self.turns).amax())
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
         """Return T_jᵀ g_j T_j for given matrices g_j, one for each key j. T_j is the derivative of the norm
@@ -161,15 +168,6 @@ def _scaled(t: Tensor) -> tuple[Tensor, int]:
     return torch.ldexp(t, torch.tensor(-exponent)), exponent
 
 
-def _absolute_norms(matrices: Float[Tensor, "n k l"]) -> Float[Tensor, " n"]:
-    """Return √(‖A‖₁ ‖A‖_∞) for each matrix A, an upper bound on the spectral norm of its absolute
-    values |A|.
-    """
-    size = matrices.abs()
-    norms: Tensor = (size.sum(1).amax(1) * size.sum(2).amax(1)).sqrt() * (1 + 1e-12)
-    return norms
-
-
 def _head_at(
     f: SelfAttention,
     h: int,
@@ -246,9 +244,9 @@ def _head_at(
     rank_one = product_error(q_norm * keys.slope, d_p)
     d_F = (product_error(key_norm, d_kappa) + gamma(n + 8) * M * w_norm * key_norm).sum(dim=1)
     rounding = gamma(2 * Q.shape[0] + 8)
-    turn = 1.0 if q.turns is None else _absolute_norms(q.turns)
+    turn = 1.0 if q.turns is None else absolute_norms_above(q.turns)
     d_F = abs(f.scale) * q.slope * d_F + F_norm * (q.slope_error + rounding * (turn + q.slope))
-    V_norm, K_norm, Q_norm = (float(norm(t[None]).upper) for t in (V, K, Q))
+    V_norm, K_norm, Q_norm = (spectral_norm_above(t) for t in (V, K, Q))
     error = d_P.norm() * V_norm + rank_one.norm() * K_norm + d_F.amax() * Q_norm
     return HeadAt(P, M, v, o, q.t, keys.turns, F, V, K, Q, float(up(error)))
 
@@ -340,7 +338,7 @@ class _Projected:
         k = weight.shape[0]
         eye = torch.eye(k, dtype=x.dtype)
         maps = rotary.rotate(eye[:, None].expand(k, n, k)).permute(1, 2, 0)
-        turn = _absolute_norms(maps)
+        turn = absolute_norms_above(maps)
         absolute = maps.abs()
         size = (absolute @ size[..., None])[..., 0]
         error = (absolute @ error[..., None])[..., 0] + gamma(8) * (absolute @ t.abs()[..., None])[..., 0]

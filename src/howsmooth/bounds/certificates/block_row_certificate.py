@@ -12,10 +12,8 @@ from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, row_blocks
 from howsmooth.bounds.certificates.certificate_weight_search import tidy
-from howsmooth.bounds.certificates.eigenvalue_bounds import shrink
-from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.weighted_gram_matrices import sandwich
-from howsmooth.roundoff import gamma, up
+from howsmooth.rounding import Enclosed, gamma, shrink, up
 
 __all__ = ["by_rows"]
 

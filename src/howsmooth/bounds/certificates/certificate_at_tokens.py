@@ -16,11 +16,9 @@ from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, heads_at
 from howsmooth.bounds.certificates.block_row_certificate import by_rows
-from howsmooth.bounds.certificates.eigenvalue_bounds import norm
-from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.three_part_certificate import by_parts
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.roundoff import U, limit_in_digits
+from howsmooth.rounding import Enclosed, U, limit_in_digits, spectral_norm_above
 
 __all__ = ["ASSUMPTIONS", "Certificate", "certificate", "certify", "checked_input"]
 
@@ -253,5 +251,5 @@ def distance(at: HeadsAt) -> Tensor:
     """
     total = torch.tensor(0.0, dtype=torch.float64)
     for head, w in zip(at.heads, at.W, strict=True):
-        total = total + norm(w[None]).upper[0] * head.error
+        total = total + spectral_norm_above(w) * head.error
     return total * (1 + 1e-9)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt
-from howsmooth.bounds.certificates.eigenvalue_estimates import lanczos
+from howsmooth.rounding.eigenvalue_estimates import lanczos
 
 __all__ = ["Weights", "diagonal_guesses", "joint_weights", "tidy"]
 

@@ -13,9 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue
-from howsmooth.bounds.certificates.number_with_error_bound import TINY, Enclosed
-from howsmooth.roundoff import U, gamma, up
+from howsmooth.rounding import TINY, Enclosed, U, gamma, largest_eigenvalues_above, up
 
 __all__ = ["Domination"]
 
@@ -63,7 +61,7 @@ class Domination:
         enlarged.diagonal().add_(added)
         slack = gamma(2 * m + 6) * scaled.square().sum() * torch.linalg.matrix_norm(enlarged)
         product = (scaled @ enlarged @ scaled.mT)[None]
-        excess = largest_eigenvalue(product, up(slack)[None], guess=product.new_ones(1)).upper[0]
+        excess = largest_eigenvalues_above(product, up(slack)[None], guess=product.new_ones(1)).upper[0]
         # Scaling by powers of two is exact.
         return cls(scale[:, None] * N * scale, excess)
 

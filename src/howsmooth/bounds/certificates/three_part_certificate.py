@@ -9,15 +9,13 @@ from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt
 from howsmooth.bounds.certificates.certificate_weight_search import Weights, joint_weights
-from howsmooth.bounds.certificates.eigenvalue_bounds import nonnegative_norm, norm, shrink
-from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.weighted_gram_matrices import (
     diagonal_norms,
     key_sums,
     sandwich,
     value_sums,
 )
-from howsmooth.roundoff import U, gamma, up
+from howsmooth.rounding import Enclosed, U, gamma, nonnegative_norm, shrink, spectral_norms, up
 
 __all__ = ["by_parts"]
 
@@ -54,9 +52,9 @@ def averages(at: HeadsAt) -> Enclosed:
     folded = sandwich(W, V_squares, slack).root()  # a single matrix, so its eigenvalue is cheap
     if len(at.heads) == 1:
         return Enclosed(folded.upper[0] * p[0].upper * (1 + 4 * U), folded.plain[0] * p[0].plain)
-    stacked_p = norm(torch.cat([head.P for head in at.heads])[None])
+    stacked_p = spectral_norms(torch.cat([head.P for head in at.heads])[None])
     uppers = torch.cat([head.V * part.upper for head, part in zip(at.heads, p, strict=True)])
-    stacked_v, whole = norm(uppers[None]), norm(torch.cat(at.W, dim=1)[None])
+    stacked_v, whole = spectral_norms(uppers[None]), spectral_norms(torch.cat(at.W, dim=1)[None])
     first = Enclosed(
         whole.upper[0] * (stacked_v.upper[0] + up(gamma(2) * uppers.norm())) * (1 + 4 * U),
         whole.plain[0] * stacked_v.plain[0],

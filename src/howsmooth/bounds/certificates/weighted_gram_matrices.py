@@ -18,10 +18,8 @@ from torch import Tensor
 
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.certificate_weight_search import diagonal_guesses
-from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue, shrink
 from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
-from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
-from howsmooth.roundoff import gamma, up
+from howsmooth.rounding import Enclosed, gamma, largest_eigenvalues_above, shrink, up
 
 __all__ = ["FORMED", "diagonal_norms", "key_sums", "sandwich", "value_sums"]
 
@@ -93,7 +91,7 @@ def sandwich(
     whole = torch.cat(tuple(outer), dim=1).mT
     for part in row_blocks(count, rows * max(width, rows)):
         middle = torch.cat([o @ b[part] for o, b in zip(outer, blocks, strict=True)], dim=-1)
-        found = largest_eigenvalue(middle @ whole, up(error[part]))
+        found = largest_eigenvalues_above(middle @ whole, up(error[part]))
         uppers.append(found.upper)
         plains.append(found.plain)
     return Enclosed(torch.cat(uppers), torch.cat(plains))
@@ -125,7 +123,7 @@ def diagonal_norms(at: HeadsAt) -> Enclosed:
         product = product if rows <= columns else product.mT
         size = torch.linalg.matrix_norm(product).square() * (1 + 2 * gamma(rows * columns + 4))
         slack = up(gamma(product.shape[-1] + 2) * size)
-        found = largest_eigenvalue(product @ product.mT, slack).root()
+        found = largest_eigenvalues_above(product @ product.mT, slack).root()
         uppers.append(found.upper + up(gamma(width) * error[part]))
         plains.append(found.plain)
     return Enclosed(torch.cat(uppers).amax(), torch.cat(plains).amax())

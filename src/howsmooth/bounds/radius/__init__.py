@@ -5,9 +5,8 @@
 else, by a run on a ``symbolic_tensor`` of ``symbolic_terms``. The margin of its answer is expanded in
 ``margin_expansion``: to second order with ``second_order_remainders``, to third order with
 ``third_order_remainders``. The remainders of earlier layers reach later ones along the network's own
-``error_propagation``, which also bounds how much rounding errors reduce the margin. Tensors of
-``tensor_with_error_bound`` carry bounds on their own rounding errors. ``attack`` searches the nearest change
-of the answer. Proofs: documentation page "A proved radius for a whole network".
+``error_propagation``, which also bounds how much rounding errors reduce the margin: tensors of
+``howsmooth.rounding`` carry bounds on their own. ``attack`` searches the nearest change of the answer. Proofs: documentation page "A proved radius for a whole network".
 """
 
 from howsmooth.bounds.radius.robust_radius import RobustRadius, robust_radius

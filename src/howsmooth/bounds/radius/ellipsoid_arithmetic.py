@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.radius.spectral_norm_bounds import largest_eigenvalue
-from howsmooth.bounds.radius.tensor_with_error_bound import INFLATION, plain, settled
-from howsmooth.roundoff import gamma
+from howsmooth.rounding import gamma, largest_eigenvalues_by_squaring
+from howsmooth.rounding.tensor_with_error_bound import INFLATION, plain, settled
 
 __all__ = [
     "balls",
@@ -172,4 +171,4 @@ def radii(shapes: Float[Tensor, "... d d"], matrix: Float[Tensor, "... m d"] | N
     """Bound the norm of all points of each ellipsoid. If ``matrix`` is given, multiply the points by it
     before their norm is bounded.
     """
-    return largest_eigenvalue(plain(shapes if matrix is None else image(matrix, shapes))).sqrt()
+    return largest_eigenvalues_by_squaring(plain(shapes if matrix is None else image(matrix, shapes))).sqrt()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoid_arithmetic import ellipsoid_sum, image
-from howsmooth.bounds.radius.tensor_with_error_bound import exact, settled
 from howsmooth.bounds.radius.transformer_layers import Attention
 from howsmooth.bounds.radius.transformer_network import Network, Stage
+from howsmooth.rounding.tensor_with_error_bound import exact, settled
 
 __all__ = ["Errors", "PartialJacobians", "Residuals", "Step", "partial_jacobians", "rounding_loss"]
 

@@ -17,8 +17,8 @@ from howsmooth.bounds.radius.error_propagation import Errors, PartialJacobians, 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.second_order_remainders import Left, remainder_of
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm
-from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, INFLATION, exact, plain, settled
 from howsmooth.bounds.radius.third_order_remainders import Expansion, cubic_remainder_of
+from howsmooth.rounding.tensor_with_error_bound import FUZZ, INFLATION, exact, plain, settled
 
 __all__ = ["Bounds", "FirstDerivatives", "Losses", "SecondOrder", "ThirdOrder"]
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.tensor_with_error_bound import multilinear, rowwise
+from howsmooth.rounding.tensor_with_error_bound import multilinear, rowwise
 
 __all__ = ["Pairs"]
 

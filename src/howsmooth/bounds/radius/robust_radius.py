@@ -25,11 +25,11 @@ from howsmooth.bounds.radius.pretrained_classifier_reader import (
     encoder_layers,
     read_classifier,
 )
-from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, exact
 from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.plain_modules import unwrapped, wrapped_parts
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import limit_in_digits
+from howsmooth.rounding.tensor_with_error_bound import FUZZ, exact
 
 __all__ = ["NetworkAtInput", "RobustRadius", "robust_radius"]
 

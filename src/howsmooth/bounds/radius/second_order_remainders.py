@@ -31,7 +31,6 @@ from howsmooth.bounds.radius.ellipsoid_arithmetic import (
     weighted_images,
 )
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm, weighted_norm
-from howsmooth.bounds.radius.tensor_with_error_bound import INFLATION, lower, upper
 from howsmooth.bounds.radius.transformer_layers import (
     Attention,
     FeedForward,
@@ -40,6 +39,7 @@ from howsmooth.bounds.radius.transformer_layers import (
     Norm,
     Softmax,
 )
+from howsmooth.rounding.tensor_with_error_bound import INFLATION, lower, upper
 
 # A displacement beyond this share of a token's length counts as the whole length.
 NEARLY_ONE = 1 - 1e-6

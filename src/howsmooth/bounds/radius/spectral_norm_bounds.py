@@ -11,37 +11,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.tensor_with_error_bound import settled
-from howsmooth.roundoff import LOST, gamma
+from howsmooth.rounding import gamma, largest_eigenvalues_by_squaring, spectral_norms_above
+from howsmooth.rounding.tensor_with_error_bound import settled
 
-__all__ = ["each_form_norm", "form_norm", "largest_eigenvalue", "spectral_norm", "weighted_norm"]
+__all__ = ["each_form_norm", "form_norm", "spectral_norm", "weighted_norm"]
 
 _SQUARINGS = 4
 _BLOCKWISE_FROM = 600
 _CHUNK = 256
 _UP = 1 + 1e-9
-
-
-def largest_eigenvalue(
-    symmetric: Float[Tensor, "*batch r r"], squarings: int = _SQUARINGS, slack: Tensor | float = 0.0
-) -> Float[Tensor, "*batch"]:
-    """Return upper bounds on the largest eigenvalues of a batch of symmetric matrices.
-
-    The bound is (Σ λ³²)^(1/32) = ‖G¹⁶‖_F^(1/16), at most r^(1/32) times too large. ``slack`` (*batch) bounds
-    how far the matrices may be from those that are meant.
-    """
-    symmetric = (symmetric + symmetric.mT) / 2
-    size = torch.linalg.vector_norm(symmetric, dim=(-2, -1))
-    power = symmetric / torch.where(size > 0, size, 1.0)[..., None, None]
-    own = gamma(8)
-    error = torch.full_like(size, own)
-    found = torch.linalg.vector_norm(power, dim=(-2, -1))
-    for _ in range(squarings):
-        power = power @ power
-        error = error * (2 * found + error) + gamma(symmetric.shape[-1] + 8) * found.square()
-        found = torch.linalg.vector_norm(power, dim=(-2, -1))
-    bound: Tensor = (found + error + LOST) ** (0.5**squarings) * size * _UP
-    return bound + slack * _UP
 
 
 def spectral_norm(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
@@ -50,10 +28,7 @@ def spectral_norm(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batc
     They are at most r^(1/64) times too large.
     """
     value, error = settled(matrices)
-    wide = matrices.shape[-2] <= matrices.shape[-1]
-    gram = value @ value.mT if wide else value.mT @ value
-    slack = gamma(max(matrices.shape[-2:]) + 8) * _trace(gram)
-    return largest_eigenvalue(gram, slack=slack).sqrt() * _UP + error
+    return spectral_norms_above(value, _SQUARINGS) + error
 
 
 def _trace(matrices: Tensor) -> Tensor:
@@ -80,13 +55,13 @@ def weighted_norm(
             gram = torch.einsum("hij,hjkl->hikl", weights, value.mT @ value)
         slack = gamma(max(n + e, k) + 8) * _trace(gram)
         apart = error * weights.amax(2).sqrt()
-        return largest_eigenvalue(gram, slack=slack).sqrt() * _UP + apart * _UP
+        return largest_eigenvalues_by_squaring(gram, slack=slack).sqrt() * _UP + apart * _UP
     blocks = weights.new_empty(heads, n, n)
     for j in range(n):
         blocks[:, j] = spectral_norm(changes[:, j, None] @ changes.mT)
     root = weights.sqrt()
     whole = root[..., None] * blocks[:, None] * root[..., None, :] * _UP
-    return largest_eigenvalue(whole).sqrt() * _UP
+    return largest_eigenvalues_by_squaring(whole).sqrt() * _UP
 
 
 def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
@@ -101,11 +76,11 @@ def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor,
     gram = value @ value.mT if wide else value.mT @ value
     k = pairs.k
     slack = gamma(max(forms.shape[-2:]) + 4 * k + 8) * _trace(gram)
-    whole = largest_eigenvalue(gram, slack=slack).sqrt()
+    whole = largest_eigenvalues_by_squaring(gram, slack=slack).sqrt()
     if not wide:
         return whole * _UP + error
     rest = gram - trace[..., None] * trace[..., None, :] / k
-    apart = largest_eigenvalue(rest, slack=slack).sqrt() * (1 - 1 / k) ** 0.5
+    apart = largest_eigenvalues_by_squaring(rest, slack=slack).sqrt() * (1 - 1 / k) ** 0.5
     split = torch.linalg.vector_norm(trace, dim=-1) / k + gamma(k) * _trace(gram).sqrt()
     return torch.minimum(whole, apart + split) * _UP + error
 
@@ -119,5 +94,5 @@ def each_form_norm(forms: Float[Tensor, "*batch p"], pairs: Pairs) -> Float[Tens
         matrices = pairs.matrices(chunk)
         gram = matrices @ matrices
         slack = gamma(pairs.k + 16) * _trace(gram)
-        found.append(largest_eigenvalue(gram, squarings=2, slack=slack).sqrt())
+        found.append(largest_eigenvalues_by_squaring(gram, squarings=2, slack=slack).sqrt())
     return torch.cat(found).reshape(forms.shape[:-1]) * _UP + error

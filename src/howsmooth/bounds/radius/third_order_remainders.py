@@ -50,7 +50,6 @@ from howsmooth.bounds.radius.spectral_norm_bounds import (
     spectral_norm,
     weighted_norm,
 )
-from howsmooth.bounds.radius.tensor_with_error_bound import INFLATION, lower, plain, upper
 from howsmooth.bounds.radius.transformer_layers import (
     Attention,
     FeedForward,
@@ -59,6 +58,7 @@ from howsmooth.bounds.radius.transformer_layers import (
     Norm,
     Softmax,
 )
+from howsmooth.rounding.tensor_with_error_bound import INFLATION, lower, plain, upper
 
 # So many outputs of attention are expanded at once.
 _OUTPUTS = 16

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.tensor_with_error_bound import (
+from howsmooth.rounding import gamma
+from howsmooth.rounding.tensor_with_error_bound import (
     INFLATION,
     Rounded,
     along,
@@ -25,7 +26,6 @@ from howsmooth.bounds.radius.tensor_with_error_bound import (
     plain,
     upper,
 )
-from howsmooth.roundoff import gamma
 
 # An extremum that lies outside of an interval by less than this counts as inside.
 _NEAR = 1e-9

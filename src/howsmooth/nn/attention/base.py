@@ -34,12 +34,14 @@ from howsmooth.nn.checks import (
     require,
 )
 from howsmooth.nn.lipschitz_module import LipschitzModule
-from howsmooth.nn.upward_rounding import rounded_up
+from howsmooth.rounding import above
 
 __all__ = ["LipschitzAttention"]
 
 # The norm of a token may exceed the radius by this many units of rounding in its dtype.
 _ULPS = 4.0
+# More roundings than the radius of what a layer returns is computed with, norms of vectors among them.
+_ROUNDINGS = 1 << 12
 # Divisors near e^709 overflow float64.
 _LARGEST_LOG = 700.0
 
@@ -261,7 +263,7 @@ class LipschitzAttention(LipschitzModule):
             largest = self._undivided_output_radius(n, R, in_double(weights))
         if self.constant is not None:
             largest *= math.exp(-self._log_divisor(weights))
-        return rounded_up(largest)
+        return above(largest, _ROUNDINGS)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
         """Check a number of tokens and a radius; the radius is at most that of a layer that clips."""
@@ -270,7 +272,7 @@ class LipschitzAttention(LipschitzModule):
         everywhere = radius == math.inf and (self.radius is not None or not self._needs_radius)
         R = math.inf if everywhere else check_radius(radius)
         self._check_count(n, "length")
-        if self.radius is not None and rounded_up(self.radius) < R:
+        if self.radius is not None and above(self.radius, _ROUNDINGS) < R:
             if self.beyond == "refuse":
                 # Rounding in the layers before may lengthen tokens by less than six digits show.
                 got = repr(R) if f"{R:g}" == f"{self.radius:g}" else f"{R:g}"

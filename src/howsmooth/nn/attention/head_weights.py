@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from howsmooth.nn.upward_rounding import rounded_up
+from howsmooth.rounding import U, above, gamma, spectral_norms_above, up
 
 __all__ = ["Parts", "Weights", "hull_radius", "in_double", "joined_radius", "scaled_weights"]
 
@@ -79,11 +79,11 @@ def joined_radius(parts: Parts, sizes: Tensor, factor: float = 1.0) -> float:
     """
     blocks = parts.output.unflatten(1, (len(sizes), -1)).transpose(0, 1)
     # Two bounds hold: the sum over heads, and the norm of W_O times that of all heads.
-    summed = (torch.linalg.matrix_norm(blocks, 2) * sizes).sum()
-    apart = torch.linalg.matrix_norm(parts.output, 2) * sizes.square().sum().sqrt()
+    summed = (spectral_norms_above(blocks) * sizes).sum()
+    apart = spectral_norms_above(parts.output) * sizes.square().sum().sqrt()
     total = factor * float(torch.minimum(summed, apart))
     shift = 0.0 if parts.output_bias is None else float(torch.linalg.vector_norm(parts.output_bias))
-    return rounded_up(total + shift)
+    return above(total + shift, len(sizes) + len(parts.output) + 8)
 
 
 def hull_radius(parts: Parts, radius: float) -> float:
@@ -92,9 +92,14 @@ def hull_radius(parts: Parts, radius: float) -> float:
     """
     output, values, shift = parts.output, parts.value, parts.output_bias
     blocks = output.unflatten(1, (len(values), -1)).transpose(0, 1)
-    summed = torch.linalg.matrix_norm(blocks @ values, 2).sum()
-    apart = torch.linalg.matrix_norm(output, 2) * torch.linalg.matrix_norm(values, 2).square().sum().sqrt()
+    # The products round by γ_k |W_h| |V_h|, entry by entry.
+    rounding = gamma(values.shape[-2]) * torch.linalg.matrix_norm(blocks) * torch.linalg.matrix_norm(values)
+    summed = (spectral_norms_above(blocks @ values) + up(rounding)).sum()
+    apart = spectral_norms_above(output) * spectral_norms_above(values).square().sum().sqrt()
     shift = torch.zeros(len(output), dtype=output.dtype) if shift is None else shift
+    length = torch.linalg.vector_norm(shift)
     if parts.value_bias is not None:
-        shift = shift + output @ parts.value_bias.flatten()
-    return rounded_up(float(radius * torch.minimum(summed, apart) + torch.linalg.vector_norm(shift)))
+        moved = output @ parts.value_bias.flatten()
+        rounding = gamma(output.shape[1]) * torch.linalg.matrix_norm(output) * parts.value_bias.norm()
+        length = torch.linalg.vector_norm(shift + moved) + up(rounding + U * (length + moved.norm()))
+    return above(float(radius * torch.minimum(summed, apart) + length), len(values) + len(output) + 8)

@@ -16,15 +16,12 @@ from howsmooth.nn.certificates.model_bound import ModelCertificate, certify
 from howsmooth.nn.certificates.module_propagation import has_rules
 from howsmooth.nn.checks import check, check_number, check_size
 from howsmooth.nn.parts.embedding_and_pooling import Patches
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import above, limit_in_digits
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["Evaluation", "evaluate"]
-
-# Relative allowance for the rounding of a norm in float64.
-_SLACK = 1e-12
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -150,7 +147,7 @@ def evaluate(
     expected = f"inputs of {length} tokens, the length of the certificate"
     check(tokens.shape[1] == length, "inputs", expected, got)
     norms = torch.linalg.vector_norm(tokens, dim=-1).amax(dim=1)
-    count = int((norms > radius * (1 + _SLACK)).sum())
+    count = int((norms > above(radius, tokens.shape[-1])).sum())
     check(
         count == 0,
         "inputs",

@@ -22,10 +22,10 @@ from howsmooth.errors import ArgumentError, CertificateError, HowsmoothError, re
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.certificates.module_propagation import Row, Walk, attention_block, kind_of, refusal, walk
 from howsmooth.nn.certificates.torch_module_constants import Reach, linear_reach, rule_of
-from howsmooth.nn.checks import check, check_ball
+from howsmooth.nn.checks import check, check_ball, norm_above
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.embedding_and_pooling import Patches
-from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
+from howsmooth.rounding import above, times
 
 __all__ = ["first_module", "walk_graph"]
 
@@ -150,7 +150,7 @@ class _Follower(fx.Interpreter):
         if state is None or state.pair or state.tokens is None:
             raise CertificateError("", kind="output", reason="is not one tensor of tokens or of logits")
         if state.tokens == (2,):  # the rows of the output consist of entries of all tokens
-            return replace(state, tokens=(1,), radius=rounded_up(math.sqrt(state.length) * state.radius))
+            return replace(state, tokens=(1,), radius=above(math.sqrt(state.length) * state.radius, 8))
         return state
 
     def run_node(self, n: fx.Node) -> Any:
@@ -193,7 +193,7 @@ class _Follower(fx.Interpreter):
             return ()
         # The constant of the gate is a factor of that of the node, unless it is zero or infinite.
         known = 0 < first.constant < math.inf
-        constant = rounded_up(last.constant / first.constant) if known else math.inf
+        constant = above(last.constant / first.constant, 8) if known else math.inf
         name = getattr(node.target, "__name__", str(node.target))
         radii, lengths = (first.radius, last.radius), (first.length, last.length)
         return (Row(node.name, name, 0, constant, *radii, *lengths, _SOURCE),)
@@ -267,7 +267,7 @@ class _Follower(fx.Interpreter):
         if not isinstance(first, Tensor) or first.ndim not in (2, 3):
             return "returns something else than tokens (batch, n, d) or vectors (batch, d)"
         axes = (1,) if first.ndim == 3 else ()
-        constant = rounded_up(times(step.constant, state.constant))
+        constant = above(times(step.constant, state.constant), 8)
         found = _State(constant, step.radius, tuple(first.shape), axes, pair=attends)
         if found.length != step.length:
             return f"returns {found.length} tokens, where its certificate counts {step.length}"
@@ -292,7 +292,7 @@ class _Follower(fx.Interpreter):
                 "whose patches do not overlap"
             )
         axes = (1,) if value.ndim == 3 else (2, 3)
-        constant = rounded_up(times(reach.constant, state.constant))
+        constant = above(times(reach.constant, state.constant), 8)
         found, n = _State(constant, reach.radius, tuple(value.shape), axes), self._length
         check(found.length == n, "inputs", f"images of {n} patches", f"{found.length} patches")
         own = str(node.target), kind_of(module).__name__, 0, reach.constant
@@ -325,7 +325,7 @@ def _sum(value: Tensor, one: Any, other: Any) -> _State | str:
         if one.shape != other.shape or one.tokens != other.tokens:
             return f"adds tensors of shapes {one.shape} and {other.shape}, whose tokens do not correspond"
         constant, radius = one.constant + other.constant, one.radius + other.radius
-        return replace(one, constant=rounded_up(constant), radius=rounded_up(radius))
+        return replace(one, constant=above(constant, 8), radius=above(radius, 8))
     state, fixed = (one, other) if isinstance(one, _State) else (other, one)
     if state.shape != tuple(value.shape):
         return "enlarges a tensor by a sum with a larger one"
@@ -334,7 +334,7 @@ def _sum(value: Tensor, one: Any, other: Any) -> _State | str:
     by_token = by_token.movedim(axes, tuple(range(1, 1 + len(axes))))
     rows = by_token.flatten(1 + len(axes)).flatten(0, -2)
     longest = rows[torch.linalg.vector_norm(rows, dim=1).argmax()]
-    return replace(state, radius=rounded_up(state.radius + norm_above("constant", longest[None])))
+    return replace(state, radius=above(state.radius + norm_above("constant", longest[None]), 8))
 
 
 def _product(value: Tensor, one: Any, other: Any) -> _State | str:
@@ -345,7 +345,7 @@ def _product(value: Tensor, one: Any, other: Any) -> _State | str:
         return "enlarges a tensor by a product with a larger one"
     largest = float(torch.as_tensor(fixed).detach().abs().amax())
     constant, radius = times(largest, state.constant), times(largest, state.radius)
-    return replace(state, constant=rounded_up(constant), radius=rounded_up(radius))
+    return replace(state, constant=above(constant, 8), radius=above(radius, 8))
 
 
 def _quotient(value: Tensor, one: Any, other: Any) -> _State | str:
@@ -367,8 +367,8 @@ def _cat(value: Tensor, tensors: Any, dim: int = 0) -> _State | str:
             norms = torch.linalg.vector_norm(one.detach().to("cpu", torch.float64), dim=-1)
             if not bool(torch.isfinite(norms).all()):
                 return "joins numbers that are not finite"
-            radius = max(radius, rounded_up(float(norms.max())))
-    return _State(rounded_up(math.sqrt(squares)), radius, tuple(value.shape), (1,))
+            radius = max(radius, above(float(norms.max()), one.shape[-1] + 8))
+    return _State(above(math.sqrt(squares), 2 * len(tensors) + 8), radius, tuple(value.shape), (1,))
 
 
 def _getitem(value: Any, state: _State, index: Any) -> _State | str:
@@ -387,7 +387,7 @@ def _mean(value: Tensor, state: _State, dim: Any = None, keepdim: bool = False) 
     if state.tokens != (1,) or not isinstance(dim, int) or dim % 3 != 1 or keepdim:
         return "takes another mean than that of the tokens of (batch, n, d), dim=1"
     # The norm of the map from n tokens to their mean is 1/√n.
-    constant = rounded_up(state.constant / math.sqrt(state.shape[1]))
+    constant = above(state.constant / math.sqrt(state.shape[1]), 8)
     return replace(state, constant=constant, shape=tuple(value.shape), tokens=())
 
 
@@ -397,7 +397,7 @@ def _flatten(value: Tensor, state: _State, start_dim: int = 0, end_dim: int = -1
     if state.tokens == (start, end) and (start, end) == (2, 3):
         return replace(state, shape=shape, tokens=(2,))
     if (start, end) == (1, len(state.shape) - 1):
-        radius = rounded_up(math.sqrt(state.length) * state.radius)
+        radius = above(math.sqrt(state.length) * state.radius, 8)
         return replace(state, shape=shape, tokens=(), radius=radius)
     return (
         "joins other axes than all but the batch, or those of the patches of (batch, channels, rows, columns)"
@@ -421,7 +421,7 @@ def _permute(value: Tensor, state: _State, *order: Any) -> _State | str:
 def _as_module(make: Callable[..., nn.Module]) -> Rule:
     def rule(value: Tensor, state: _State, **settings: Any) -> _State | str:
         step = walk(make(**settings), state.length, state.radius)
-        return replace(state, constant=rounded_up(times(step.constant, state.constant)), radius=step.radius)
+        return replace(state, constant=above(times(step.constant, state.constant), 8), radius=step.radius)
 
     return rule
 

@@ -18,7 +18,7 @@ from howsmooth.nn.certificates.graph_propagation import walk_graph
 from howsmooth.nn.certificates.module_propagation import Row, kind_of, refusal, walk
 from howsmooth.nn.checks import check, check_ball, check_length, check_tokens
 from howsmooth.nn.lipschitz_module import LipschitzModule
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import below, limit_in_digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,7 +96,7 @@ class ModelCertificate:
         others = z.scatter(1, labels[:, None], -math.inf).amax(dim=1)
         margin = (own - others).clamp(min=0.0)
         # The radii are rounded down. If the constant is zero, every positive margin gives an infinite radius.
-        radii = margin / (math.sqrt(2) * self.constant) * (1 - 1e-12) if self.constant else margin * math.inf
+        radii = below(margin / (math.sqrt(2) * self.constant), 8) if self.constant else margin * math.inf
         return torch.where(margin > 0, radii, 0.0)
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from howsmooth.nn.certificates.torch_module_constants import Reach, rule_of
 from howsmooth.nn.checks import check_ball
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.blocks import BranchModule, Residual, SelfAttentionBlock
-from howsmooth.nn.upward_rounding import rounded_up, times
+from howsmooth.rounding import above, times
 
 __all__ = [
     "Row",
@@ -146,7 +146,7 @@ def _through(
         # The outputs of one module are the inputs of the next.
         length, radius = step.length, check_ball(step.radius)
     # The product is zero if one constant is zero, even if another one is infinite.
-    constant = 0.0 if 0.0 in constants else rounded_up(math.prod(constants, start=1.0))
+    constant = 0.0 if 0.0 in constants else above(math.prod(constants, start=1.0), len(constants))
     return Walk(rows, constant, length, radius)
 
 
@@ -157,8 +157,8 @@ def branched(module: BranchModule, length: int, radius: float, path: str, level:
         raise refusal(module, path, f"adds {length} tokens to the {branch.length} that its branch returns")
     p, q = module._weights()
     # The norm of p x + q y is at most p |x| + q |y|.
-    reach = rounded_up(times(p, radius) + times(q, branch.radius))
-    constant = rounded_up(p + times(q, branch.constant))
+    reach = above(times(p, radius) + times(q, branch.radius), 8)
+    constant = above(p + times(q, branch.constant), 8)
     kind = type(module).__name__
     own = Row(path, kind, level, constant, radius, reach, length, length, module._source)
     return (*branch.rows, own)

@@ -12,7 +12,8 @@ from torch import nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius, softmax_upper_bound
-from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
+from howsmooth.nn.checks import norm_above
+from howsmooth.rounding import above, times
 
 __all__ = ["Reach", "Rule", "linear_reach", "rule_of"]
 
@@ -45,7 +46,7 @@ def linear_reach(module: nn.Linear | nn.Conv2d, length: int, radius: float) -> R
     """Return the reach of a linear map, or of a convolution whose patches are disjoint: that of a patch."""
     norm = norm_above("weight", module.weight.flatten(1))
     shift = 0.0 if module.bias is None else norm_above("bias", module.bias[None])
-    return Reach(norm, rounded_up(times(norm, radius) + shift), length)
+    return Reach(norm, above(times(norm, radius) + shift, 8), length)
 
 
 def _dropout(module: nn.Dropout, length: int, radius: float) -> Reach | str:
@@ -57,14 +58,14 @@ def _dropout(module: nn.Dropout, length: int, radius: float) -> Reach | str:
 def _flatten(module: nn.Flatten, length: int, radius: float) -> Reach | str:
     if (module.start_dim, module.end_dim) != (1, -1):
         return "flattens other axes than start_dim=1 to end_dim=-1, those of tokens and their numbers"
-    return Reach(1.0, rounded_up(math.sqrt(length) * radius), 1)
+    return Reach(1.0, above(math.sqrt(length) * radius, 8), 1)
 
 
 def _sorting_of_torchlip(module: Any, length: int, radius: float) -> Reach:
     # The layer sorts along axis 1 and multiplies by its coefficient. On tokens axis 1 is the axis of the
     # tokens, so one token may get the largest numbers of all.
-    constant = rounded_up(abs(float(module._coefficient_lip)))
-    return Reach(constant, rounded_up(times(constant, math.sqrt(length) * radius)), length)
+    constant = above(abs(float(module._coefficient_lip)), 8)
+    return Reach(constant, above(times(constant, math.sqrt(length) * radius), 8), length)
 
 
 def _softmax(module: nn.Softmax, length: int, radius: float) -> Reach | str:
@@ -89,7 +90,7 @@ def _norm(module: nn.LayerNorm | nn.RMSNorm, length: int, radius: float) -> Reac
     # The normalised token u has |u| = |h|/√(|h|² + dε) with |h| ≤ radius, so the ellipsoid of outputs is
     # smaller by the largest value of this factor.
     reach = 1.0 if math.isinf(radius) else radius / math.hypot(radius, math.sqrt(d * eps))
-    scaled = gain * min(1.0, rounded_up(reach))
+    scaled = gain * min(1.0, above(reach, 8))
     outputs: LayerNorm | RMSNorm
     # The derivative at zero is Γ/√ε, and ΓH/√ε with the centring matrix H; it has the largest norm.
     if isinstance(module, nn.LayerNorm):
@@ -97,7 +98,7 @@ def _norm(module: nn.LayerNorm | nn.RMSNorm, length: int, radius: float) -> Reac
         outputs = LayerNorm(scaled, torch.zeros_like(gain) if bias is None else bias)
     else:
         norm, outputs = float(gain.abs().amax()), RMSNorm(scaled)
-    return Reach(rounded_up(norm / math.sqrt(eps)), norm_radius(outputs), length)
+    return Reach(above(norm / math.sqrt(eps), 4 * d + 8), norm_radius(outputs), length)
 
 
 # Rule for entrywise functions φ: ``slope`` is the largest |φ'|, and |φ(t)| ≤ ``growth`` |t|, by default with
@@ -110,7 +111,7 @@ def _numbers_alone(slope: float | Callable[[Any], float], growth: float | None =
         if math.isnan(steepest):
             return "has settings for which no constant is known"
         longest = steepest if growth is None else growth
-        reach = radius if longest == 1.0 else rounded_up(longest * radius)
+        reach = radius if longest == 1.0 else above(longest * radius, 8)
         return Reach(steepest, reach, length)
 
     return rule
@@ -140,8 +141,8 @@ _RULES: dict[type, Rule] = {
     nn.SELU: _numbers_alone(1.0507009873554805 * 1.6732632423543773),
     nn.Hardtanh: _numbers_alone(lambda m: 1.0 if m.min_val <= 0 <= m.max_val else math.nan),
     nn.Hardswish: _numbers_alone(1.5, 1.0),
-    nn.GELU: _numbers_alone(lambda m: rounded_up(_GELU.get(m.approximate, math.nan)), 1.0),
-    nn.SiLU: _numbers_alone(rounded_up(_SILU), 1.0),
+    nn.GELU: _numbers_alone(lambda m: above(_GELU.get(m.approximate, math.nan), 8), 1.0),
+    nn.SiLU: _numbers_alone(above(_SILU, 8), 1.0),
     nn.Mish: _numbers_alone(_MISH, 1.0),
     nn.Sigmoid: _numbers_alone(0.25, math.inf),
     nn.Hardsigmoid: _numbers_alone(_SINGLE / 6, math.inf),

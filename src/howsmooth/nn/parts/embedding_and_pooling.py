@@ -20,10 +20,11 @@ from howsmooth.nn.checks import (
     check_placement,
     check_size,
     check_tokens,
+    norm_above,
 )
 from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.nn.parts.norms import norm_with_one
-from howsmooth.nn.upward_rounding import norm_above, rounded_up
+from howsmooth.rounding import above
 
 __all__ = ["AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"]
 
@@ -89,7 +90,7 @@ class AddPositions(_SequenceModule):
     def _reach(self, length: int, radius: float) -> float:
         positions = self.positions.detach().to("cpu", torch.float64)
         longest = torch.linalg.vector_norm(positions, dim=1).argmax()
-        return rounded_up(radius + norm_above("positions", positions[longest, None]))
+        return above(radius + norm_above("positions", positions[longest, None]), 8)
 
 
 class PrependToken(_SequenceModule):
@@ -159,7 +160,7 @@ class MeanPool(_SequenceModule):
         return 1
 
     def _reach(self, length: int, radius: float) -> float:
-        return rounded_up(math.sqrt(length) * radius)
+        return above(math.sqrt(length) * radius, 8)
 
 
 class ClipTokens(_SequenceModule):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import Placement, check, check_placement, check_size, check_tokens
+from howsmooth.nn.checks import Placement, check, check_placement, check_size, check_tokens, norm_above
 from howsmooth.nn.lipschitz_module import TokenModule
-from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
+from howsmooth.rounding import above, times
 
 __all__ = ["GroupSort", "MaxMin", "OrthogonalLinear", "SpectralLinear"]
 
@@ -78,7 +78,7 @@ class _ConstrainedLinear(TokenModule):
 
     def _reach(self, length: int, radius: float) -> float:
         shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])
-        return rounded_up(times(self._constant(length, radius), radius) + shift)
+        return above(times(self._constant(length, radius), radius) + shift, 8)
 
     def _stored(self) -> Tensor:
         """Return the tensor from which PyTorch computes the weight, after checking its dtype."""

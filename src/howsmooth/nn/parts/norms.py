@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius
-from howsmooth.nn.checks import Placement, check_number, check_placement, check_size, check_tokens
+from howsmooth.nn.checks import Placement, check_number, check_placement, check_size, check_tokens, norm_above
 from howsmooth.nn.lipschitz_module import TokenModule
-from howsmooth.nn.upward_rounding import norm_above, rounded_up
+from howsmooth.rounding import above
 
 __all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm", "norm_with_one"]
 
@@ -51,7 +51,7 @@ class _LipschitzNorm(TokenModule):
         return u * self._gain(self.gain) if self.shift is None else u * self._gain(self.gain) + self.shift
 
     def _reach(self, length: int, radius: float) -> float:
-        reach = rounded_up(self._longest(radius))
+        reach = above(self._longest(radius), 8)
         if math.isinf(reach):
             return math.inf
         # norm_radius takes outputs β + √d ΓH u with |u| ≤ 1. Here |u| ≤ reach, so the gain is scaled.
@@ -82,7 +82,8 @@ class _LipschitzNorm(TokenModule):
             return norm_above("gain", gain.abs().amax()[None, None])
         # The norm of ΓH, computed from the matrix.
         centre = torch.eye(self.dim, dtype=torch.float64) - 1 / self.dim
-        return norm_above("gain", gain[:, None] * centre)
+        # Entries round by 3 u, in the spectral norm by 3 u √d times as much as the largest.
+        return above(norm_above("gain", gain[:, None] * centre), 4 * self.dim)
 
 
 class CenterNorm(_LipschitzNorm):
@@ -105,7 +106,7 @@ class CenterNorm(_LipschitzNorm):
         self._factor = dim / (dim - 1) if scaled else 1.0
 
     def _constant(self, length: int, radius: float) -> float:
-        return rounded_up(self._factor * super()._constant(length, radius))
+        return above(self._factor * super()._constant(length, radius), 8)
 
     def _shorten(self, h: Tensor) -> Tensor:
         return h if self._factor == 1.0 else self._factor * h

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import limit_in_digits
 from howsmooth.study.exponents import GROUP
 from howsmooth.study.records import PLACE, plain_rows
 from howsmooth.study.report.tables import CONFIDENCE, chance, plain, slope

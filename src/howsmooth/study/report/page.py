@@ -15,7 +15,7 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from howsmooth.roundoff import limit_in_digits
+from howsmooth.rounding import limit_in_digits
 from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.exponents import STRATA
 from howsmooth.study.figures.measurements import Picture

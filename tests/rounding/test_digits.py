@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.roundoff import interval_in_digits, limit_in_digits
+from howsmooth.rounding import interval_in_digits, limit_in_digits
 
 POSITIVE = st.floats(1e-300, 1e300)
 

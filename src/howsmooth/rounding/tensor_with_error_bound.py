@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.roundoff import LOST, UNDERFLOW, U, gamma
+from howsmooth.rounding.units import LOST, UNDERFLOW, U, gamma
 
 __all__ = [
     "FUZZ",

@@ -33,6 +33,7 @@ def largest_eigenvalue_estimates(g: Float[Tensor, "batch r r"]) -> Float[Tensor,
 
 def _largest(matrix: Float[Tensor, "r r"]) -> Float[Tensor, ""]:
     vector = torch.randn(1, len(matrix), generator=torch.Generator().manual_seed(0), dtype=matrix.dtype)
+    vector = vector.to(matrix.device)
     last = matrix.new_zeros(1)
     for _ in range(_ROUNDS):
         top, vector = lanczos(lambda y: y, matrix, vector, _STEPS)

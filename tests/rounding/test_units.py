@@ -1,0 +1,82 @@
+"""Allowances against arithmetic of many digits, at the operations that round worst."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from howsmooth.rounding import LOG_MARGIN, LOST, U, above, below, gamma, log_above, log_below, times, up
+
+FACTORS = st.lists(st.floats(1.0, 2.0), min_size=2, max_size=40)
+
+
+@given(factors=FACTORS)
+def test_a_product_is_moved_past_its_exact_value(factors: list[float]) -> None:
+    exact = math.prod(map(Fraction, factors))
+    found = math.prod(factors)
+    operations = len(factors) - 1
+    assert Fraction(below(found, operations)) <= exact <= Fraction(above(found, operations))
+
+
+@pytest.mark.parametrize("operations", [1, 2, 3, 10, 1000])
+@pytest.mark.parametrize("mantissa", [1.0, 1.5, 2 - 2.0**-52, 1 + 2.0**-52])
+def test_a_number_is_moved_by_the_roundings_that_it_may_have(operations: int, mantissa: float) -> None:
+    # Every operation rounded down, or up, by as much as it can.
+    value, u = Fraction(mantissa), Fraction(U)
+    assert Fraction(above(mantissa, operations)) >= value / (1 - u) ** operations
+    assert Fraction(below(mantissa, operations)) <= value / (1 + u) ** operations
+    assert above(mantissa, operations) <= mantissa * (1 + 2 * (operations + 4) * U)
+    entries = torch.tensor([mantissa], dtype=torch.float64)
+    assert float(above(entries, operations)) == above(mantissa, operations)
+
+
+def test_zero_and_infinity_stay() -> None:
+    assert above(0.0, 5) == below(0.0, 5) == 0.0
+    assert above(math.inf, 5) == math.inf
+    assert log_above(-math.inf) == log_below(-math.inf) == -math.inf
+    assert log_above(math.inf) == math.inf
+    both = torch.tensor([-math.inf, math.inf], dtype=torch.float64)
+    assert log_above(both).tolist() == [-math.inf, math.inf]
+    assert times(0.0, math.inf) == times(math.inf, 0.0) == 0.0
+    assert times(2.0, 3.0) == 6.0
+
+
+@given(m=st.integers(1, 10**6))
+def test_gamma_covers_so_many_roundings(m: int) -> None:
+    u = Fraction(U)
+    exact = m * u / (1 - m * u)
+    assert abs(Fraction(gamma(m)) - exact) <= 4 * u * exact
+    assert U * m <= gamma(m)
+
+
+@given(logs=st.lists(st.floats(-700.0, 700.0), min_size=1, max_size=8))
+def test_a_sum_of_logarithms_is_moved_past_its_exact_value(logs: list[float]) -> None:
+    found, exact = sum(logs), sum(map(Fraction, logs))
+    assert Fraction(log_below(found)) <= exact <= Fraction(log_above(found))
+
+
+def test_the_margin_of_a_logarithm_has_the_roundings_that_it_names() -> None:
+    # 4000 roundings of the formula, and eight of logarithms of size 512.
+    assert math.log1p(gamma(4000)) + 8 * 512 * U <= LOG_MARGIN <= 1e-12
+    assert log_above(-1e4) - -1e4 >= LOG_MARGIN + 31 * U * 1e4
+    assert -1e4 - log_below(-1e4) >= LOG_MARGIN + 31 * U * 1e4
+
+
+def test_errors_are_enlarged_by_more_than_their_own_rounding() -> None:
+    assert up(1.0) - 1 >= gamma(10**9)
+    assert up(1.0) <= 1 + 2e-6
+    assert float(up(torch.tensor(3.0, dtype=torch.float64))) == up(3.0)
+
+
+@pytest.mark.parametrize("count", [1, 7, 1000])
+def test_lost_covers_squares_that_underflow(count: int) -> None:
+    # The largest number whose square becomes zero; of several, those that leave most of their sum.
+    small = math.sqrt(2.0**-1075) * (1 - 1e-15)
+    vector = torch.full((count,), small, dtype=torch.float64)
+    assert float(torch.sum(vector * vector)) == 0
+    assert small * math.sqrt(count) <= LOST * math.sqrt(count)
