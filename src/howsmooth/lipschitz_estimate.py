@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -69,7 +70,9 @@ class _Constants:
             return f"{name}({shown[0]} {sure}, {status} in {steps}{hint}; {self.scope}; {self.method})"
         if len(shown) > _MOST_INTERVALS:
             shown = [f"{value:.6g}" for value in ends[0]]
-            width = float(((self.upper - self.lower) / self.value.clamp_min(1e-300)).max())
+            width = float(
+                ((self.upper - self.lower) / self.value.clamp_min(torch.finfo(torch.float64).tiny)).max()
+            )
             sure = f"each in its interval of relative width at most {width:.2g} {sure}"
         if len(shown) > _MOST_SHOWN:
             half = _MOST_SHOWN // 2

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ def check_call(
     if not members:
         raise ArgumentError("x", expected="at least one sequence", got="none")
     for i, tokens in enumerate(members):
-        with _named(f"x[{i}]" if members is x else None):
+        try:
             _check_tokens(tokens, rtol, confidence, max_iterations, batch_dims)
             if members is x:
                 _check_sequence(tokens, members[0])
@@ -49,6 +48,11 @@ def check_call(
                 check_measure(x, f)
             elif isinstance(f, TokenMap) and isinstance(tokens, Tensor):
                 check_tokens(tokens, f)
+        except ArgumentError as error:
+            if members is not x or error.argument not in ("x", "X"):
+                raise
+            words = {"expected": error.expected, "got": error.got, "remedy": error.remedy}
+            raise type(error)(f"x[{i}]", **words) from None
     refused = method == "closed form" and not has_closed_form(f)
     if refused or method not in ("auto", "closed form", "autodiff"):
         raise ArgumentError(
@@ -144,18 +148,6 @@ def _check_sequence(x: object, first: object) -> None:
     if (x.dtype, x.device) != (first.dtype, first.device):
         expected = f"{first.dtype} on {first.device} as x[0]"
         raise ArgumentError("x", expected=expected, got=f"{x.dtype} on {x.device}")
-
-
-@contextmanager
-def _named(name: str | None) -> Iterator[None]:
-    """Give errors about tokens the name of the sequence of a list that they are of."""
-    try:
-        yield
-    except ArgumentError as error:
-        if name is None or error.argument not in ("x", "X"):
-            raise
-        words = {"expected": error.expected, "got": error.got, "remedy": error.remedy}
-        raise type(error)(name, **words) from None
 
 
 def _remedy_for_site(given: object) -> str:

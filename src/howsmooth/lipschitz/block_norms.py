@@ -17,6 +17,7 @@ from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.jacobian.closed_form import has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import DenseBlocks, TokenBlocks
 from howsmooth.lipschitz.singular_value_solver import Solver
+from howsmooth.rounding import spectral_norm_above
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.checked_products import CheckedProducts
 from howsmooth.spectral.scaling import Scaled, unscaled
@@ -220,7 +221,7 @@ def _of_rows(
     if readout is not None:
         # W = QR has the singular values of R, and so have W J and R J. The error of R is relative to ‖W‖.
         factor = torch.linalg.qr(readout.double(), mode="r").R
-        gain = float(torch.linalg.matrix_norm(factor, 2))
+        gain = spectral_norm_above(factor)
         rounding += len(readout) * torch.finfo(torch.float64).eps
     norms = BlockNorms.zeros(len(outputs), n)
     by_columns, groups = _groups(n, d, jacobian.out_shape[-1], len(outputs), jacobian.dtype)

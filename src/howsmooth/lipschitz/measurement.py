@@ -156,15 +156,16 @@ def at_measure(
     f: TokenMap, x: Tensor, weighting: Weighting, solver: Solver, *, closed: bool
 ) -> LeadingTriplet:
     """Measure the Lipschitz constant of a map at the measure of weighted atoms ``x`` (n, d), in float64."""
-    start = solver.starts([0], x.shape, x.dtype, x.device)
-    if not closed:
-        by_autodiff = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
-        return solver.alone(by_autodiff, [0], start=start)
-    operator = closed_form_jacobian(f, x[None], weighting=weighting)
-    image = operator.product(start)
-    # No bound on the rounding errors is proved at measures. If terms cancel, the products change when the
-    # atoms move by one unit of rounding; the change of one product estimates the error.
-    moved = (closed_form_jacobian(f, y[None], weighting=weighting) for y in moved_by_rounding(x))
-    seen = allowance_for_rounding((at.product(start) for at in moved), image)
-    operator.rounding = torch.maximum(operator.rounding, seen)
+    start, image = solver.starts([0], x.shape, x.dtype, x.device), None
+    operator: LinearOperator
+    if closed:
+        operator = closed_form_jacobian(f, x[None], weighting=weighting)
+        image = operator.product(start)
+        # No bound on the rounding errors is proved at measures. If terms cancel, the products change when the
+        # atoms move by one unit of rounding; the change of one product estimates the error.
+        moved = (closed_form_jacobian(f, y[None], weighting=weighting) for y in moved_by_rounding(x))
+        seen = allowance_for_rounding((at.product(start) for at in moved), image)
+        operator.rounding = torch.maximum(operator.rounding, seen)
+    else:
+        operator = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
     return solver.alone(operator, [0], start=start, image=image)

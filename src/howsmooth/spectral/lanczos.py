@@ -33,6 +33,7 @@ from scipy import linalg
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
+from howsmooth.rounding import above, gamma
 from howsmooth.spectral.accurate_sums import row_lengths, squared_lengths
 from howsmooth.spectral.checked_products import CheckedProducts
 from howsmooth.spectral.krylov_basis import Basis
@@ -455,8 +456,8 @@ class _Members:
             top, limit, settled = _proved_limits(a, b, self._quantile[some], errors, taken, self._rtol)
             errors = self.proved.total.numpy()[some]
             self.slack[some] = errors / np.sqrt(np.maximum(top, np.finfo(float).tiny))
-            self._level[some] = 2.0 * self.slack[some] + 2.0**-49
-            self.upper[some] = (np.sqrt(limit) + self.proved.model.numpy()[some]) * (1 + 2.0**-50)
+            self._level[some] = 2.0 * self.slack[some] + gamma(16)
+            self.upper[some] = above(np.sqrt(limit) + self.proved.model.numpy()[some], 4)
         self.sigma[some] = np.sqrt(top)
         # γ_k = 0 up to rounding: the Krylov space is invariant, and further steps would add only noise.
         self.broke_down[some] = complete | settled | (b[:, -1] <= self._level[some] * top)
