@@ -43,12 +43,26 @@ def test_one_product_in_float64_gives_value_and_interval() -> None:
         operator, exact = checked(0.0)
         found = solve(operator, rtol)
         assert exact.products == 1
+        assert isinstance(operator.single, Dense)
+        assert operator.single.products == int(found.steps.max())
         assert found.converged.all()
         assert ((found.lower <= 1.0) & (found.upper >= 1.0)).all()
         image = torch.einsum("boi,bi->bo", exact.matrices, found.right.double())
         torch.testing.assert_close(found.sigma, image.norm(dim=1), rtol=1e-6, atol=0.0)
         assert (found.sigma - found.lower < 1e-13).all()
         assert found.right.dtype == found.left.dtype == torch.float32
+
+
+def test_twice_the_error_of_a_product_is_allowed_for() -> None:
+    """One across the direction, which leaves the value as it is."""
+    operator, exact = checked(0.0)
+    _, _, right = torch.linalg.svd(exact.matrices)
+    v, across = right[:, 0], right[:, 1]
+    one, steps = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
+    found = LeadingTriplet(one, one, one, steps > 0, steps > 0, steps, v.float(), gaussian(0, 2, 60).float())
+    judged = operator.judged(found, v + 1e-3 * across, 1e-2)
+    assert judged.converged.all()
+    assert (judged.upper - judged.sigma > 1.99e-3).all()
 
 
 @pytest.mark.parametrize("basis_bytes", [None, 50 * 8 * 40, 0])

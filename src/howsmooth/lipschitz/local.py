@@ -157,9 +157,13 @@ def local_lipschitz(
     elif closed:
         parts = closed_forms(in_double(f), members, solver, budget)
     else:
+        # PyTorch differentiates one shape at a time, so that sequences of a list share no products.
         lots = [([i], one) for i, one in enumerate(members)] if listed else [(range(len(members)), x)]
         clear = listed or batch_dims is not None or x.ndim > 2 or isinstance(f, TokenMap)
-        parts, checked = autodiff(f, lots, leading, solver, budget, rows_are_tokens=clear)
+        made = [
+            autodiff(f, one, leading, numbers, solver, budget, rows_are_tokens=clear) for numbers, one in lots
+        ]
+        parts, checked = [part for part, _ in made], all(one for _, one in made)
     found = _by_sequence(parts, [len(one) for one in members]) if listed else _by_batch(parts, lead)
     words = f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__)
     if isinstance(x, AbstractMeasure):

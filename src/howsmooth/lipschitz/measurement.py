@@ -95,61 +95,56 @@ def _streamed(double: TokenMap, x: Tensor, rtol: float, budget: int) -> LinearOp
 
     The operators in float32 and in float64 are not in memory at the same time.
     """
-    made = partial(closed_form_jacobian, double, x.double(), streamed=True)
+
+    def made(dtype: torch.dtype, allowance: float | None = None) -> LinearOperator:
+        return closed_form_jacobian(double, x.double(), dtype=dtype, streamed=True, allowance=allowance)
+
     if x.dtype == torch.float64:
-        return made(dtype=x.dtype)
+        return made(x.dtype)
     # Measure again in float64 only if memory has room for the longer vectors.
     room = budget - bytes_without_basis(double, x.double())
-    return CheckedProducts(
-        made(dtype=x.dtype, allowance=_ROUNDING_SHARE * rtol),
-        partial(made, dtype=torch.float64),
-        room if room >= fewest_vectors(x) else 0,
-    )
+    single = made(x.dtype, _ROUNDING_SHARE * rtol)
+    return CheckedProducts(single, partial(made, torch.float64), room if room >= fewest_vectors(x) else 0)
 
 
 def autodiff(
     f: Callable[[Tensor], Tensor],
-    lots: Sequence[tuple[Sequence[int], Tensor]],
+    x: Tensor,
     leading: int,
+    members: Sequence[int],
     solver: Solver,
     budget: int,
     *,
     rows_are_tokens: bool,
-) -> tuple[list[Part], bool]:
-    """Measure the Lipschitz constants of a map with its Jacobian by automatic differentiation.
+) -> tuple[Part, bool]:
+    """Measure the Lipschitz constants of a map at inputs ``x``, by automatic differentiation.
 
-    Each of ``lots`` is the numbers of some members, and their inputs, with ``leading`` batch axes. PyTorch
-    differentiates one shape at a time, so lots share no products. Results of the maps of this library in
-    float32 are checked in float64 where memory has room for that Jacobian; the second result is False if it
-    has not. Other functions may compute in float32 only. Unless ``rows_are_tokens``, a map that acts on each
-    row of its input by itself is refused.
+    The first axes of ``x``, ``leading`` in number, count the members. The result of a map of this library in
+    float32 is checked in float64 where memory has room for that Jacobian; the second value is False if it has
+    not. Other functions may compute in float32 only. Unless ``rows_are_tokens``, a map that acts on each row
+    of its input by itself is refused.
     """
-    parts: list[Part] = []
-    checked = True
-    finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    for numbers, x in lots:
-        judging = isinstance(f, TokenMap) and x.dtype == torch.float32
-        start = solver.starts(numbers, x.shape[leading:], x.dtype, x.device)
-        room = float(budget) if judging else 0.0
-        jacobian = AutodiffJacobian(f, x, leading, start=start, float64_bytes=room)
-        if not rows_are_tokens and jacobian.keeps_rows_apart():
-            raise ArgumentError(
-                "batch_dims",
-                expected="0 or 1, as f acts on each row of x by itself",
-                got="None",
-                remedy=f"Say batch_dims=1 for {len(x)} vectors, each with a constant of its own, or "
-                f"batch_dims=0 for one sequence of {len(x)} tokens.",
-            )
-        operator: LinearOperator = jacobian
-        if isinstance(f, TokenMap) and judging and jacobian.judged:
-            rounding = (finer * jacobian.rounding).clamp_min(finer * _TYPICAL)
-            # The float64 products judge what terms that cancel have lost.
-            jacobian.rounding = torch.full_like(rounding, _TYPICAL)
-            exact = AutodiffJacobian(f.to(dtype=torch.float64), x.double(), rounding=rounding)
-            operator = CheckedByAdjoint(jacobian, exact)
-        checked = checked and (jacobian.judged or not judging)
-        parts.append((numbers, solver.alone(operator, numbers, start=start, image=jacobian.image)))
-    return parts, checked
+    judging = isinstance(f, TokenMap) and x.dtype == torch.float32
+    start = solver.starts(members, x.shape[leading:], x.dtype, x.device)
+    jacobian = AutodiffJacobian(f, x, leading, start=start, float64_bytes=budget if judging else 0.0)
+    if not rows_are_tokens and jacobian.keeps_rows_apart():
+        raise ArgumentError(
+            "batch_dims",
+            expected="0 or 1, as f acts on each row of x by itself",
+            got="None",
+            remedy=f"Say batch_dims=1 for {len(x)} vectors, each with a constant of its own, or "
+            f"batch_dims=0 for one sequence of {len(x)} tokens.",
+        )
+    operator: LinearOperator = jacobian
+    if isinstance(f, TokenMap) and judging and jacobian.judged:
+        finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        rounding = (finer * jacobian.rounding).clamp_min(finer * _TYPICAL)
+        # The float64 products judge what terms that cancel have lost.
+        jacobian.rounding = torch.full_like(rounding, _TYPICAL)
+        exact = AutodiffJacobian(f.to(dtype=torch.float64), x.double(), rounding=rounding)
+        operator = CheckedByAdjoint(jacobian, exact)
+    found = solver.alone(operator, members, start=start, image=jacobian.image)
+    return (members, found), jacobian.judged or not judging
 
 
 def at_measure(

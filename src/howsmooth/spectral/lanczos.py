@@ -233,7 +233,7 @@ class _Run:
         judged = isinstance(operator, CheckedProducts) and dtype == operator.dtype
         self._gram = torch.empty_like(self._right) if judged else None
         self._active = np.arange(operator.batch)  # the member in each row of the batch
-        self._running = np.ones(operator.batch, dtype=bool)  # whether the member in each row still runs
+        self._running = np.full(operator.batch, fill_value=True)  # whether the member in each row still runs
         self._k = 0
 
     @property

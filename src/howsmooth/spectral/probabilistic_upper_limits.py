@@ -167,7 +167,7 @@ def rounded_upper(
         wide = (16 * math.sqrt(k) * error / allowed) ** 2
         return top, max(2 * first, 8 * taken / allowed, wide, 8 * math.sqrt(k) * error**2 / allowed), False
     second = top + reach
-    if second > first + 0.125 * rtol * top:
+    if k > 1 and second > first + 0.125 * rtol * top:
         # ‖(t − T)⁻¹ e_1‖ is small if the start has a small component along the leading Ritz vector.
         unit = np.zeros(k)
         unit[0] = 1.0
