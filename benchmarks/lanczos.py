@@ -5,8 +5,8 @@
 
 Matrices of prescribed singular values between random orthogonal factors, float32 products, many starts. Each
 row: the share of starts whose interval, at the confidence asked for, holds the norm; the largest relative
-distance of the Ritz value and of the upper limit from those of float64 Golub-Kahan after the same steps from
-the same start (the limit is wider by the allowance for rounding); and the steps to the tolerance.
+distance of the Ritz value and of the upper limit from those in float64 after the same steps from the same
+start (the limit is wider by the allowance for rounding); and the steps to the tolerance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from turns import show
 
-from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
+from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral import lanczos as solve
 from howsmooth.spectral.accurate_sums import squared_lengths
 from howsmooth.spectral.krylov_basis import Basis
@@ -99,7 +99,7 @@ def rows(name: str, values: list[float], arguments: argparse.Namespace) -> Itera
     norm = float(torch.linalg.matrix_norm(matrix, 2))
     fixed = {"rtol": 0.0, "confidence": confidence}
     exact = {
-        steps: golub_kahan(Shared(matrix, count), start.double(), max_iterations=steps, **fixed)
+        steps: solve(Shared(matrix, count), start.double(), max_iterations=steps, **fixed)
         for steps in (arguments.early, arguments.steps)
     }
     for label, (dtype, kind) in BASES.items():

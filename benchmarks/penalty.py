@@ -9,7 +9,7 @@ and input), and a Transformer of four layers. Medians of rounds in turns; ratios
 its own speed.
 
 Part 2: a small Transformer on scikit-learn's digits, 64 new images in each batch: mean and smallest ratio of
-the penalty's value to the singular value itself (60 Golub-Kahan steps from a random start), at both layers.
+the penalty's value to the singular value itself (60 Lanczos steps from a random start), at both layers.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from howsmooth import batching, lipschitz
 from howsmooth.attention import Rotary
 from howsmooth.batching import are_measured_together, batches, footprint
 from howsmooth.jacobian.memory_footprint import cached_bytes
-from howsmooth.lipschitz import mixed_precision
+from howsmooth.lipschitz import measurement
 from tests._cases import D, random_attention, tokens, true_norm
 
 ROOMY = 1 << 50
@@ -125,13 +125,13 @@ def replace_rotary(f: hs.SelfAttention, n: int) -> hs.SelfAttention:
 def test_a_footprint_says_how_a_sequence_will_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Held against what ``local_lipschitz`` then does."""
     asked: list[bool] = []
-    linearised = mixed_precision.closed_form_jacobian
+    linearised = measurement.closed_form_jacobian
 
     def streamed(*args: Any, **options: Any) -> Any:
         asked.append(options["streamed"])
         return linearised(*args, **options)
 
-    monkeypatch.setattr(mixed_precision, "closed_form_jacobian", streamed)
+    monkeypatch.setattr(measurement, "closed_form_jacobian", streamed)
     generator = torch.Generator().manual_seed(0)
     f = hs.SelfAttention(*(torch.randn(8, 4, 8, generator=generator) for _ in range(3)))
     n = 512

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ import howsmooth as hs
 from howsmooth.lipschitz.singular_value_solver import member_seeds
 from howsmooth.measures import Gaussian
 from howsmooth.nn.penalty.singular_value import Directions
-from howsmooth.seeds import torch_seed
+from howsmooth.seeds import random_stream, torch_seed
 from tests._cases import D, random_attention, tokens
 
 EYE = torch.eye(3, dtype=torch.float64)
@@ -31,12 +32,15 @@ def test_small_seeds_are_pytorchs_own() -> None:
 
 @pytest.mark.parametrize("seed", [0, 7, 2**32, 2**63 + 5])
 def test_members_of_a_batch_have_streams_of_their_own(seed: int) -> None:
-    """Two of 20,000 share one with a probability of 2^-32 a pair, 5 % in all; of these seeds none do."""
-    streams = [torch_seed(one) for one in member_seeds(seed, 20_000)]
-    assert len(set(streams)) == 20_000
-    # Spread over all 32 bits, as hashes are: each bit is set in half of them.
-    bits = torch.tensor(streams)[:, None] >> torch.arange(32) & 1
-    assert float((bits.double().mean(dim=0) - 0.5).abs().max()) < 0.02
+    """Those of a neighbouring seed are others, too, and none is a stream of PyTorch."""
+    seeds = [*member_seeds(seed, 20_000), *member_seeds(seed + 1, 20_000)]
+    drawn = [random_stream(one).standard_normal(2) for one in seeds]
+    assert len({tuple(two) for two in drawn}) == 40_000
+    mean, spread = np.mean(drawn, axis=0), np.cov(np.array(drawn).T)
+    assert np.abs(mean).max() < 0.03
+    assert np.abs(spread - np.eye(2)).max() < 0.05
+    tokens_of_a_user = torch.randn(2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    assert abs(tokens_of_a_user.numpy() - drawn[0]).max() > 1e-3
 
 
 def _direction(seed: int) -> Tensor:

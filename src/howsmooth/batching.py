@@ -5,8 +5,9 @@ kept in memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,82 +96,45 @@ def footprint(
     return Footprint(streamed=False, size=cached_bytes(f, tokens[0], dtype))
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Several sequences of a batch that are padded with zeros to the length of the longest of them."""
-
-    count: int = 0
-    probabilities: int = 0  # bytes of the last member's probabilities
-    basis: int = 0  # bytes of the last member's Krylov basis
-    own: int = 0  # bytes of all members without padding
-    members: list[int] = field(default_factory=list)  # the same list object as in the next larger group
-
-    def with_member(self, probabilities: int, basis: int) -> _Group:
-        """Return this group of sequences with one more sequence.
-
-        The arguments are the bytes of the sequence's probabilities and of its Krylov basis. The caller
-        appends its index to ``members``.
-        """
-        return _Group(self.count + 1, probabilities, basis, self.own + probabilities + basis, self.members)
-
-    @property
-    def all_probabilities(self) -> int:
-        return self.count * self.probabilities
-
-    @property
-    def all_bases(self) -> int:
-        return self.count * self.basis
-
-    @property
-    def filled(self) -> int:
-        """The bytes that padding adds to the attention probabilities and Krylov bases of the group."""
-        return self.all_probabilities + self.all_bases - self.own
-
-
 def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -> Iterator[list[list[int]]]:
     """Divide sequences into batches that are measured together, in order of increasing length.
 
-    Each batch is a list of lists of indices into ``members``. The sequences of an inner list are padded to
-    one length.
+    Each batch is a list of groups, which are lists of indices into ``members``. The sequences of a group are
+    padded to the length of its last one.
     """
     device = members[0].device
     on_cpu = device.type == "cpu"
     most_basis = _BASIS_BYTES if on_cpu else max(_BASIS_BYTES, int(_BASIS_SHARE * budget))
     most_filled = _FILLED_BYTES.get(device.type, _FILLED_ELSEWHERE)
-    groups: list[_Group] = []
+    groups: list[list[int]] = []
+    # Bytes of probabilities and of Krylov bases: of all groups but the last, of the last member, and of all
+    # members of the last group without padding.
+    closed = last = own = np.zeros(2, dtype=np.int64)
     for i in sorted(range(len(members)), key=lambda i: members[i].shape[0]):
         if runs_members_alone(double) or is_streamed(double, members[i][None], budget):
             if groups:
-                yield [group.members for group in groups]
+                yield groups
             yield [[i]]
             groups = []
             continue
         n, dtype = members[i].shape[0], members[i].dtype
         basis = n * (double.d + double.d_out) * dtype.itemsize * _EXPECTED_STEPS
-        one = cached_bytes(double, n, dtype), basis
-        longer = _with_member(groups, one, most_filled)
-        full = (
-            sum(group.all_probabilities for group in longer) > budget
-            or sum(group.all_bases for group in longer) > most_basis
-        )
-        if groups and full:
-            yield [group.members for group in groups]
-            longer = _with_member([], one, most_filled)
-        groups = longer
-        groups[-1].members.append(i)
+        one = np.array((cached_bytes(double, n, dtype), basis))
+        # Whether the last group takes one more sequence, to whose length all others of it are padded
+        joins = bool(groups) and (len(groups[-1]) * one - own).sum() <= most_filled
+        if groups and not joins:
+            closed, own = closed + len(groups[-1]) * last, 0 * own
+        probabilities, bases = closed + (len(groups[-1]) + 1 if joins else 1) * one
+        if groups and (probabilities > budget or bases > most_basis):
+            yield groups
+            groups, joins, closed, own = [], False, 0 * closed, 0 * own
+        if joins:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        last, own = one, own + one
     if groups:
-        yield [group.members for group in groups]
-
-
-def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -> list[_Group]:
-    """Add a sequence to the last group of a batch if this addition needs little padding. Otherwise, start a
-    new group with the sequence.
-
-    The argument ``one`` describes the sequence: the bytes of its probabilities and of its Krylov basis.
-    """
-    if groups and (joined := groups[-1].with_member(*one)).filled <= most_filled:
-        return [*groups[:-1], joined]  # the padding is small enough
-    return [*groups, _Group().with_member(*one)]
+        yield groups
 
 
 def are_measured_together(f: object, g: object) -> bool:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -69,7 +70,9 @@ class _Constants:
             return f"{name}({shown[0]} {sure}, {status} in {steps}{hint}; {self.scope}; {self.method})"
         if len(shown) > _MOST_INTERVALS:
             shown = [f"{value:.6g}" for value in ends[0]]
-            width = float(((self.upper - self.lower) / self.value.clamp_min(1e-300)).max())
+            width = float(
+                ((self.upper - self.lower) / self.value.clamp_min(torch.finfo(torch.float64).tiny)).max()
+            )
             sure = f"each in its interval of relative width at most {width:.2g} {sure}"
         if len(shown) > _MOST_SHOWN:
             half = _MOST_SHOWN // 2
@@ -145,7 +148,7 @@ class LipschitzEstimate(_Constants):
         Whether upper − lower <= rtol · value. Where false, the interval is wider than requested, and the
         value may be far below the constant.
     iterations
-        Number of Golub–Kahan or Lanczos steps. Each step takes one product with the Jacobian and one with
+        Number of Lanczos steps. Each step takes one product with the Jacobian and one with
         its adjoint.
     input_direction, output_direction
         Leading singular vectors of the Jacobian, with Frobenius norm 1, of shapes (..., n, d) and (..., n,

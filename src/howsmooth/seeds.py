@@ -7,7 +7,17 @@ import json
 
 import numpy as np
 
-__all__ = ["derive_seed", "torch_seed"]
+__all__ = ["derive_seed", "random_stream", "torch_seed"]
+
+
+def random_stream(seed: int) -> np.random.Generator:
+    """Return the random numbers of a start vector, for a seed of which the lowest 64 bits count.
+
+    All of these bits are hashed to 128 bits, so no two seeds share a stream, however near they are, and none
+    is a stream of PyTorch. The limits of a measurement hold for starts that do not depend on its tokens,
+    which may have been drawn from PyTorch's generator with the same seed.
+    """
+    return np.random.default_rng(seed % 2**64)
 
 
 def torch_seed(seed: int) -> int:

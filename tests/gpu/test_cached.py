@@ -10,9 +10,9 @@ import torch
 import howsmooth as hs
 from howsmooth import measures
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.spectral import golub_kahan
+from howsmooth.spectral import lanczos
 from tests._cases import ACTING, CASES, D, random_attention, tokens, true_norm
-from tests.spectral.test_golub_kahan import Dense, gaussian, with_spectrum
+from tests._operators import Dense, gaussian, with_spectrum
 
 pytestmark = pytest.mark.gpu
 
@@ -76,7 +76,7 @@ def test_prescribed_spectra(device: torch.device, dtype: torch.dtype) -> None:
     matrices = torch.stack([with_spectrum(i, values, 12, 15) for i, values in enumerate(spectra)])
     operator = Dense(matrices.to(device=device, dtype=dtype))
     start = gaussian(7, len(spectra), 15).to(operator.matrices)
-    found = golub_kahan(operator, start, rtol=1e-4, confidence=0.999, max_iterations=100)
+    found = lanczos(operator, start, rtol=1e-4, confidence=0.999, max_iterations=100)
     truth = torch.tensor([max(values) for values in spectra], dtype=torch.float64)
     assert (found.converged | found.broke_down).all()
     torch.testing.assert_close(found.sigma.cpu(), truth, rtol=2e-5, atol=1e-12)

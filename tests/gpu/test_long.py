@@ -14,7 +14,7 @@ from howsmooth.jacobian.closed_form import has_closed_form
 from howsmooth.memory import SHARE, free_memory, memory_budget
 from howsmooth.spectral import lanczos
 from tests._cases import CASES, D, random_attention, tokens, true_norm
-from tests.spectral.test_golub_kahan import Dense, gaussian, with_spectrum
+from tests._operators import Dense, gaussian, with_spectrum
 
 pytestmark = pytest.mark.gpu
 

@@ -71,7 +71,7 @@ def test_one_seed_gives_every_sequence_its_own_start_and_autodiff_agrees() -> No
 
 def test_sequences_in_a_list_that_do_not_fit_in_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
     from howsmooth import batching
-    from howsmooth.lipschitz import mixed_precision
+    from howsmooth.lipschitz import measurement
 
     f, xs = random_attention(5), unequal(3)
     whole = hs.local_lipschitz(f, xs, rtol=1e-9)
@@ -81,7 +81,7 @@ def test_sequences_in_a_list_that_do_not_fit_in_memory_together(monkeypatch: pyt
         cut.extend(batching.batches(*arguments))
         return iter(cut)
 
-    monkeypatch.setattr(mixed_precision, "batches", noted)
+    monkeypatch.setattr(measurement, "batches", noted)
     monkeypatch.setattr(batching, "_BASIS_BYTES", 9 * 2 * D * 8 * batching._EXPECTED_STEPS)
     parts = hs.local_lipschitz(f, xs, rtol=1e-9)
     # From short to long, nine tokens at most, those that fill up the shorter ones among them.

@@ -134,18 +134,18 @@ def test_each_sequence_gets_the_interval_that_it_gets_alone(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two tokens of dimension 6 the Krylov space ends at step 12 and before; of the longest it goes on."""
-    from howsmooth.lipschitz import mixed_precision
+    from howsmooth.lipschitz import measurement
 
     f = CASES[name](LONGEST).to(dtype=dtype)
     xs = [tokens(i, n, D, dtype=dtype) for i, n in enumerate((2, 7, 1, 4, 2))]
     lots: list[int] = []
-    join = mixed_precision.joined
+    join = measurement.joined
 
     def noted(parts: list[LinearOperator]) -> LinearOperator:
         lots.append(len(parts))
         return join(parts)
 
-    monkeypatch.setattr(mixed_precision, "joined", noted)
+    monkeypatch.setattr(measurement, "joined", noted)
     rtol = 1e-9 if dtype == torch.float64 else 1e-4
     seeds = [3, 1, 4, 1, 5]
     together = hs.local_lipschitz(f, xs, rtol=rtol, seed=seeds)

@@ -17,7 +17,7 @@ _BY_PLACE = {
     "StoreError TextError WorkerError",
     "hs.attention": "TokenMap StagedAttention",
     "hs.jacobian": "AutodiffJacobian closed_form_jacobian",
-    "hs.spectral": "LinearOperator LeadingTriplet golub_kahan lanczos",
+    "hs.spectral": "LinearOperator LeadingTriplet lanczos",
     "hs.models": "inspect_model Inspection InspectedSite Refusal CrossSite LoadedModel "
     "builtin_names image_inputs",
     "hs.texts": "load_text Text TEXTS",

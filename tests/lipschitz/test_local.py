@@ -354,7 +354,7 @@ def test_tokens_drawn_with_the_same_seed_do_not_repeat_the_start(
     seed: int, shape: tuple[int, int], move: str
 ) -> None:
     """The Jacobian of a norm layer is zero along its tokens, and a start along them showed nothing of it:
-    without independent_seeds the upper limit was up to an eighth below the norm, or the map was refused.
+    where small seeds were PyTorch's own, the upper limit was up to an eighth below the norm.
     """
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     if move == "normed":

@@ -14,7 +14,7 @@ from howsmooth.attention import Compose, Residual, TokenMap
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import tiling
 from howsmooth.jacobian.memory_footprint import cached_bytes
-from howsmooth.lipschitz import mixed_precision, singular_value_solver
+from howsmooth.lipschitz import measurement, singular_value_solver
 from tests._cases import D, random_attention, tokens
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let no probabilities fit, and tell which way was taken."""
     ways: list[str] = []
     monkeypatch.setattr(batching, "cached_bytes", lambda *arguments: 1 << 60)
-    for name in ("golub_kahan", "lanczos"):
+    for name in ("lanczos_together", "lanczos"):
         solve = getattr(singular_value_solver, name)
 
         def noted(*arguments: object, name: str = name, solve: object = solve, **keywords: object) -> object:
@@ -75,12 +75,12 @@ def test_probabilities_that_fit_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("closed_form_jacobian", "closed_form_jacobians"):  # the latter keep their probabilities
 
         def noted(
-            *arguments: object, name: str = name, made: object = getattr(mixed_precision, name), **keywords
+            *arguments: object, name: str = name, made: object = getattr(measurement, name), **keywords
         ):
             asked.append("streamed" if keywords.get("streamed") else name)
             return made(*arguments, **keywords)
 
-        monkeypatch.setattr(mixed_precision, name, noted)
+        monkeypatch.setattr(measurement, name, noted)
     monkeypatch.setitem(tiling._TILE, "cpu", 1000)
     monkeypatch.setattr(tiling, "_ROWS", 1)
     f, x = random_attention(0), tokens(0, 3, 200, D)
@@ -94,13 +94,13 @@ def test_probabilities_that_fit_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_long_sequences_are_streamed_though_they_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    original = mixed_precision.closed_form_jacobian
+    original = measurement.closed_form_jacobian
 
     def noted(*arguments: object, streamed: bool = False, **keywords: object) -> object:
         asked.append(streamed)
         return original(*arguments, streamed=streamed, **keywords)
 
-    monkeypatch.setattr(mixed_precision, "closed_form_jacobian", noted)
+    monkeypatch.setattr(measurement, "closed_form_jacobian", noted)
     monkeypatch.setattr(batching, "_STREAMED_FROM", 7)
     f = random_attention(2, causal=True)
     found = hs.local_lipschitz(f, [tokens(0, 7, D), tokens(1, 6, D), tokens(2, 8, D)])

@@ -339,7 +339,7 @@ def _whole_token_wise(f: TokenMap, x: Float[Tensor, "n d"], seed: int) -> TokenW
     All output tokens are examined, where the ascent looked at a few.
     """
     jacobian, n = sequence_jacobian(f, x), len(x)
-    solver = Solver(1e-2, 0.999, 200, member_seeds(seed, n * n), [1] * (n * n))
+    solver = Solver(1e-2, 0.999, 200, member_seeds(seed, n * n))
     blocks = token_blocks(in_double(f), x.double())
     outputs = torch.arange(n, device=x.device)
     norms = block_norms(jacobian if blocks is None else blocks, outputs, x.dtype, solver)

@@ -29,12 +29,12 @@ from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.autodiff import allowance_for_rounding, moved_by_rounding
 from howsmooth.rounding import interval_in_digits
-from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
+from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
 
 __all__ = ["Growth", "growth"]
 
 _KEPT_BYTES = 1 << 30
-# golub_kahan raises an error for an operator with this relative rounding error or more.
+# lanczos raises an error for an operator with this relative rounding error or more.
 _NO_DIGIT = 0.1
 # Relative width of the intervals for the velocity's local constants. A wide interval is enough here: the
 # error of the values is of the order of its square, and their integral is not a strict bound anyway.
@@ -156,7 +156,7 @@ def growth(
     """Measure the largest factor by which a flow amplifies a small perturbation of its start.
 
     The flow map of a fixed-step method is differentiated step by step. Its leading singular value is computed
-    by Golub–Kahan bidiagonalisation with an interval, as in :func:`howsmooth.local_lipschitz`. All
+    by the Lanczos method with an interval, as in :func:`howsmooth.local_lipschitz`. All
     computations are in float64.
 
     Parameters
@@ -207,7 +207,7 @@ def growth(
     def solve(
         operator: LinearOperator, index: int, confidence: float = confidence, rtol: float = rtol
     ) -> LeadingTriplet:
-        return golub_kahan(
+        return lanczos(
             operator,
             _start_vector(operator, seed, index),
             rtol=rtol,

@@ -2,37 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.attention import TokenMap
-from howsmooth.attention.map import check_tokens
+from howsmooth.attention.map import AbstractMeasure, check_measure, check_tokens
 from howsmooth.attention.theorem_preconditions import remedy_for_other_map
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.jacobian.closed_form import has_closed_form
 
-__all__ = ["check_arguments", "check_batch_dims", "checked_sequences"]
+__all__ = ["check_arguments", "check_call"]
 
 
-def check_arguments(
-    f: object,
+def check_call(
+    f: Any,
     x: object,
     rtol: float,
     confidence: float,
     max_iterations: int,
-    batch_dims: int | None = None,
+    method: object,
+    batch_dims: int | None,
 ) -> None:
-    """Raise an error unless ``local_lipschitz`` can measure the map ``f`` at ``x`` with the given accuracy.
-    The error names the argument that does not fit.
-
-    The error is an ArgumentError or a NonFiniteError.
+    """Raise an error unless ``local_lipschitz`` can measure the map ``f`` at ``x``: tokens, a list of
+    sequences, or a measure. The error, an ArgumentError or a NonFiniteError, names the argument.
     """
+    if batch_dims is not None:
+        _check_batch_dims(batch_dims, f, x)
+    _check_map(f, x)
+    if isinstance(x, AbstractMeasure):
+        members: Sequence[object] = [x.weighted_tokens()[0].double()]
+    else:
+        members = x if isinstance(x, list | tuple) else [x]
+    if not members:
+        raise ArgumentError("x", expected="at least one sequence", got="none")
+    for i, tokens in enumerate(members):
+        try:
+            _check_tokens(tokens, rtol, confidence, max_iterations, batch_dims)
+            if members is x:
+                _check_sequence(tokens, members[0])
+            if isinstance(x, AbstractMeasure):
+                check_measure(x, f)
+            elif isinstance(f, TokenMap) and isinstance(tokens, Tensor):
+                check_tokens(tokens, f)
+        except ArgumentError as error:
+            if members is not x or error.argument not in ("x", "X"):
+                raise
+            words = {"expected": error.expected, "got": error.got, "remedy": error.remedy}
+            raise type(error)(f"x[{i}]", **words) from None
+    refused = method == "closed form" and not has_closed_form(f)
+    if refused or method not in ("auto", "closed form", "autodiff"):
+        raise ArgumentError(
+            "method",
+            expected="'auto', 'closed form' or 'autodiff'",
+            got=repr(method),
+            remedy=f"{type(f).__name__} has no closed-form Jacobian; use 'autodiff'." if refused else "",
+        )
+
+
+def check_arguments(f: object, x: object, rtol: float, confidence: float, max_iterations: int) -> None:
+    """Raise an ArgumentError or a NonFiniteError unless the map ``f`` can be measured at tokens ``x`` with
+    the given accuracy. The error names the argument that does not fit.
+    """
+    _check_map(f, x)
+    _check_tokens(x, rtol, confidence, max_iterations, None)
+
+
+def _check_batch_dims(batch_dims: object, f: object, x: object) -> None:
+    """Raise ArgumentError unless the first ``batch_dims`` axes of the input ``x`` can be its batch axes."""
+    if isinstance(batch_dims, bool) or not isinstance(batch_dims, int) or batch_dims < 0:
+        raise ArgumentError("batch_dims", expected="a whole number >= 0, or None", got=repr(batch_dims))
+    if not isinstance(x, Tensor):
+        raise ArgumentError(
+            "batch_dims",
+            expected="None where x is a list or a measure, which says itself what its members are",
+            got=str(batch_dims),
+        )
+    if isinstance(f, TokenMap) and x.ndim >= 2 and batch_dims != x.ndim - 2:
+        raise ArgumentError(
+            "batch_dims",
+            expected=f"None or {x.ndim - 2}: a map of howsmooth takes tokens (n, d), the last two axes",
+            got=str(batch_dims),
+        )
+
+
+def _check_map(f: object, x: object) -> None:
+    """Raise ArgumentError unless ``f`` is a map, and acts on measures if ``x`` is one."""
+    if isinstance(x, AbstractMeasure) and not isinstance(f, TokenMap):
+        raise ArgumentError(
+            "f",
+            expected="a map of howsmooth, which acts on measures",
+            got=type(f).__name__,
+            remedy="The constants of other maps are measured at tokens.",
+        )
     if not callable(f):
         raise ArgumentError(
             "f", expected="a map of one sequence of tokens", got=type(f).__name__, remedy=_remedy_for_site(f)
         )
+
+
+def _check_tokens(
+    x: object, rtol: float, confidence: float, max_iterations: int, batch_dims: int | None
+) -> None:
     if not isinstance(x, Tensor):
         raise ArgumentError(
             "x",
@@ -65,22 +139,15 @@ def check_arguments(
         raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
 
 
-def check_batch_dims(batch_dims: object, f: object, x: object) -> None:
-    """Raise ArgumentError unless the first ``batch_dims`` axes of the input ``x`` can be its batch axes."""
-    if isinstance(batch_dims, bool) or not isinstance(batch_dims, int) or batch_dims < 0:
-        raise ArgumentError("batch_dims", expected="a whole number >= 0, or None", got=repr(batch_dims))
-    if not isinstance(x, Tensor):
-        raise ArgumentError(
-            "batch_dims",
-            expected="None where x is a list or a measure, which says itself what its members are",
-            got=str(batch_dims),
-        )
-    if isinstance(f, TokenMap) and x.ndim >= 2 and batch_dims != x.ndim - 2:
-        raise ArgumentError(
-            "batch_dims",
-            expected=f"None or {x.ndim - 2}: a map of howsmooth takes tokens (n, d), the last two axes",
-            got=str(batch_dims),
-        )
+def _check_sequence(x: object, first: object) -> None:
+    """Raise ArgumentError unless ``x`` is a sequence of the dtype and device of the ``first`` in a list."""
+    assert isinstance(x, Tensor)
+    assert isinstance(first, Tensor)
+    if x.ndim != 2:
+        raise ArgumentError("x", expected="tokens (n, d), as all in a list", got=f"shape {tuple(x.shape)}")
+    if (x.dtype, x.device) != (first.dtype, first.device):
+        expected = f"{first.dtype} on {first.device} as x[0]"
+        raise ArgumentError("x", expected=expected, got=f"{x.dtype} on {x.device}")
 
 
 def _remedy_for_site(given: object) -> str:
@@ -95,42 +162,3 @@ def _remedy_for_site(given: object) -> str:
         return remedy_for_other_map(given)
     each = "" if first is given else " for each site of the list"
     return f"Measure the map of a captured site at its tokens, local_lipschitz(site.map, site.x){each}."
-
-
-def checked_sequences(
-    f: Callable[[Tensor], Tensor], xs: Sequence[object], rtol: float, confidence: float, max_iterations: int
-) -> list[Tensor]:
-    """Check that ``local_lipschitz`` can measure a list of sequences (n_i, d), and return them detached from
-    autograd.
-
-    The sequences must have one dtype and device.
-    """
-    if not xs:
-        raise ArgumentError("x", expected="at least one sequence", got="none")
-    checked: list[Tensor] = []
-    for i, x in enumerate(xs):
-        try:
-            check_arguments(f, x, rtol, confidence, max_iterations)
-            assert isinstance(x, Tensor)
-            _check_sequence(f, x, checked)
-        except ArgumentError as error:
-            if error.argument not in ("x", "X"):
-                raise
-            words = {"expected": error.expected, "got": error.got, "remedy": error.remedy}
-            raise type(error)(f"x[{i}]", **words) from None
-        checked.append(x.detach())
-    return checked
-
-
-def _check_sequence(f: Callable[[Tensor], Tensor], x: Tensor, before: Sequence[Tensor]) -> None:
-    if x.ndim != 2:
-        raise ArgumentError("x", expected="tokens (n, d), as all in a list", got=f"shape {tuple(x.shape)}")
-    if before and (x.dtype, x.device) != (before[0].dtype, before[0].device):
-        raise ArgumentError(
-            "x",
-            expected=f"{before[0].dtype} on {before[0].device} as x[0]",
-            got=f"{x.dtype} on {x.device}",
-        )
-    if isinstance(f, TokenMap):
-        check_tokens(x, f)
-        f.check_length(x.shape[0])

@@ -16,9 +16,10 @@ from howsmooth.errors import DerivativeError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.jacobian.closed_form import has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import DenseBlocks, TokenBlocks
-from howsmooth.lipschitz.mixed_precision import check_in_float64
-from howsmooth.lipschitz.singular_value_solver import Solver, starts
-from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
+from howsmooth.lipschitz.singular_value_solver import Solver
+from howsmooth.rounding import spectral_norm_above
+from howsmooth.spectral import LeadingTriplet, LinearOperator
+from howsmooth.spectral.checked_products import CheckedProducts
 from howsmooth.spectral.scaling import Scaled, unscaled
 
 __all__ = ["BlockNorms", "block_norms", "sequence_jacobian"]
@@ -183,29 +184,12 @@ def _of_tile(
     rounding error.
     """
     exact, single = blocks.tile(i, j, factor, (torch.float64, torch.float32))
-    if dtype == torch.float64:
-        found = _leading(exact, members, solver)
-    else:
-        found = _leading(single, members, solver, judged=True)
-        found = check_in_float64(single, exact, found, members, solver)
+    found = solver.alone(exact if dtype == torch.float64 else CheckedProducts(single, exact), members)
     # J v in float64 is σ times the left vector. Its rounding to float32 makes the difference a little larger.
     image = found.sigma.to(found.left.device)[:, None, None] * found.left.double()
     apart = single.product(found.right.float()).double() - image
     cancelling = torch.linalg.vector_norm(apart[:, 0], dim=1).cpu() / torch.finfo(torch.float32).eps
     return found, _MARGIN * exact.rounding * cancelling
-
-
-def _leading(
-    operator: LinearOperator, members: Sequence[int], solver: Solver, *, judged: bool = False
-) -> LeadingTriplet:
-    return lanczos(
-        operator,
-        starts(operator, [solver.seeds[k] for k in members], [1] * len(members)),
-        rtol=solver.rtol,
-        confidence=solver.confidence,
-        max_iterations=solver.max_iterations,
-        judged=judged,
-    )
 
 
 # ---- rows and columns of any Jacobian
@@ -237,7 +221,7 @@ def _of_rows(
     if readout is not None:
         # W = QR has the singular values of R, and so have W J and R J. The error of R is relative to ‖W‖.
         factor = torch.linalg.qr(readout.double(), mode="r").R
-        gain = float(torch.linalg.matrix_norm(factor, 2))
+        gain = spectral_norm_above(factor)
         rounding += len(readout) * torch.finfo(torch.float64).eps
     norms = BlockNorms.zeros(len(outputs), n)
     by_columns, groups = _groups(n, d, jacobian.out_shape[-1], len(outputs), jacobian.dtype)
@@ -254,7 +238,7 @@ def _of_rows(
                 moved, at = tokens[part.cpu()], group.start + row
                 members, blocks = (at * n + moved).tolist(), matrices[part].double()
                 of_all = blocks if factor is None else factor @ blocks
-                found = _leading(DenseBlocks(of_all), members, solver)
+                found = solver.alone(DenseBlocks(of_all), members)
                 sizes = found.sigma if factor is None else gain * torch.linalg.matrix_norm(blocks)
                 largest[at] = max(float(largest[at]), float(sizes.max()))
                 parts.append((torch.full_like(moved, at), moved, found))

@@ -23,12 +23,12 @@ from howsmooth.jacobian.padded_jacobian_batch import joined
 from howsmooth.jacobian.projections import Projections
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.local import local_lipschitz
-from howsmooth.lipschitz.mixed_precision import check_in_float64
-from howsmooth.lipschitz.singular_value_solver import Solver, independent_seeds, member_seeds
+from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.memory import memory_budget
 from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator
+from howsmooth.spectral.checked_products import CheckedProducts
 
 __all__ = ["head_lipschitz"]
 
@@ -61,8 +61,7 @@ def head_lipschitz(
     """
     check_arguments(attention, x, rtol, confidence, max_iterations)
     x, n = x.detach(), x.shape[0]
-    seeds = independent_seeds(member_seeds(seed, attention.heads), [x] * attention.heads)
-    solver = Solver(rtol, confidence, max_iterations, seeds, [n] * attention.heads)
+    solver = Solver(rtol, confidence, max_iterations, member_seeds(seed, attention.heads))
     budget = memory_budget(memory, x.device)
     first = attention.head(0)
     one = footprint(first, (n, attention.d), dtype=x.dtype, device=x.device, memory=budget)
@@ -74,7 +73,7 @@ def head_lipschitz(
                 rtol=rtol,
                 confidence=confidence,
                 max_iterations=max_iterations,
-                seed=seeds[h],
+                seed=solver.seeds[h],
                 memory=memory,
             )
             for h in range(attention.heads)
@@ -109,13 +108,10 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
     exact = jacobians[torch.float64]
     if x.dtype == torch.float64:
         # Krylov vectors stay in the coordinates of the tokens, for which the rounding is proved.
-        (found,) = solver.together([exact], [members])
+        found = solver.alone(exact, members)
     else:
         reduced, bases = jacobians[x.dtype].reduced()
-        (found,) = solver.together([reduced], [members], judged=True)
-        assert found.gram is not None
-        found = replace(found, right=found.right @ bases.mT, gram=found.gram @ bases.mT)
-        found = check_in_float64(_JacobiansInTokens(reduced, bases), exact, found, members, solver)
+        found = solver.alone(_InTokens(reduced, exact, bases), members)
     return {
         "value": found.sigma,
         "lower": found.lower,
@@ -127,24 +123,23 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
     }
 
 
-class _JacobiansInTokens(LinearOperator):
-    """The Jacobians of all heads with respect to the tokens. A head depends only on the projection of the
-    tokens onto a subspace, and its Jacobian is computed from the Jacobian in coordinates of this subspace.
+class _InTokens(CheckedProducts):
+    """The Jacobians of all heads in float32, in the coordinates of the subspaces on which the heads depend,
+    checked by those with respect to the tokens.
 
     With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
     """
 
-    def __init__(self, reduced: HeadsJacobian, bases: Float[Tensor, "heads d r"]) -> None:
-        shapes = (reduced.in_shape[0], bases.shape[1]), reduced.out_shape
-        super().__init__(reduced.batch, *shapes, reduced.dtype, reduced.device, reduced.rounding)
-        self.reduced = reduced
+    def __init__(
+        self, reduced: HeadsJacobian, exact: HeadsJacobian, bases: Float[Tensor, "heads d r"]
+    ) -> None:
+        super().__init__(reduced, exact)
         self.bases = bases
 
-    def _product(self, e: Tensor) -> Tensor:
-        return self.reduced.product(e @ self.bases)
-
-    def _adjoint_product(self, u: Tensor) -> Tensor:
-        return self.reduced.adjoint_product(u) @ self.bases.mT
+    def lifted(self, e: Tensor, members: Tensor | None = None) -> Tensor:
+        """Convert tangents in the coordinates of the subspaces to tangents of the tokens."""
+        bases = self.bases if members is None else self.bases[members]
+        return e @ bases.mT.to(e.dtype)
 
 
 def heads_jacobians(

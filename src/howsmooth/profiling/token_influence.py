@@ -27,7 +27,7 @@ from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_lipschitz
-from howsmooth.lipschitz.singular_value_solver import Solver, independent_seeds, member_seeds
+from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import Method
 from howsmooth.models.identification.model_part_map import ModelMap
 from howsmooth.profiling.figures import draw_influence
@@ -341,9 +341,7 @@ def influence(
     blocks = token_blocks(double, x.double()) if isinstance(f, TokenMap) else None
     before = double.readout() if isinstance(double, ModelMap) else None
     inner, weight = (jacobian, None) if before is None else (sequence_jacobian(before[0], x), before[1])
-    seeds = member_seeds(seed, len(rows) * len(x))
-    seeds[:1] = independent_seeds(seeds[:1], [x[:1]])
-    solver = Solver(rtol, confidence, max_iterations, seeds, [1] * len(seeds))
+    solver = Solver(rtol, confidence, max_iterations, member_seeds(seed, len(rows) * len(x)))
     chosen = torch.tensor(rows, device=x.device)
     with shown_progress(on_output, len(rows), "output") as told:
         norms = block_norms(inner if blocks is None else blocks, chosen, x.dtype, solver, told, weight)

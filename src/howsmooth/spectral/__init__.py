@@ -1,16 +1,11 @@
-"""Linear operators given by products with vectors, and solvers for their largest singular value with an
+"""Linear operators given by products with vectors, and a solver for their largest singular value with an
 interval.
 
 Nothing in this package knows of attention.
 """
 
-from howsmooth.spectral.golub_kahan import LeadingTriplet, golub_kahan
 from howsmooth.spectral.lanczos import lanczos
+from howsmooth.spectral.leading_triplet import LeadingTriplet
 from howsmooth.spectral.operator import LinearOperator
 
-__all__ = [
-    "LeadingTriplet",
-    "LinearOperator",
-    "golub_kahan",
-    "lanczos",
-]
+__all__ = ["LeadingTriplet", "LinearOperator", "lanczos"]

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["PIECE", "inner", "inner_products", "pieces", "row_lengths", "split", "squared_lengths"]
+__all__ = ["PIECE", "inner", "pieces", "row_lengths", "split", "squared_lengths"]
 
 PIECE = 1 << 16
 """Entries that a processor turns into float64 at a time; vectors of no more are summed in their own dtype."""
@@ -50,17 +50,3 @@ def inner(x: Float[Tensor, "rows size"], y: Float[Tensor, "rows size"]) -> Float
     """
     parts = [torch.linalg.vecdot(a.double(), b.double()) for a, b in zip(split(x), split(y), strict=True)]
     return torch.stack(parts).sum(dim=0)
-
-
-def inner_products(
-    rows: Float[Tensor, "rows size"], vector: Float[Tensor, " size"]
-) -> Float[Tensor, " rows"]:
-    """Return the inner product of each row of a matrix with a vector, summed in float64 and returned in the
-    dtype of the matrix.
-    """
-    if len(vector) <= PIECE or vector.dtype == torch.float64:
-        return torch.mv(rows, vector)
-    total = vector.new_zeros(len(rows), dtype=torch.float64)
-    for piece in pieces(len(vector), vector.device):
-        total += torch.mv(rows[:, piece].double(), vector[piece].double())
-    return total.to(vector.dtype)

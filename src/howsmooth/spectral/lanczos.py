@@ -1,23 +1,29 @@
 """The largest singular value of each linear map J in a batch, with an interval, by the Lanczos method for
 JᵀJ.
 
-Lanczos is Golub–Kahan bidiagonalisation without the left vectors: from a Gaussian start, k steps give V_k
-with V_kᵀ JᵀJ V_k = T_k tridiagonal, and T_k = B_kᵀB_k for the bidiagonal matrix B_k. So the same interval
-holds (:mod:`howsmooth.spectral.probabilistic_upper_limits`), and each step needs one pass over an operator
-that shares work between J and Jᵀ. The basis is used only for reorthogonalisation and for the Ritz vector, so
-it may be kept in half precision, whose error enters in second order. Derivation and measurements:
-documentation page "The spectral norm, with an interval".
+From a Gaussian start g, with v₁ = g / |g| and v₀ = 0, step k computes
 
-:func:`_run` is the algorithm. Each step makes a row of T_k (:mod:`howsmooth.spectral.lanczos_recurrence`),
-computes the interval of each member from T_k (:meth:`_Members.bound`), and ends the members whose interval is
-narrow enough (:meth:`_Members.finished`).
+    α_k = |J v_k|²
+    z   = JᵀJ v_k − α_k v_k − γ_{k−1} v_{k−1},   made orthogonal to v₁, …, v_k
+    γ_k = |z|
+    v_{k+1} = z / γ_k
+
+The α on the diagonal and the γ beside it are the tridiagonal matrix T_k = V_kᵀ JᵀJ V_k. The root of its
+largest eigenvalue is a lower limit of ‖J‖, and :mod:`howsmooth.spectral.probabilistic_upper_limits` gives an
+upper limit. Each step needs one pass over an operator that shares work between J and Jᵀ. The basis is used
+only for reorthogonalisation and for the Ritz vector, so it may be kept in half precision, whose error enters
+in second order. Derivation and measurements: documentation page "The spectral norm, with an interval".
+
+:func:`_in_step` is the algorithm. :class:`_Run` has the vectors of one operator, and :class:`_Members` the
+numbers: it computes the interval of each member from T_k, and ends the members whose interval is narrow
+enough. The result of a member does not depend on the other members.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,10 +33,11 @@ from scipy import linalg
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.spectral.accurate_sums import row_lengths
-from howsmooth.spectral.golub_kahan import LeadingTriplet
+from howsmooth.rounding import above, gamma
+from howsmooth.spectral.accurate_sums import row_lengths, squared_lengths
+from howsmooth.spectral.checked_products import CheckedProducts
 from howsmooth.spectral.krylov_basis import Basis
-from howsmooth.spectral.lanczos_recurrence import Recurrence, inverse
+from howsmooth.spectral.leading_triplet import LeadingTriplet
 from howsmooth.spectral.operator import LinearOperator, check_finite, checked_rounding, length_rounding
 from howsmooth.spectral.probabilistic_upper_limits import (
     a_posteriori_upper,
@@ -38,6 +45,7 @@ from howsmooth.spectral.probabilistic_upper_limits import (
     rounded_upper,
     start_quantile,
 )
+from howsmooth.spectral.scaling import PowersOfTwo, Scaled, in_range, shifted, unscaled
 
 __all__ = ["lanczos", "lanczos_together"]
 
@@ -51,8 +59,6 @@ _COMPACT_AT = 0.75
 
 Products = Callable[[Sequence[LinearOperator], Sequence[Tensor]], Sequence[tuple[Tensor, Tensor]]]
 """A function that returns the ``energy_product`` of each operator with its vectors."""
-_Run = Generator[tuple[LinearOperator, Tensor], tuple[Tensor, Tensor], LeadingTriplet]
-"""A run of the algorithm that yields requests for energy products and returns its triplet."""
 
 
 def lanczos(
@@ -62,15 +68,15 @@ def lanczos(
     rtol: float,
     confidence: float,
     max_iterations: int,
+    image: Float[Tensor, "batch *out_shape"] | None = None,
     basis_dtype: torch.dtype | None = None,
     basis_bytes: int | None = None,
-    judged: bool = False,
 ) -> LeadingTriplet:
-    """Compute the largest singular value of each map J in ``operator``, with an interval and singular
-    vectors, from products with JᵀJ.
+    """Return the largest singular value of each map J in ``operator``, with an interval and singular vectors.
 
-    The result is that of :func:`howsmooth.spectral.golub_kahan`, with less than half of the memory, or a
-    quarter with a basis in half precision. Beside the basis, at most five vectors are in memory.
+    Beside the basis, at most five vectors are in memory. The result of an operator whose products are checked
+    by more accurate ones (:class:`howsmooth.spectral.checked_products.CheckedProducts`) has the values of the
+    latter.
 
     Parameters
     ----------
@@ -84,6 +90,9 @@ def lanczos(
         Probability, over the start, with which each member's interval holds.
     max_iterations
         Largest number of steps. Each step takes one product with JᵀJ.
+    image
+        The product of the operator with ``start``, if it is known. The first step then takes only the product
+        with Jᵀ.
     basis_dtype
         Dtype of the basis: the dtype of the operator, float32 or float16. The default is the operator's dtype
         if ``basis_bytes`` has room for 64 vectors of it, and otherwise float16, or float32 for ``rtol`` below
@@ -91,20 +100,33 @@ def lanczos(
     basis_bytes
         Bytes for the basis. Members that need more steps than fit into them stop with the interval reached
         so far. They have made fewer than ``max_iterations`` steps, and neither converged nor broke down.
-    judged
-        Whether the caller computes J v again with more digits. Then the result has the field ``gram`` if the
-        basis has all digits, and its ``left`` is zero.
 
     Raises
     ------
     ArgumentError
         If the basis cannot be kept in ``basis_dtype``, or ``basis_bytes`` has no room for two vectors.
     NonFiniteError
-        If a product is not finite, or rounding errors are as large as the product.
+        If a product is not finite, rounding errors are as large as the product, or a singular value is beyond
+        the range of float64.
+
+    Notes
+    -----
+    Maps whose squares leave the range of the dtype are multiplied by powers of two, and their singular values
+    divided by them.
+
+    Where no bound on the errors of the products is proved, the interval is widened on both sides by
+    ``operator.rounding``, and an off-diagonal entry below twice this level counts as zero: the Krylov space
+    is exhausted. The upper limit is computed with the level in place of this entry, because an entry that
+    floating-point numbers cannot distinguish from zero need not be zero.
 
     """
-    settings = _Settings(rtol, confidence, max_iterations, judged, basis_dtype, basis_bytes)
-    return _in_lockstep([_run(operator, start, settings)], _by_themselves)[0]
+    settings = _Settings(rtol, confidence, max_iterations, basis_dtype, basis_bytes)
+    run = _Run(operator, start, settings)
+    if image is not None:
+        within, _ = run.ask()
+        w = image * inverse(row_lengths(start.flatten(1))).to(image.dtype).view(-1, *(1,) * (image.ndim - 1))
+        run.take([(squared_lengths(w.flatten(1)), within.adjoint_product(w))])
+    return _in_step([run], _by_themselves)[0]
 
 
 def lanczos_together(
@@ -116,16 +138,15 @@ def lanczos_together(
     max_iterations: int,
     products: Products,
     sizes: Sequence[Sequence[int]] | None = None,
-    judged: bool = False,
 ) -> list[LeadingTriplet]:
-    """Compute the largest singular values of several operators in the same Lanczos steps, so that they can
+    """Return the largest singular values of several operators, computed in the same steps, so that they can
     share products.
 
     Parameters
     ----------
     operators, starts
         As for :func:`lanczos`; their shapes may differ.
-    rtol, confidence, max_iterations, judged
+    rtol, confidence, max_iterations
         As for :func:`lanczos`.
     products
         A function of operators and their vectors that returns ``operator.energy_product(vectors)`` of each.
@@ -135,36 +156,24 @@ def lanczos_together(
         input space of their operator. Starts and products must be zero in the other coordinates.
 
     """
+    settings = _Settings(rtol, confidence, max_iterations)
     of_each = sizes or [[operator.in_size] * operator.batch for operator in operators]
-    settings = _Settings(rtol, confidence, max_iterations, judged)
     runs = [
-        _run(operator, start, settings, size)
+        _Run(operator, start, settings, size)
         for operator, start, size in zip(operators, starts, of_each, strict=True)
     ]
-    return _in_lockstep(runs, products)
+    return _in_step(runs, products)
 
 
-def _in_lockstep(runs: Sequence[_Run], products: Products) -> list[LeadingTriplet]:
-    """Advance several Lanczos runs together, such that one call of ``products`` computes all products of a
-    step.
-    """
-    found: dict[int, LeadingTriplet] = {}
-    answers: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(range(len(runs)))
-    while answers:
-        asked: dict[int, tuple[LinearOperator, Tensor]] = {}
-        for i in list(answers):
-            try:
-                # No name may keep an answer alive while the run makes its next vectors: memory is short.
-                answer = answers.pop(i)
-                asked[i] = next(runs[i]) if answer is None else runs[i].send(answer)
-            except StopIteration as end:
-                found[i] = end.value
-            del answer
-        if asked:
-            operators, vectors = zip(*asked.values(), strict=True)
-            answers = dict(zip(asked, products(operators, vectors), strict=True))
-            del vectors
-    return [found[i] for i in range(len(runs))]
+def _in_step(runs: Sequence[_Run], products: Products) -> list[LeadingTriplet]:
+    """Advance several runs together, such that one call of ``products`` computes all products of a step."""
+    while active := [run for run in runs if run.goes_on]:
+        operators, vectors = zip(*(run.ask() for run in active), strict=True)
+        answers = list(products(operators, vectors))
+        del operators, vectors
+        for run in active:
+            run.take(answers)
+    return [run.result() for run in runs]
 
 
 def _by_themselves(
@@ -180,77 +189,201 @@ class _Settings:
     rtol: float
     confidence: float
     max_iterations: int
-    judged: bool
     basis_dtype: torch.dtype | None = None
     basis_bytes: int | None = None
 
 
-def _run(
-    operator: LinearOperator, start: Tensor, settings: _Settings, sizes: Sequence[int] | None = None
-) -> _Run:
-    """Run Lanczos on JᵀJ until the interval for the norm of each map J in the batch is narrow enough.
+class _Run:
+    """The vectors of a Lanczos run for each map J in a batch.
 
-    This is a generator, which asks its caller for the products.
+    Vectors are the rows of tensors (member, size); α and γ are (member,) in float64. Before step k the run
+    holds z and γ_{k−1} of the last step, v_{k−1}, and the basis. A step is :meth:`ask`, which gives the
+    operator and the vectors of the product that the step needs, and :meth:`take`, which goes on with this
+    product.
 
     ``sizes`` are the dimensions of the members' input spaces, if they are smaller than the operator's.
     """
-    # No member makes more steps than its input space has dimensions, or than the basis has room for.
-    dtype, rows = _basis_form(operator, settings)
-    in_sizes = np.array(sizes or [operator.in_size] * operator.batch)
-    largest = int(in_sizes.max())
-    steps_allowed = min(settings.max_iterations, largest, rows)
-    members = _Members(operator, settings, dtype, in_sizes, steps_allowed)
-    basis = Basis(largest, dtype, operator.dtype)
-    if members.proved is not None:
-        basis.taken = torch.zeros(operator.batch, dtype=torch.float64)
-    recurrence = Recurrence(operator, start, basis)
-    right = start.new_empty(operator.batch, operator.in_size)
-    # The error of a basis with fewer digits would count as an error of the products.
-    gram = torch.empty_like(right) if settings.judged and dtype == operator.dtype else None
 
-    active = np.arange(operator.batch)  # the member in each row of the batch
-    running = np.ones(operator.batch, dtype=bool)  # whether the member in each row still runs
-    for k in range(1, steps_allowed + 1):
-        # Make row k of T.
-        alpha, gamma = yield from recurrence.step()
-        entries = torch.stack((alpha, gamma)).cpu()  # one copy, because each copy waits for the device
+    def __init__(
+        self,
+        operator: LinearOperator,
+        start: Float[Tensor, "batch *in_shape"],
+        settings: _Settings,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        self._whole, self._start, self._settings = operator, start, settings
+        self._sizes = np.array(sizes or [operator.in_size] * operator.batch)
+        # The maps of all members, and of those that still run
+        self._all = self._operator = operator.single if isinstance(operator, CheckedProducts) else operator
+        dtype, rows = _basis_form(self._all, settings)
+        # No member makes more steps than its input space has dimensions, or than the basis has room for.
+        largest = int(self._sizes.max())
+        steps_allowed = min(settings.max_iterations, largest, rows)
+        self._members = _Members(self._all, settings, dtype, self._sizes, steps_allowed)
+        self._basis = Basis(largest, dtype, operator.dtype)
+        if self._members.proved is not None:
+            self._basis.taken = torch.zeros(operator.batch, dtype=torch.float64)
+        self._powers: PowersOfTwo | None = None
+        self._z: Tensor | None = start.reshape(operator.batch, -1).clone()
+        self._gamma = row_lengths(self._z)
+        self._v = self._before = self._z[:0]
+        self._right = start.new_empty(self._z.shape)
+        # JᵀJ v for the Ritz vector v, as the recurrence has it, for the check of an operator's products. The
+        # error of a basis with fewer digits would count as an error of the products.
+        judged = isinstance(operator, CheckedProducts) and dtype == operator.dtype
+        self._gram = torch.empty_like(self._right) if judged else None
+        self._active = np.arange(operator.batch)  # the member in each row of the batch
+        self._running = np.full(operator.batch, fill_value=True)  # whether the member in each row still runs
+        self._k = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether some member has not ended."""
+        return bool(self._running.any())
+
+    def ask(self) -> tuple[LinearOperator, Tensor]:
+        """Make the vectors v_k of the next step. Return the operator and the vectors that it multiplies."""
+        assert self._z is not None
+        # v_k is written over z, because a further vector may not fit in memory.
+        self._v, self._z = self._z.mul_(inverse(self._gamma).to(self._z.dtype)[:, None]), None
+        self._basis.append(self._v)
+        return self._operator, self._v.view(-1, *self._operator.in_shape)
+
+    def take(self, answers: list[tuple[Tensor, Tensor]]) -> None:
+        """Carry out a step with |J v_k|² and JᵀJ v_k, which are the first of the ``answers``."""
+        # No other name may keep the product alive while the next vector is made: memory is short.
+        alpha, z = answers.pop(0)
+        z = z.reshape(len(z), -1)
+        v, before = self._v, self._before
+        self._k += 1
+        if self._k == 1:
+            alpha, z = self._scaled(alpha, z)
+        z = torch.addcmul(z, alpha.to(z.dtype)[:, None], v, value=-1)
+        if self._k > 1:
+            z.addcmul_(self._gamma.to(z.dtype)[:, None], before, value=-1)
+        # Orthogonal to all of the basis, since rounding errors would otherwise bring found directions back
+        self._gamma = self._basis.orthogonalise_(z, [v] if self._k == 1 else [v, before])
+        self._z, self._before = z, v
+        entries = torch.stack((alpha, self._gamma)).cpu()  # one copy, because each copy waits for the device
         check_finite(entries)
-        if k == 1:
-            members.units = recurrence.units
-        members.diagonal[active, k - 1], members.off[active, k - 1] = entries.numpy()
-        # Compute the intervals of the running members, and write the Ritz vectors of members that end.
-        places = np.flatnonzero(running)
-        some = active[places]
-        members.bound(some, k, None if basis.taken is None else basis.taken.numpy()[places])
+        self._end_members(*entries.numpy())
+
+    def _scaled(self, energy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first |J v|² and JᵀJ v, of maps J that are multiplied by powers of two if their squares
+        leave the range of the dtype.
+        """
+        # Lengths of J v in this range say that no number of the recurrence leaves it.
+        if bool(((energy >= 2.0**-40) & (energy <= 2.0**40)).all()):
+            return energy, z
+        e = self._v.view(-1, *self._all.in_shape)
+        powers, w = in_range(self._all, e, self._all.product(e))
+        # Of what stays zero no size is known.
+        powers = powers.among(w.flatten(1).any(dim=1).cpu().numpy())
+        if not powers:
+            return energy, z
+        self._powers = powers
+        self._all = self._operator = Scaled(self._all, self._powers)
+        if self._members.proved is not None:
+            self._members.proved = self._all.proved
+        return squared_lengths(w.flatten(1)), self._all.adjoint_product(w).reshape(z.shape)
+
+    def _end_members(self, alpha: np.ndarray, gamma: np.ndarray) -> None:
+        """Compute the intervals of the running members from row k of T. Write the Ritz vectors of the members
+        that end, and drop these members from the batch if they are many.
+        """
+        members, k, active = self._members, self._k, self._active
+        members.diagonal[active, k - 1], members.off[active, k - 1] = alpha, gamma
+        places = np.flatnonzero(self._running)
+        some, taken = active[places], self._basis.taken
+        members.bound(some, k, None if taken is None else taken.numpy()[places])
         done = members.finished(some, k)
         rows, ended = places[done], some[done]
         if len(rows):
             weights = members.ritz_vectors(ended, k)
-            basis.combine(rows, weights, right, ended)
-            if gram is not None:
-                last = weights[:, -1] * members.units[ended] ** 2
-                for row, member, rest in zip(rows.tolist(), ended.tolist(), last.tolist(), strict=True):
+            self._basis.combine(rows, weights, self._right, ended)
+            if self._gram is not None and self._z is not None:
+                for row, member, last in zip(
+                    rows.tolist(), ended.tolist(), weights[:, -1].tolist(), strict=True
+                ):
                     # JᵀJ V = V T + z e_kᵀ
-                    torch.mul(right[member], float(members.sigma[member]) ** 2, out=gram[member])
-                    recurrence.add_rest_(gram[member], row, rest)
-        running[rows] = False
-        # Drop the members that have ended.
-        if not running.any():
-            break
-        if running.sum() <= _COMPACT_AT * len(active):
-            recurrence.keep(torch.as_tensor(np.flatnonzero(running), device=right.device))
-            active, running = active[running], running[running]
+                    square = float(members.sigma[member]) ** 2
+                    torch.mul(self._right[member], square, out=self._gram[member])
+                    self._gram[member].add_(self._z[row], alpha=last)
+        self._running[rows] = False
+        if self._running.any() and self._running.sum() <= _COMPACT_AT * len(active):
+            kept = torch.as_tensor(np.flatnonzero(self._running), device=self._right.device)
+            self._operator = self._operator.select(kept)
+            assert self._z is not None
+            self._z, self._before, self._gamma = self._z[kept], self._before[kept], self._gamma[kept]
+            self._basis.keep(kept)
+            self._active, self._running = active[self._running], self._running[self._running]
 
-    # These hold more than four vectors; free them before the left directions are made.
-    del basis, recurrence, alpha, gamma
-    if settings.judged:
-        left, lengths = right.new_zeros(operator.batch, operator.out_size), None
-    else:
-        image = operator.product(right.view(len(right), *operator.in_shape)).reshape(len(right), -1)
-        lengths = row_lengths(image)
-        left = image * inverse(lengths).to(image.dtype)[:, None]
-    found = members.triplet(operator, right, left, lengths)
-    return found if gram is None else replace(found, gram=gram.view(found.right.shape))
+    def result(self) -> LeadingTriplet:
+        """Return the singular values and vectors of all members."""
+        # These hold more than four vectors; free them before the left directions are made.
+        self._z = None
+        self._v = self._before = self._right[:0]
+        self._basis.blocks.clear()
+        operator = self._all
+        right = self._right.view(-1, *operator.in_shape)
+        if isinstance(self._whole, CheckedProducts):
+            found = self._triplet(None, right, right.new_zeros(len(right), *operator.out_shape))
+            # Only the operator itself may keep the float32 products alive, for which memory may lack room.
+            del operator
+            self._all = self._operator = self._whole
+            return self._checked(self._whole, found)
+        image = operator.product(right)
+        lengths = row_lengths(image.flatten(1))
+        left = image * inverse(lengths).to(image.dtype).view(-1, *(1,) * (image.ndim - 1))
+        return self._triplet(lengths, right, left)
+
+    def _triplet(
+        self, lengths: Float[Tensor, " member"] | None, right: Tensor, left: Tensor
+    ) -> LeadingTriplet:
+        """Return the result for singular vectors ``right`` and ``left``, with the interval of the maps as
+        they were given. ``lengths`` are the norms |J v|; None if other products give the value.
+        """
+        limits, members = self._members.limits(self._all, lengths), self._members
+        if self._powers:
+            limits = unscaled(limits, self._powers.total, right.dtype)
+        sigma, lower, upper = torch.from_numpy(limits)
+        return LeadingTriplet(
+            sigma=sigma,
+            lower=lower,
+            upper=upper,
+            converged=upper - lower <= self._settings.rtol * sigma,
+            broke_down=torch.from_numpy(members.broke_down),
+            steps=torch.from_numpy(members.steps),
+            right=right,
+            left=left,
+        )
+
+    def _checked(self, operator: CheckedProducts, found: LeadingTriplet) -> LeadingTriplet:
+        """Return the result that the accurate products of an operator give, which are iterated again for
+        members whose interval they make too wide.
+        """
+        gram = self._gram
+        if gram is not None:
+            # In float64, because float32 has no number for the square of a small J
+            gram = shifted(gram.double(), -2 * self._powers.total) if self._powers else gram
+            gram = gram.view(found.right.shape)
+        judged = operator.judged(found, gram, self._settings.rtol)
+        # More steps would not help members that float32 took as finished. Members that used up their steps
+        # are not measured again: float64 would stop there, too.
+        stuck = torch.nonzero(~judged.converged & (found.converged | found.broke_down)).flatten()
+        if not len(stuck) or operator.basis_bytes == 0:
+            return judged
+        chosen = stuck.to(operator.device)
+        run = _Run(
+            operator.exact.select(chosen),
+            operator.lifted(self._start[chosen].double(), chosen),
+            replace(self._settings, basis_dtype=None, basis_bytes=operator.basis_bytes),
+            None if operator.exact.in_shape != operator.in_shape else self._sizes[stuck.numpy()].tolist(),
+        )
+        (again,) = _in_step([run], _by_themselves)
+        for name, kept in vars(judged).items():
+            kept[stuck.to(kept.device)] = getattr(again, name).to(kept.dtype)
+        return judged
 
 
 class _Members:
@@ -301,7 +434,6 @@ class _Members:
         # Entries of T below this share of the leading Ritz value count as zero: J and Jᵀ round once each.
         self._level = 2.0 * self.slack
         self.diagonal, self.off = np.zeros((count, steps_allowed)), np.zeros((count, steps_allowed))
-        self.units = np.ones(count)
         self.sigma, self.upper = np.zeros(count), np.zeros(count)
         self.steps = np.zeros(count, dtype=np.int64)
         self.converged, self.broke_down = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
@@ -313,20 +445,20 @@ class _Members:
         ``taken`` bounds the sum of squares of the components that reorthogonalisation has subtracted from the
         vectors of each member. The proof of the rounding errors needs it.
         """
-        a, b, units = self.diagonal[some, :k], self.off[some, :k], self.units[some]
+        a, b = self.diagonal[some, :k], self.off[some, :k]
         complete = self._in_sizes[some] == k  # the Krylov space is the whole space
         if self.proved is None or taken is None:
             top, limit = _limits(a, b, self._quantile[some], self._level[some], complete)
-            self.upper[some] = units * np.sqrt(limit) * (1 + self.slack[some])
+            self.upper[some] = np.sqrt(limit) * (1 + self.slack[some])
             settled = complete
         else:
-            errors = self.proved.rounding.numpy()[some] / units
+            errors = self.proved.rounding.numpy()[some]
             top, limit, settled = _proved_limits(a, b, self._quantile[some], errors, taken, self._rtol)
-            errors = self.proved.total.numpy()[some] / units
+            errors = self.proved.total.numpy()[some]
             self.slack[some] = errors / np.sqrt(np.maximum(top, np.finfo(float).tiny))
-            self._level[some] = 2.0 * self.slack[some] + 2.0**-49
-            self.upper[some] = (units * np.sqrt(limit) + self.proved.model.numpy()[some]) * (1 + 2.0**-50)
-        self.sigma[some] = units * np.sqrt(top)
+            self._level[some] = 2.0 * self.slack[some] + gamma(16)
+            self.upper[some] = above(np.sqrt(limit) + self.proved.model.numpy()[some], 4)
+        self.sigma[some] = np.sqrt(top)
         # γ_k = 0 up to rounding: the Krylov space is invariant, and further steps would add only noise.
         self.broke_down[some] = complete | settled | (b[:, -1] <= self._level[some] * top)
         width = self.upper[some] - self.sigma[some] * (1 - self.slack[some])
@@ -348,37 +480,20 @@ class _Members:
         """
         return np.stack([_leading_vector(self.diagonal[member, :k], self.off[member, :k]) for member in some])
 
-    def triplet(
-        self,
-        operator: LinearOperator,
-        right: Float[Tensor, "member in_size"],
-        left: Float[Tensor, "member out_size"],
-        lengths: Float[Tensor, " member"] | None,
-    ) -> LeadingTriplet:
-        """Return the result of the Lanczos run: the largest singular value of each map, with its interval and
-        singular vectors.
+    def limits(
+        self, operator: LinearOperator, lengths: Float[Tensor, " member"] | None
+    ) -> Float[np.ndarray, "3 member"]:
+        """Return the singular values, their lower and their upper limits, after the last step.
 
-        The argument ``right`` contains unit vectors v, ``left`` the unit vectors along J v, and ``lengths``
-        the norms |J v|. The last two are None if the caller computes them with more digits.
+        The argument ``lengths`` has the norms |J v| of unit vectors v, or is None if the caller computes them
+        with more digits.
         """
-        sigma, upper, converged = self.sigma, self.upper, self.converged
-        lower = sigma * (1 - self.slack)
-        if self.proved is not None and lengths is not None:
-            # |J v| of a unit vector v is a proved lower limit, whatever the recurrence did before.
-            sigma = lengths.cpu().numpy()
-            lower = np.maximum(sigma - self.proved.total.numpy(), 0.0) * (1 - length_rounding(operator))
-            upper = np.maximum(np.minimum(upper, self.proved.size.numpy()), sigma)
-            converged = upper - lower <= self._rtol * sigma
-        return LeadingTriplet(
-            sigma=torch.from_numpy(sigma),
-            lower=torch.from_numpy(lower),
-            upper=torch.from_numpy(upper),
-            converged=torch.from_numpy(converged),
-            broke_down=torch.from_numpy(self.broke_down),
-            steps=torch.from_numpy(self.steps),
-            right=right.view(len(right), *operator.in_shape),
-            left=left.view(len(left), *operator.out_shape),
-        )
+        if self.proved is None or lengths is None:
+            return np.stack((self.sigma, self.sigma * (1 - self.slack), self.upper))
+        # |J v| of a unit vector v is a proved lower limit, whatever the recurrence did before.
+        sigma = lengths.cpu().numpy()
+        lower = np.maximum(sigma - self.proved.total.numpy(), 0.0) * (1 - length_rounding(operator))
+        return np.stack((sigma, lower, np.maximum(np.minimum(self.upper, self.proved.size.numpy()), sigma)))
 
 
 def _proved_limits(
@@ -395,12 +510,13 @@ def _proved_limits(
     The third value says for which maps rounding decides the limit.
     """
     found = []
-    for a, b, x, error, lost in zip(diagonal, off, quantile, errors, taken, strict=True):
-        # T is scaled to entries near one, so that squares of small entries do not underflow.
-        unit = max(float(a.max()), float(b.max())) or 1.0
-        root = math.sqrt(unit)
-        top, limit, done = rounded_upper(a / unit, b / unit, x, error / root, math.sqrt(lost) / unit, rtol)
-        found.append((unit * top, unit * limit, done))
+    with np.errstate(over="ignore"):  # Where products are nothing but rounding errors, there is no limit.
+        for a, b, x, error, lost in zip(diagonal, off, quantile, errors, taken, strict=True):
+            # T is scaled to entries near one, so that squares of small entries do not underflow.
+            unit = max(float(a.max()), float(b.max())) or 1.0
+            relative = error / math.sqrt(unit), math.sqrt(lost) / unit
+            top, limit, done = rounded_upper(a / unit, b / unit, x, *relative, rtol)
+            found.append((unit * top, unit * limit, done))
     tops, limits, settled = zip(*found, strict=True)
     return np.array(tops), np.array(limits), np.array(settled)
 
@@ -470,3 +586,8 @@ def _basis_form(operator: LinearOperator, settings: _Settings) -> tuple[torch.dt
             remedy="Give more memory, or measure fewer tokens.",
         )
     return dtype, rows
+
+
+def inverse(lengths: Float[Tensor, " member"]) -> Float[Tensor, " member"]:
+    """Return 1 / length for each of the given lengths, and zero for length zero."""
+    return torch.where(lengths > 0, 1.0 / lengths, 0.0)

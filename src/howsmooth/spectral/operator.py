@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.rounding import gamma
+from howsmooth.rounding import above, gamma
 from howsmooth.spectral.accurate_sums import squared_lengths
 
 __all__ = [
@@ -55,7 +55,7 @@ class ProductError:
     @property
     def total(self) -> Float[Tensor, " batch"]:
         """Upper bound on the error of a computed product J v, divided by the norm of v."""
-        return (self.model + self.rounding) * (1 + 2.0**-50)
+        return above(self.model + self.rounding, 1)
 
     def select(self, members: Int[Tensor, " chosen"]) -> ProductError:
         """Return the error bounds of the chosen maps of the batch."""

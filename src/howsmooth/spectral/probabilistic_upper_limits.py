@@ -1,5 +1,5 @@
-"""Upper limits of the norm of a linear map J that hold with a given probability, from Lanczos or Golub–Kahan
-steps with a random start.
+"""Upper limits of the norm of a linear map J that hold with a given probability, from Lanczos steps
+with a random start.
 
 The start b is Gaussian and independent of J, so the squared cosine between b and the leading right
 singular vector is Beta(1/2, (N−1)/2) distributed, and exceeds its δ-quantile x_δ with probability
@@ -13,10 +13,17 @@ import math
 
 import numpy as np
 from jaxtyping import Float
-from scipy import linalg, special
+from scipy import special
 from scipy.linalg import lapack
 
+from howsmooth.rounding import U, above, gamma, up
+
 __all__ = ["a_posteriori_upper", "ritz_values", "rounded_upper", "start_quantile"]
+
+
+# Newton's iteration for the logarithm of a distance ends with a step of this size. It comes from above, so
+# that to end early only widens an interval.
+_NEWTON = 2.0**-40
 
 
 def start_quantile(dimension: int, confidence: float) -> float:
@@ -91,7 +98,7 @@ def a_posteriori_upper(
         step = (s + np.log(apart).sum(axis=-1) - target) / (1.0 + (distance / apart).sum(axis=-1))
         # A member whose iteration has converged does not change any more, so it does not depend on others.
         s = s - np.where(moving, step, 0.0)
-        moving = moving & (step > 1e-12 * np.maximum(1.0, np.abs(s)))
+        moving = moving & (step > _NEWTON * np.maximum(1.0, np.abs(s)))
         if not moving.any():
             break
     upper: float | np.ndarray = np.where(open_ended, top + np.exp(s), top)[()]
@@ -101,8 +108,9 @@ def a_posteriori_upper(
 # The share of the start's component along the leading direction that rounding may have made; the polynomial
 # of the a-posteriori limit is given the rest.
 _SHARE = 0.25
-# LAPACK's eigenvalues of a tridiagonal matrix T of k rows are off by at most this times k ‖T‖.
-_EIGENVALUE = 8 * 2.0**-53
+# LAPACK's eigenvalues of a tridiagonal matrix T of k rows are off by at most k times so many roundings of
+# ‖T‖.
+_EIGENVALUE = 8
 
 
 def rounded_upper(
@@ -142,15 +150,15 @@ def rounded_upper(
     top = max(float(theta[-1]), 0.0)
     with np.errstate(divide="ignore"):
         logs = float(np.log(off).sum())
-    # The lengths of vectors are rounded, too, by far less than this factor.
-    least = math.sqrt(quantile) * (1 - 1e-6)
+    # The lengths of vectors are rounded, too, and so is the quantile.
+    least = math.sqrt(quantile) / up(1.0)
     first = max(float(a_posteriori_upper(theta, logs, ((1 - _SHARE) * least) ** 2)), top)
 
     def rounding(t: float) -> float:
         """Bound the norm of the rounding errors of the Lanczos recurrence if the largest eigenvalue of JᵀJ is
         at most ``t``.
         """
-        return taken + math.sqrt(k) * (error * (2 * math.sqrt(t) + error) + 16 * 2.0**-53 * t)
+        return taken + math.sqrt(k) * (error * (2 * math.sqrt(t) + error) + gamma(16) * t)
 
     allowed = _SHARE * least
     reach = rounding(2 * first) / allowed
@@ -159,14 +167,18 @@ def rounded_upper(
         wide = (16 * math.sqrt(k) * error / allowed) ** 2
         return top, max(2 * first, 8 * taken / allowed, wide, 8 * math.sqrt(k) * error**2 / allowed), False
     second = top + reach
-    if second > first + 0.125 * rtol * top:
+    if k > 1 and second > first + 0.125 * rtol * top:
         # ‖(t − T)⁻¹ e_1‖ is small if the start has a small component along the leading Ritz vector.
-        values, vectors = linalg.eigh_tridiagonal(diagonal, off[:-1])
-        # Its computed entries may be off by as much as an eigenvalue is, over the gap; all are at most one.
-        leading = np.minimum(np.abs(vectors[0]) + 1e-9, 1.0)
+        unit = np.zeros(k)
+        unit[0] = 1.0
         for _ in range(4):
-            gap = second - top
-            part = gap / np.maximum(second - values, gap)
-            second = top + reach * min(1.0, float(np.linalg.norm(leading * part)))
+            *_, solved, failed = lapack.dptsv(second - diagonal, -off[:-1], unit)
+            if failed:
+                break
+            # What is solved has entries of t − T off by 5 u relative (Higham 2002, Theorem 9.14, where
+            # |L| |D| |Lᵀ| = |t − T|, of norm at most 3 t), and by u t where t is added: 16 u t in all.
+            gap = max(second - top, 16 * U * second)
+            length = float(np.linalg.norm(solved)) * (1 + up(16 * U * second / gap))
+            second = top + reach * min(1.0, gap * length)
     settled = bool(second > first and first - top <= 0.125 * rtol * top)
-    return top, max(first, second) * (1 + k * _EIGENVALUE), settled
+    return top, above(max(first, second), k * _EIGENVALUE), settled

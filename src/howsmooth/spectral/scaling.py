@@ -13,11 +13,11 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.errors import NonFiniteError
-from howsmooth.spectral.operator import LinearOperator
+from howsmooth.spectral.operator import LinearOperator, ProductError
 
 __all__ = ["PowersOfTwo", "Scaled", "in_range", "out_of_range", "shifted", "unscaled"]
 
@@ -71,6 +71,11 @@ class PowersOfTwo:
             return product(u)
         return shifted(product(shifted(u, self.adjoint_before)), self.total - self.adjoint_before)
 
+    def among(self, chosen: Bool[np.ndarray, " batch"]) -> PowersOfTwo:
+        """Return powers that change nothing of the maps that are not chosen."""
+        exponents = self.total, self.before, self.adjoint_before
+        return PowersOfTwo(*(np.where(chosen, e, 0) for e in exponents))
+
     def select(self, members: Tensor) -> PowersOfTwo:
         """Return the powers of the chosen maps of the batch."""
         chosen = members.cpu().numpy()
@@ -81,9 +86,12 @@ class Scaled(LinearOperator):
     """A linear operator multiplied by a power of two for each map of its batch."""
 
     def __init__(self, whole: LinearOperator, powers: PowersOfTwo) -> None:
-        super().__init__(
-            whole.batch, whole.in_shape, whole.out_shape, whole.dtype, whole.device, whole.rounding
-        )
+        proved = None
+        if whole.proved is not None:
+            factors = torch.from_numpy(np.ldexp(1.0, powers.total))
+            proved = ProductError(*(factors * bound for bound in vars(whole.proved).values()))
+        shapes = whole.in_shape, whole.out_shape
+        super().__init__(whole.batch, *shapes, whole.dtype, whole.device, whole.rounding, proved)
         self.whole = whole
         self.powers = powers
 
@@ -197,8 +205,10 @@ def _sizes(t: Tensor) -> np.ndarray:
 
 
 def _ordinary(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the largest entries of vectors of which all digits of squares are in the range of the dtype."""
-    limit = 2.0 ** (_binary_exponents(dtype) // 4)
+    """Return the smallest and the largest entries of J v, for v of length one, with which all digits of JᵀJ v
+    are in the range of the dtype, and the square of its length in that of float64.
+    """
+    limit = 2.0 ** (_binary_exponents(dtype) // (4 if dtype == torch.float32 else 8))
     return 1.0 / limit, limit
 
 

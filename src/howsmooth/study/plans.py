@@ -199,9 +199,7 @@ _SHARED: dict[str, Any] = {
     "confidence": option(
         0.999, number(), "Probability that an interval contains what is measured.", panel=HOW
     ),
-    "max_iterations": option(
-        200, whole(1, _MOST_ITERATIONS), "Largest number of Golub-Kahan or Lanczos steps.", panel=HOW
-    ),
+    "max_iterations": option(200, whole(1, _MOST_ITERATIONS), "Largest number of Lanczos steps.", panel=HOW),
     "memory": option(
         None,
         size(),

@@ -21,7 +21,7 @@ from howsmooth.errors import DerivativeError, NonFiniteError
 from howsmooth.jacobian.autodiff import as_derivative_errors, one_backend
 from howsmooth.nn.checks import check, check_size
 from howsmooth.seeds import torch_seed
-from howsmooth.spectral import LinearOperator, golub_kahan
+from howsmooth.spectral import LinearOperator, lanczos
 
 __all__ = ["Directions", "Pair", "begin", "relative_residual", "unit"]
 
@@ -192,7 +192,7 @@ class Pair(LinearOperator):
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
     """Return approximate leading left singular vectors of Jacobians, and upper limits of the spectral norms.
 
-    They come from the vectors stored in ``state``, or where there is none from a few Golub–Kahan steps after
+    They come from the vectors stored in ``state``, or where there is none from a few Lanczos steps after
     a random start. From there, the limits hold with probability 0.999; otherwise they are infinite.
     """
     u, cold = state.recall(pair.batch, pair.out_shape, pair.y)
@@ -203,7 +203,7 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
         start = state.draw((pair.batch, *pair.in_shape), pair.y)
         # The error of a singular value is of the order of the squared residual.
         narrow = max(rtol**2, 16 * torch.finfo(pair.dtype).eps)
-        found = golub_kahan(
+        found = lanczos(
             pair, pair.among(start), rtol=narrow, confidence=_CONFIDENCE, max_iterations=max(2, first_steps)
         )
         # Only members without a direction take the result of the random start.
