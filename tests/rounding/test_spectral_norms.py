@@ -125,6 +125,12 @@ def test_allowances_are_those_of_the_analysis() -> None:
     triangles = Triangles.of(rows.mT)
     assert float(triangles.stretch) >= 1 + 0.45 * gamma(s) * r
     assert float(triangles.rest) >= gamma(r) * r * 0.9
+    # The rounding of the product of the triangles, and what is left of the other matrix, without all else.
+    one, side = torch.ones((), dtype=F64), torch.ones(1, 2, dtype=F64)
+    first = Triangles(torch.ones(1, 1, dtype=F64), side, one, 0 * one)
+    other = Triangles(torch.ones(1, 1, dtype=F64), side * torch.tensor([1.0, -1.0], dtype=F64), one, 0 * one)
+    assert float(first.product_norms(other)[0]) >= gamma(2) * 2
+    assert float(first.product_norms(other._replace(rest=0.5 * one))[0]) >= 0.5 * 2**0.5
     # A product that cancels is known up to the rounding of its terms, whichever way it is formed.
     left, right = torch.ones(9, 2, dtype=F64), torch.ones(2, 8, dtype=F64)
     right[1] = -1

@@ -32,6 +32,7 @@ from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_ascent, token_wise_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
+from howsmooth.rounding import LEAST_DIVISOR
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral.scaling import Scaled, shifted
 
@@ -325,7 +326,7 @@ def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _M
         image = jacobian.product(e[None])[0]
         value = image[i].norm()
         u = torch.zeros_like(image)
-        u[i] = image[i] / value.clamp_min(1e-300)
+        u[i] = image[i] / value.clamp_min(LEAST_DIVISOR)
         if isinstance(jacobian, Scaled):
             value = shifted(value[None], -jacobian.powers.total)[0]
         parts.append((value, e, u))
@@ -451,7 +452,7 @@ class _GradientAscent:
             left = found.output_direction[member].to(x)
             right = found.input_direction[member].to(x)
             parts.append(_gradient_of_pairing(f, x[i : i + chunk], left, right))
-        sigma = found.value[rows].to(x).clamp_min(1e-300)[:, None, None]
+        sigma = found.value[rows].to(x).clamp_min(LEAST_DIVISOR)[:, None, None]
         return self.domain.pull_back(torch.cat(parts) / sigma)
 
     def _direction(self, u: Tensor, gradient: Tensor) -> Tensor:
@@ -465,7 +466,7 @@ class _GradientAscent:
         reach = self.domain.project_coordinates(u + 1e-6 * self.domain.radius * _unit(gradient)) - u
         length = torch.linalg.vector_norm(reach, dim=-1, keepdim=True)
         top = length.amax(dim=-2, keepdim=True)
-        scaled: Tensor = reach / (length * top).sqrt().clamp_min(1e-300)
+        scaled: Tensor = reach / (length * top).sqrt().clamp_min(LEAST_DIVISOR)
         return scaled
 
     def _probe(self, like: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
+from howsmooth.rounding import LEAST_DIVISOR
 
 __all__ = ["zero_query_or_key_inputs"]
 
@@ -88,7 +89,7 @@ class _Side:
         if norm.centred:
             W, b = W - W.mean(dim=0), b - b.mean()
         zero = -torch.linalg.pinv(W) @ b
-        zero = zero * min(1.0, radius / max(float(zero.norm()), 1e-300))
+        zero = zero * min(1.0, radius / max(float(zero.norm()), LEAST_DIVISOR))
         long = max(_LONG * math.sqrt(norm.d * norm.eps), 3.0 * float(b.norm()))
         return cls(W[mine], b[mine], norm.weight[mine], zero, long)
 
@@ -104,7 +105,7 @@ class _Side:
         token is such that its query or key has the largest possible component along the row.
         """
         y = self.gain * wanted
-        images: Tensor = self.long * y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300) - self.b
+        images: Tensor = self.long * y / y.norm(dim=-1, keepdim=True).clamp_min(LEAST_DIVISOR) - self.b
         return images
 
 
@@ -188,8 +189,8 @@ def _with_images(
     _, sizes, rows = torch.linalg.svd(W)
     free = rows[int((sizes > 1e-9 * sizes[0]).sum()) :].mT  # the tokens that W maps to zero
     if free.shape[1] == 0:
-        return x * radius / length.clamp_min(1e-300)
+        return x * radius / length.clamp_min(LEAST_DIVISOR)
     z: Tensor = free @ torch.linalg.svd(value @ free).Vh[0]
-    x = x * torch.clamp(radius / length.clamp_min(1e-300), max=1.0)
+    x = x * torch.clamp(radius / length.clamp_min(LEAST_DIVISOR), max=1.0)
     left: Tensor = (radius**2 - x.square().sum(dim=-1, keepdim=True)).clamp_min(0.0).sqrt()
     return x + signs * left * z

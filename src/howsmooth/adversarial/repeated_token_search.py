@@ -22,6 +22,7 @@ from torch import Tensor
 
 from howsmooth.adversarial.search_domains import Around, Domain
 from howsmooth.attention import SelfAttention
+from howsmooth.rounding import LEAST_DIVISOR
 
 __all__ = ["AtomSearch", "Atoms", "can_search_atoms", "search_atoms"]
 
@@ -295,12 +296,12 @@ def _increase_norm(
         better = value > best
         best = torch.where(better, value, best)
         kept = torch.where(better[:, None, None], coordinates, kept)
-        g = torch.nan_to_num(g / value.clamp_min(1e-300)[:, None, None])
+        g = torch.nan_to_num(g / value.clamp_min(LEAST_DIVISOR)[:, None, None])
         # Adam with one second moment for each atom instead of each entry: all atoms take steps of similar
         # length, in the direction of their gradients.
         first = 0.9 * first + 0.1 * g
         second = 0.99 * second + 0.01 * (g * g).sum(-1, keepdim=True)
-        corrected = (second / (1 - 0.99 ** (step + 1))).sqrt().clamp_min(1e-300)
+        corrected = (second / (1 - 0.99 ** (step + 1))).sqrt().clamp_min(LEAST_DIVISOR)
         # Cosine schedule: steps shrink to 2 % of the first ones.
         size = rate * domain.radius * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         move = size * (first / (1 - 0.9 ** (step + 1))) / corrected
@@ -314,7 +315,7 @@ def _norm(t: Tensor) -> Tensor:
 
 
 def _unit(t: Tensor) -> Tensor:
-    return t / _norm(t).clamp_min(1e-300)
+    return t / _norm(t).clamp_min(LEAST_DIVISOR)
 
 
 def _random_atoms(

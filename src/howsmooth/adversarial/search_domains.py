@@ -17,6 +17,7 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds.bound import check_radius
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.rounding import LEAST_DIVISOR
 
 __all__ = ["Around", "Ball", "Domain", "Ellipsoid"]
 
@@ -194,7 +195,7 @@ class Ellipsoid(Domain):
             return _shrink(u, 1.0)
         # For ε = 0 the layer normalises every token to the surface.
         length = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-        on_surface: Tensor = torch.where(length > 0, u / length.clamp_min(1e-300), u)
+        on_surface: Tensor = torch.where(length > 0, u / length.clamp_min(LEAST_DIVISOR), u)
         return on_surface
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
@@ -279,5 +280,5 @@ class Around(Domain):
 def _shrink(x: Tensor, radius: float) -> Tensor:
     """Return x after scaling every vector (last axis) of norm above ``radius`` down to norm ``radius``."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    inside: Tensor = x * torch.where(length > radius, radius / length.clamp_min(1e-300), 1.0)
+    inside: Tensor = x * torch.where(length > radius, radius / length.clamp_min(LEAST_DIVISOR), 1.0)
     return inside

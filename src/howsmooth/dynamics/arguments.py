@@ -15,6 +15,8 @@ from howsmooth.errors import ArgumentError
 
 __all__ = ["check_plan", "check_times"]
 
+# Times and steps that a user computes count as the same if they differ by this fraction.
+_SAME = 1e-9
 # Default rtol, default atol, and the smallest rtol that is accepted. Below the smallest rtol, the error of a
 # step cannot be told from rounding.
 _TOLERANCES = {torch.float64: (1e-7, 1e-9, 1e-13), torch.float32: (1e-4, 1e-6, 1e-5)}
@@ -37,7 +39,7 @@ def check_times(times: object, field: Field) -> list[float]:
         if not before < after:
             raise ArgumentError("times", expected=expected, got=f"{after:g} after {before:g}")
     # The last time may exceed the field's end by rounding.
-    slack = 1e-9 * (abs(field.until) if math.isfinite(field.until) else 0.0)
+    slack = _SAME * (abs(field.until) if math.isfinite(field.until) else 0.0)
     if math.isfinite(field.until) and (moments[0] < 0 or moments[-1] > field.until + slack):
         raise ArgumentError(
             "times",
@@ -102,7 +104,7 @@ def check_plan(
             raise ArgumentError("step", expected=f"a number > 0 for {method}", got="None")
         size, origin = positive("step", step), moments[0]
     # A step must not jump over an output time.
-    if size > gap * (1 + 1e-9):
+    if size > gap * (1 + _SAME):
         raise ArgumentError(
             "step",
             expected=f"at most {gap:g}, the smallest difference of two times",
@@ -134,4 +136,4 @@ def _whole(length: float, unit: float, *, once: bool = False) -> bool:
     With ``once``, only ``unit`` itself counts.
     """
     count = 1 if once else round(length / unit)
-    return abs(length - count * unit) <= 1e-9 * max(unit, abs(length))
+    return abs(length - count * unit) <= _SAME * max(unit, abs(length))

@@ -27,6 +27,7 @@ from howsmooth.rounding.tensor_with_error_bound import MissingRuleError, Rounded
 from howsmooth.rounding.units import (
     INFLATION,
     LARGEST,
+    LEAST_DIVISOR,
     LOG_MARGIN,
     LOST,
     STEP,
@@ -46,6 +47,7 @@ __all__ = [
     "COLUMNS_IN_DIGITS",
     "INFLATION",
     "LARGEST",
+    "LEAST_DIVISOR",
     "LOG_MARGIN",
     "LOST",
     "STEP",

@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = [
     "INFLATION",
     "LARGEST",
+    "LEAST_DIVISOR",
     "LOG_MARGIN",
     "LOST",
     "STEP",
@@ -116,6 +117,9 @@ def up(errors: Number) -> Number:
     """
     return errors * (1 + 1e-6)
 
+
+LEAST_DIVISOR = 1e-300
+"""Stands for a divisor of zero where the dividend is zero as well, so that the quotient is zero."""
 
 INFLATION = 1 + gamma(90_000_000)
 """Factor, nearly 1 + 10^-8, by which a formula in numbers >= 0 is enlarged once at its end. It covers some

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.transformer_network import Network
+from howsmooth.rounding import LEAST_DIVISOR
 
 __all__ = ["attack_radius"]
 
@@ -58,7 +59,7 @@ def attack_radius(
         return found
 
     def on_sphere(radius: float, delta: Tensor) -> Tensor:
-        return delta * (radius / length(delta).clamp_min(1e-300))
+        return delta * (radius / length(delta).clamp_min(LEAST_DIVISOR))
 
     def reached(radius: float, delta: Tensor) -> tuple[bool, Tensor]:
         nonlocal best
