@@ -153,8 +153,9 @@ def test_norms_of_absolute_values(scale: float) -> None:
     for matrix, bound in zip(matrices, found, strict=True):
         exact = _norm(matrix.abs())
         assert exact <= mpf(float(bound)) <= 2 * exact
-    flat = torch.full((3, 7), 0.1, dtype=F64)
-    assert _norm(flat) <= mpf(float(absolute_norms_above(flat)))
+    for entry in torch.linspace(0.1, 1.0, 20, dtype=F64):  # the bound is attained
+        flat = entry.expand(3, 7)
+        assert mpmath.sqrt(21) * mpf(float(entry)) <= mpf(float(absolute_norms_above(flat)))
 
 
 def test_a_norm_is_computed_once() -> None:
