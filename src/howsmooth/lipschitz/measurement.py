@@ -143,7 +143,7 @@ def autodiff(
         jacobian.rounding = torch.full_like(rounding, _TYPICAL)
         exact = AutodiffJacobian(f.to(dtype=torch.float64), x.double(), rounding=rounding)
         operator = CheckedByAdjoint(jacobian, exact)
-    found = solver.alone(operator, members, start=start, image=jacobian.image)
+    found = solver.alone(operator, members, start=start)
     return (members, found), jacobian.judged or not judging
 
 
@@ -151,7 +151,7 @@ def at_measure(
     f: TokenMap, x: Tensor, weighting: Weighting, solver: Solver, *, closed: bool
 ) -> LeadingTriplet:
     """Measure the Lipschitz constant of a map at the measure of weighted atoms ``x`` (n, d), in float64."""
-    start, image = solver.starts([0], x.shape, x.dtype, x.device), None
+    start = solver.starts([0], x.shape, x.dtype, x.device)
     operator: LinearOperator
     if closed:
         operator = closed_form_jacobian(f, x[None], weighting=weighting)
@@ -163,4 +163,4 @@ def at_measure(
         operator.rounding = torch.maximum(operator.rounding, seen)
     else:
         operator = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
-    return solver.alone(operator, [0], start=start, image=image)
+    return solver.alone(operator, [0], start=start)

@@ -43,20 +43,18 @@ class Solver:
         members: Sequence[int],
         *,
         start: Tensor | None = None,
-        image: Tensor | None = None,
         basis_bytes: int | None = None,
     ) -> LeadingTriplet:
         """Find the largest singular values of a batch of Jacobians.
 
-        The arguments ``start`` and ``image`` are the :meth:`starts` of the members and the product with them,
-        if they are known, and ``basis_bytes`` the number of bytes for the Krylov basis, if it is limited.
+        The argument ``start`` has the :meth:`starts` of the members, if they are drawn already, and
+        ``basis_bytes`` is the number of bytes for the Krylov basis, if it is limited.
         """
         if start is None:
             start = self.starts(members, operator.in_shape, operator.dtype, operator.device)
         return lanczos(
             operator,
             start,
-            image=image,
             rtol=self.rtol,
             confidence=self.confidence,
             max_iterations=self.max_iterations,

@@ -68,7 +68,6 @@ def lanczos(
     rtol: float,
     confidence: float,
     max_iterations: int,
-    image: Float[Tensor, "batch *out_shape"] | None = None,
     basis_dtype: torch.dtype | None = None,
     basis_bytes: int | None = None,
 ) -> LeadingTriplet:
@@ -90,9 +89,6 @@ def lanczos(
         Probability, over the start, with which each member's interval holds.
     max_iterations
         Largest number of steps. Each step takes one product with JᵀJ.
-    image
-        The product of the operator with ``start``, if it is known. The first step then takes only the product
-        with Jᵀ.
     basis_dtype
         Dtype of the basis: the dtype of the operator, float32 or float16. The default is the operator's dtype
         if ``basis_bytes`` has room for 64 vectors of it, and otherwise float16, or float32 for ``rtol`` below
@@ -122,10 +118,6 @@ def lanczos(
     """
     settings = _Settings(rtol, confidence, max_iterations, basis_dtype, basis_bytes)
     run = _Run(operator, start, settings)
-    if image is not None:
-        within, _ = run.ask()
-        w = image * inverse(row_lengths(start.flatten(1))).to(image.dtype).view(-1, *(1,) * (image.ndim - 1))
-        run.take([(squared_lengths(w.flatten(1)), within.adjoint_product(w))])
     return _in_step([run], _by_themselves)[0]
 
 
