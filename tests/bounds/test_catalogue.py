@@ -117,6 +117,10 @@ def test_arrays_and_nested_lists_are_taken_as_tensors_are() -> None:
             assert function(f, convert(x)).value == function(f, x).value
         assert bounds.theorem_3_7(f, convert(x), 2.0).value == bounds.theorem_3_7(f, x, 2.0).value
         assert best(f, convert(x)).value == best(f, x).value
+        errors = bounds.kv_error_upper_bound(
+            f, convert(x), keys=convert(torch.full((1, N), 0.1, dtype=torch.float64))
+        )
+        assert errors.value == bounds.kv_error_upper_bound(f, x, keys=0.1).value
         q, v = tokens(8, 2, 3, D), tokens(9, 2, 3, D)
         assert (
             bounds.l2_attention(convert(q), convert(v), None, 4).value

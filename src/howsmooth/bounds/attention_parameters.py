@@ -26,12 +26,11 @@ from howsmooth.attention.theorem_preconditions import (
     require_plain_scores,
 )
 from howsmooth.bounds.bound import exp
+from howsmooth.bounds.log_numbers import Log
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.rounding import above, gamma, product_norms_above, spectral_norm_above, spectral_norm_below, up
 
 __all__ = [
-    "ROTARY",
-    "Attention",
     "Head",
     "Parameters",
     "SiteLike",
@@ -39,14 +38,12 @@ __all__ = [
     "largest_distance",
     "log_size",
     "log_spectral_norm",
+    "norm",
     "norms_of_rows",
     "parameters_of",
     "row_blocks",
     "unit",
 ]
-
-ROTARY = "rotary positions, with which A depends on the distance of the tokens"
-"""Why attention with rotary positions has no bound on a ball, in words."""
 
 # Products of parameters with larger logarithms, or their squares' sums, might leave the range of float64.
 _LARGEST_LOG = 700.0
@@ -72,6 +69,11 @@ def log_spectral_norm(*factors: Tensor, upper: bool = True) -> float:
     if norm <= 0:
         return -math.inf
     return math.fsum([math.log(norm), *map(log_size, factors)])
+
+
+def norm(*factors: Tensor) -> Log:
+    """Return the spectral norm of a product of float64 matrices, rounded up."""
+    return Log(log_spectral_norm(*factors))
 
 
 def log_size(tensor: Tensor) -> float:
@@ -365,10 +367,6 @@ class SiteLike(Protocol):
         """The norm layer whose outputs are the tokens of the attention, or None if there is no norm layer."""
 
 
-Attention = Head | Parameters | SelfAttention | SiteLike
-"""The types that functions of ``howsmooth.bounds`` accept as an attention."""
-
-
 def parameters_of(attention: object) -> Parameters:
     """Return the parameters A, V, b of all heads of an attention, in float64 on the CPU.
 
@@ -405,7 +403,7 @@ def parameters_of(attention: object) -> Parameters:
         raise ArgumentError(
             "attention",
             expected="scores ⟨A x_i + b, x_j⟩ with one matrix A",
-            got=ROTARY,
+            got="rotary positions, with which A depends on the distance of the tokens",
             remedy="best(side='upper') and hs.bounds.certificate at given tokens accept "
             "rotary positions; hs.adversarial.ascend finds large constants.",
         )

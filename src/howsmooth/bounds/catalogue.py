@@ -8,6 +8,12 @@ describes the arguments that are its own; what is said of the others, and of err
 
 Formulas are written with :class:`~howsmooth.bounds.log_numbers.Log`, so one text gives numbers, their
 logarithms where they overflow, and gradients, which ``howsmooth.nn`` needs to divide layers by their bounds.
+A new bound is one function::
+
+    @statement(on_ball, quantity=Quantity.GLOBAL, source=f"{PAPER}, Theorem E.3", masks="none")
+    def theorem_e_3(p: Problem) -> Log:
+        '''Bound Lip(f on B_R^n) from above by Theorem E.3 of the paper, which allows a query bias.'''
+        return p.V * (3 * (p.a**2 + 4 * p.n * p.a3**2 + p.n)) ** 0.5
 """
 
 from __future__ import annotations

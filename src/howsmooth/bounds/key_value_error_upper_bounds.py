@@ -13,9 +13,8 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.attention.map import check_tokens
 from howsmooth.attention.scaled_dot_product import cap_slope
-from howsmooth.bounds.attention_parameters import SiteLike
+from howsmooth.bounds.attention_parameters import SiteLike, as_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.rounding import (
     LARGEST,
@@ -66,10 +65,10 @@ class OutputErrorBound:
 
 def kv_error_upper_bound(
     attention: object,
-    X: Tensor | None = None,
+    X: object = None,
     *,
-    keys: Tensor | float | None = None,
-    values: Tensor | float | None = None,
+    keys: object = None,
+    values: object = None,
 ) -> OutputErrorBound:
     """Bound the change of the output of attention if the errors of keys and values have at most the given
     size.
@@ -84,10 +83,11 @@ def kv_error_upper_bound(
     attention
         A captured site, or a :class:`~howsmooth.attention.SelfAttention` with any mask and score features.
     X
-        The tokens (n, d) of one sequence, float32 or float64; None for the tokens of the site.
+        The tokens (n, d) of one sequence, a tensor, an array or nested lists; None for the tokens of the
+        site.
     keys, values
-        The size of the errors, not negative; None for no error. A number, or a tensor that broadcasts to
-        (kv_heads, n), limits the Euclidean norm of the error of each key or value. A tensor with three axes
+        The size of the errors, not negative; None for no error. A number, or an array that broadcasts to
+        (kv_heads, n), limits the Euclidean norm of the error of each key or value. One with three axes
         that broadcasts to (kv_heads, n, dim) limits the absolute error of each entry; one number for each
         channel has shape (kv_heads, 1, dim).
 
@@ -150,14 +150,9 @@ def _checked(attention: object, X: object) -> tuple[SelfAttention, Float64[Tenso
             got=type(attention).__name__ if scope is None else f"scope {scope!r}: {type(f).__name__}",
             remedy="Capture with scope 'attention', 'heads' or 'head'; its projections must be known.",
         )
-    if not isinstance(X, Tensor) or X.ndim != 2 or not X.is_floating_point():
-        got = f"{X.dtype} of shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
-        raise ArgumentError("X", expected="the tokens (n, d) of one sequence", got=got)
+    x = as_matrix("X", X, ("n", f.d), what="tokens", remedy="Give the tokens of one sequence.")
     f = f.to(dtype=torch.float64, device="cpu")
-    x = X.detach().to(dtype=torch.float64, device="cpu")
-    check_tokens(x, f)
-    if not bool(torch.isfinite(x).all()):
-        raise NonFiniteError("X", expected="finite numbers", got="NaN or infinity")
+    f.check_length(len(x))
     return f, x
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -57,6 +57,11 @@ class Log:
     def sum(self) -> Log:
         """Return the sum of all numbers of the tensor."""
         return Log(torch.logsumexp(self.log.flatten(), dim=0))
+
+    @classmethod
+    def total(cls, terms: Iterable[Log]) -> Log:
+        """Return the sum of several numbers."""
+        return cls(torch.stack([term.log for term in terms])).sum()
 
 
 Number = Log | Tensor | float

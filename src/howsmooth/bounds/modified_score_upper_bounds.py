@@ -16,7 +16,8 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.attention.masks import Visibility
-from howsmooth.bounds.attention_parameters import SiteLike, log_size, log_spectral_norm, unit
+from howsmooth.bounds.attention_parameters import SiteLike, log_size, unit
+from howsmooth.bounds.attention_parameters import norm as spectral_norm
 from howsmooth.bounds.ball_upper_bounds import mask_blocks
 from howsmooth.bounds.bilinear_score_norms import BilinearScoreNorms
 from howsmooth.bounds.bound import Quantity, check_length, check_radius, exp
@@ -122,9 +123,9 @@ class _Sizes:
     @classmethod
     def of(cls, f: SelfAttention, h: int, n: int, R: Log) -> _Sizes:
         group = h // (f.heads // f.kv_heads)
-        value, shift = _norm(f.value[group]), _ZERO
+        value, shift = spectral_norm(f.value[group]), _ZERO
         if f.sinks is not None and f.value_bias is not None:
-            shift = _norm(f.value_bias[group, None])
+            shift = spectral_norm(f.value_bias[group, None])
         ways = []
         if f.query_norm is None and f.key_norm is None:
             ways += _of_bilinear_scores(f, h, n, R)
@@ -146,10 +147,6 @@ class _Sizes:
 def _sizes_of_heads(p: Problem) -> list[_Sizes]:
     f = _attention(p)
     return [_Sizes.of(f, h, p.n, Log.of(p.radius)) for h in range(f.heads)]
-
-
-def _norm(matrix: Tensor) -> Log:
-    return Log(log_spectral_norm(matrix))
 
 
 def _is_relative(f: SelfAttention) -> bool:
@@ -231,7 +228,7 @@ class _Projected:
             mine = slice(h * width, (h + 1) * width)
         if norm is not None and norm.centred:
             W, b = W - W.mean(dim=0), None if b is None else b - b.mean()
-        slope, shift = _norm(W), _ZERO if b is None else _norm(b[None])
+        slope, shift = spectral_norm(W), _ZERO if b is None else spectral_norm(b[None])
         longest = slope * R + shift
         if norm is None:
             return cls(longest, slope)
@@ -239,7 +236,7 @@ class _Projected:
         # |N(y)| = √d |y| / √(|y|² + dε) grows with |y|, and its derivative is at most √d / √(|y|² + dε).
         shortest = shift * below(max(0.0, 1 - exp(log_above(float((slope * R / shift).log)))), 1)
         length, least = ((one**2 + norm.d * norm.eps) ** 0.5 for one in (longest, shortest))
-        added = _ZERO if norm.bias is None else _norm(norm.bias[mine][None])
+        added = _ZERO if norm.bias is None else spectral_norm(norm.bias[mine][None])
         steep = Log(math.inf) if bool(torch.isneginf(least.log)) else gain * slope / least
         return cls(gain * longest / length + added, steep)
 

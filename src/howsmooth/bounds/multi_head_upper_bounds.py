@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, log_size, log_spectral_norm, unit
+from howsmooth.bounds.attention_parameters import Head, log_size, norm, unit
 from howsmooth.bounds.ball_upper_bounds import ball_quantity, causal_mean_field, mean_field, theorem_a
 from howsmooth.bounds.bound_problem import Problem, on_ball
 from howsmooth.bounds.catalogue import OURS, PAPER, statement
@@ -44,8 +44,7 @@ def lemma_3_8(p: Problem) -> Log:
 
     The bound is Σ_h ‖W_h‖ L_h, where W_h is the output map of head h and L_h an upper bound on the head.
     """
-    logs = [(_norm(W) * L).log for W, L in zip(p.parameters.outputs, _heads(p), strict=True)]
-    return Log(torch.stack(logs)).sum()
+    return Log.total(norm(W) * L for W, L in zip(p.parameters.outputs, _heads(p), strict=True))
 
 
 @statement(on_ball, heads="several", quantity=ball_quantity, source=_PAGE)
@@ -54,8 +53,7 @@ def output_norm_upper_bound(p: Problem) -> Log:
 
     The bound is ‖W_O‖ (Σ_h L_h²)^{1/2}, where L_h is an upper bound on head h.
     """
-    squares = Log(torch.stack([(L**2).log for L in _heads(p)])).sum()
-    return _norm(p.parameters.W) * squares**0.5
+    return norm(p.parameters.W) * Log.total(L**2 for L in _heads(p)) ** 0.5
 
 
 @statement(on_ball, heads="several", quantity=ball_quantity, source=_PAGE)
@@ -93,13 +91,9 @@ def quadratic_form(maps: Sequence[Tensor], bounds: Sequence[Log]) -> Log:
     """Return (Σ_{h,g} ‖M_hᵀ M_g‖ c_h c_g)^{1/2}, which bounds Σ_h M_h f_h if c_h bounds f_h."""
     terms = []
     for h, (M, c) in enumerate(zip(maps, bounds, strict=True)):
-        terms.append((_norm(M) * c) ** 2)
-        terms += [2 * _norm(M.mT, maps[g]) * c * bounds[g] for g in range(h)]
-    return Log(torch.stack([term.log for term in terms])).sum() ** 0.5
-
-
-def _norm(*factors: Tensor) -> Log:
-    return Log(log_spectral_norm(*factors))
+        terms.append((norm(M) * c) ** 2)
+        terms += [2 * norm(M.mT, maps[g]) * c * bounds[g] for g in range(h)]
+    return Log.total(terms) ** 0.5
 
 
 def _heads(p: Problem) -> list[Log]:

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from scipy.special import wrightomega
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import as_matrix, log_spectral_norm
+from howsmooth.bounds.attention_parameters import as_matrix, norm
 from howsmooth.bounds.ball_upper_bounds import largest_weight
 from howsmooth.bounds.bound import Quantity, check_length
 from howsmooth.bounds.bound_problem import Problem, for_every_length
@@ -90,7 +90,7 @@ def of_l2(query: object, value: object, output: object, length: object) -> L2:
     q = as_matrix("query", query, ("heads", "key_dim", "d"))
     v = as_matrix("value", value, (q.shape[0], "value_dim", q.shape[2]))
     w = None if output is None else as_matrix("output", output, ("d_out", v.shape[0] * v.shape[1]))
-    return L2(q, v, Log(0.0) if w is None else _log_norm(w), check_length(length))
+    return L2(q, v, Log(0.0) if w is None else norm(w), check_length(length))
 
 
 @statement(
@@ -108,9 +108,9 @@ def l2_attention(p: L2) -> Log:
     token, k = 2, V = I and Q = 10 I the Lipschitz constant is 70.7, the published formula 7.07. The
     correction is proved on the documentation page "Other attentions".
     """
-    heads = [(_log_norm(q) ** 2 * _log_norm(v)) ** 2 for q, v in zip(p.query, p.value, strict=True)]
+    heads = [(norm(q) ** 2 * norm(v)) ** 2 for q, v in zip(p.query, p.value, strict=True)]
     factor = (Log.of(p.length) / p.query.shape[1]) ** 0.5 * p.output
-    return factor * (4 * p.phi + 1) * _sum(heads) ** 0.5
+    return factor * (4 * p.phi + 1) * Log.total(heads) ** 0.5
 
 
 @statement(of_l2, heads=None, quantity=Quantity.EVERYWHERE, source=_PAGE)
@@ -120,9 +120,9 @@ def l2_attention_upper_bound(p: L2) -> Log:
     The bound is ‖W_O‖/√k √(Σ_h ‖Q_h‖²‖V_h Q_hᵀ‖²) (√N(1+2Φ) + 2Φ), where Φ e^{Φ+1} = N − 1. The attention is
     defined in :func:`l2_attention`.
     """
-    heads = [(_log_norm(q) * _log_norm(v @ q.mT)) ** 2 for q, v in zip(p.query, p.value, strict=True)]
+    heads = [(norm(q) * norm(v @ q.mT)) ** 2 for q, v in zip(p.query, p.value, strict=True)]
     core = _l2_everywhere(p.length * (1 + 2 * p.phi) ** 2, p.phi)
-    return p.output * (_sum(heads) / p.query.shape[1]) ** 0.5 * core
+    return p.output * (Log.total(heads) / p.query.shape[1]) ** 0.5 * core
 
 
 def _l2_everywhere(rows: N, phi: N) -> N:
@@ -233,7 +233,7 @@ def of_cosine(
         remedy = "With eps = 0 the normalisation is not Lipschitz at zero."
         raise ArgumentError("eps", expected="a number > 0", got=repr(eps), remedy=remedy)
     tau, factor = abs(_number("temperature", temperature)), abs(_number("gain", gain))
-    return Cosine(_log_norm(q), _log_norm(k), _log_norm(v), n, tau, Log.of(factor) / Log.of(epsilon) ** 0.5)
+    return Cosine(norm(q), norm(k), norm(v), n, tau, Log.of(factor) / Log.of(epsilon) ** 0.5)
 
 
 @statement(of_cosine, heads=None, quantity=Quantity.EVERYWHERE, source="Qi et al., LipsFormer, ICLR 2023")
@@ -519,14 +519,6 @@ def softmax_upper_bound(factor: float) -> Log:
 
 
 # ---- the parts of several bounds
-
-
-def _log_norm(matrix: Tensor) -> Log:
-    return Log(log_spectral_norm(matrix))
-
-
-def _sum(terms: list[Log]) -> Log:
-    return Log(torch.stack([term.log for term in terms])).sum()
 
 
 def _weights(rows: VisibleRows, a: Tensor) -> Tensor:
