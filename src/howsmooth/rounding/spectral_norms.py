@@ -99,9 +99,9 @@ def spectral_norms_above(
     the bounds are at most min(m, r)^(1/2^(squarings + 2)) times too large, and have no gradient of use.
     """
     if squarings is not None:
-        size, scaled, gram, slack = _gram(matrices)
+        size, _, gram, slack = _gram(matrices)
         upper = largest_eigenvalues_by_squaring(gram, squarings, slack).sqrt()
-        return _in_size(above(upper, 1), size, scaled)
+        return _in_size(above(upper, 1), size)
     if not (torch.is_grad_enabled() and matrices.requires_grad):
         return spectral_norms(matrices.detach()).upper
     with torch.no_grad():
@@ -116,10 +116,10 @@ def spectral_norms(matrices: Float[Tensor, "*batch m r"]) -> Enclosed:
     batch = matrices.shape[:-2]
     if not matrices.numel():
         return Enclosed(matrices.new_zeros(batch), matrices.new_zeros(batch))
-    size, scaled, gram, slack = _gram(matrices.flatten(0, -3) if batch else matrices[None])
+    size, _, gram, slack = _gram(matrices.flatten(0, -3) if batch else matrices[None])
     upper, plain = largest_eigenvalues_above(gram, slack).root()
     return Enclosed(
-        _in_size(upper, size, scaled).reshape(batch), _in_size(plain, size, scaled, 0.0).reshape(batch)
+        _in_size(upper, size).reshape(batch), _in_size(plain, size, 0.0).reshape(batch)
     )
 
 
@@ -139,7 +139,7 @@ def spectral_norms_with_vectors(
     else:
         v = torch.linalg.eigh(gram)[1][..., -1]
     value = ((gram @ v[..., None])[..., 0] * v).sum(-1)
-    upper = _in_size(largest_eigenvalues_above(gram, slack, value, rise=1e-12).root().upper, size, scaled)
+    upper = _in_size(largest_eigenvalues_above(gram, slack, value, rise=1e-12).root().upper, size)
     wide = matrices.shape[-2] <= matrices.shape[-1]
     image = ((scaled.mT if wide else scaled) @ v[..., None])[..., 0]
     length = torch.linalg.vector_norm(image, dim=-1, keepdim=True)
@@ -151,29 +151,31 @@ def spectral_norms_with_vectors(
 def _in_units(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Divide matrices by powers of two, so that their largest entries lie between 1 and 2.
 
-    The quotient of a number and twice its mantissa is exactly a power of two. Matrices of zeros stay, and
-    those that are not finite become zeros, with the size inf.
+    The quotient of a number and twice its mantissa is exactly a power of two. Matrices of zeros stay, with
+    the size zero. Those that are not finite become zeros, with the size inf.
     """
     if not matrices.numel():
-        return matrices.new_ones(matrices.shape[:-2]), matrices
-    largest = matrices.abs().amax(dim=(-2, -1))
-    finite = largest.isfinite()
-    mantissa = torch.frexp(torch.where(finite & (largest > 0), largest, 1.0)).mantissa
-    size = torch.where(largest > 0, largest / (2 * mantissa), 1.0)
-    if not bool(finite.all()):
-        size = torch.where(finite, size, torch.inf)
-        matrices = torch.where(finite[..., None, None], matrices, 0.0)
-    return size, matrices / size[..., None, None]
+        return matrices.new_zeros(matrices.shape[:-2]), matrices
+    largest = torch.linalg.vector_norm(matrices, torch.inf, dim=(-2, -1))
+    usual = (largest > 0) & (largest < torch.inf)
+    if bool(usual.all()):
+        size = largest / (2 * torch.frexp(largest).mantissa)
+        return size, matrices / size[..., None, None]
+    mantissa = torch.frexp(torch.where(usual, largest, 1.0)).mantissa
+    size = torch.where(usual, largest / (2 * mantissa), torch.where(largest == 0, 0.0, torch.inf))
+    finite = torch.where((size < torch.inf)[..., None, None], matrices, 0.0)
+    return size, finite / torch.where(usual, size, 1.0)[..., None, None]
 
 
-def _in_size(values: Tensor, size: Tensor, scaled: Tensor, least: float = 2.0**-1074) -> Tensor:
+def _in_size(values: Tensor, size: Tensor, least: float = 2.0**-1074) -> Tensor:
     """Multiply norms of scaled matrices by the sizes of the matrices.
 
     Only if the product is not normal does it round, by half of the smallest positive number, which is added.
-    Norms of matrices of zeros are zero.
     """
-    found = values * size + least * (size < 1).to(size.dtype)
-    found = torch.where((scaled == 0).flatten(-2).all(-1), 0.0, found)
+    found = values * size
+    if bool(((size >= 1) & (size < torch.inf)).all()):
+        return found
+    found = found + least * ((size < 1) & (size > 0)).to(size.dtype)
     return torch.where(size < torch.inf, found, torch.inf)
 
 
@@ -313,6 +315,10 @@ def largest_eigenvalues_above(
     m = g.shape[-1] + 2
     # The diagonal of t I − g rounds by u of the trace at most.
     factor = up(gamma(m) / (1 - gamma(m)) + 2 * U)
+    shifted.diagonal(dim1=-2, dim2=-1).copy_(t[:, None] - own)
+    if not bool(torch.linalg.cholesky_ex(shifted).info.any()):
+        upper = t + factor * _trace(shifted)
+        return Enclosed(above(upper + up(slack) + TINY, 2), t)
     plain, upper = torch.full_like(t, torch.inf), torch.full_like(t, torch.inf)
     waiting = torch.arange(len(t), device=t.device)
     while len(waiting):
@@ -337,16 +343,16 @@ def largest_eigenvalues_by_squaring(
     With p = 2^squarings the bound is (Σ λ^(2p))^(1/2p) = ‖G^p‖_F^(1/p), at most r^(1/2p) times too large.
     ``slack`` (*batch) bounds the norms of the differences from the matrices that are meant.
 
-    A squared matrix P of norm s = ‖P‖_F that is off by ε becomes off by ε (2s + ε) + γ_r s², all in the
-    Frobenius norm: the norm of |P| |P| is at most s². What underflows is below ``LOST``.
+    The square is taken as P Pᵀ, whose norm is ‖P‖² also where rounding has made P unsymmetric. With P of
+    norm s = ‖P‖_F that is off by ε, it is off by ε (2s + ε) + γ_r s², all in the Frobenius norm: the norm of
+    |P| |P|ᵀ is at most s². What underflows is below ``LOST``.
     """
-    symmetric = (symmetric + symmetric.mT) / 2
     size = torch.linalg.vector_norm(symmetric, dim=(-2, -1))
     power = symmetric / torch.where(size > 0, size, 1.0)[..., None, None]
     error = torch.full_like(size, gamma(8))
     found = torch.linalg.vector_norm(power, dim=(-2, -1))
     for _ in range(squarings):
-        power = power @ power
+        power = power @ power.mT
         error = error * (2 * found + error) + gamma(symmetric.shape[-1] + 8) * found.square()
         found = torch.linalg.vector_norm(power, dim=(-2, -1))
     # Lengths of r² numbers, with a few roundings more: roots make their relative errors smaller.
