@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from howsmooth import bounds
+from howsmooth.attention import LayerNorm
 from howsmooth.bounds import Head, Quantity, best, table
 from howsmooth.bounds.bound_problem import Problem, on_ball
 from howsmooth.bounds.catalogue import CATALOGUE, statement
@@ -104,6 +105,8 @@ def test_a_formula_that_gives_nan_is_an_error() -> None:
 
 # ---- matrices and tokens
 
+NORM = LayerNorm(torch.ones(D, dtype=torch.float64), None, 1e-5)
+
 
 def test_arrays_and_nested_lists_are_taken_as_tensors_are() -> None:
     f, x = random_attention(3, heads=1, biases=False), tokens(4, N, D)
@@ -117,6 +120,9 @@ def test_arrays_and_nested_lists_are_taken_as_tensors_are() -> None:
             assert function(f, convert(x)).value == function(f, x).value
         assert bounds.theorem_3_7(f, convert(x), 2.0).value == bounds.theorem_3_7(f, x, 2.0).value
         assert best(f, convert(x)).value == best(f, x).value
+        assert bounds.certificate(f, convert(x)).value == bounds.certificate(f, x).value
+        at_tokens = bounds.pre_norm_upper_bound(f, NORM, N, convert(x))
+        assert at_tokens.value == bounds.pre_norm_upper_bound(f, NORM, N, x).value
         errors = bounds.kv_error_upper_bound(
             f, convert(x), keys=convert(torch.full((1, N), 0.1, dtype=torch.float64))
         )

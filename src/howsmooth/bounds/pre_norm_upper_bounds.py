@@ -11,6 +11,7 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.attention.theorem_preconditions import require_plain_scores
 from howsmooth.bounds.applicable_bounds import best
+from howsmooth.bounds.attention_parameters import as_matrix
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length
 from howsmooth.bounds.certificates.certificate_at_tokens import certify, checked_input
 from howsmooth.bounds.norm_layer_outputs import ellipsoid
@@ -19,7 +20,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 __all__ = ["pre_norm_upper_bound"]
 
 
-def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor | None = None) -> Bound:
+def pre_norm_upper_bound(attention: object, norm: object, length: int, X: object = None) -> Bound:
     """Bound the Lipschitz constant of a norm layer followed by attention, everywhere or at tokens X.
 
     With the normalised tokens u = h/s, attention(N(X)) is the absorbed attention (``absorb_norm``) of u,
@@ -36,7 +37,8 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor
     length
         Sequence length n.
     X
-        Input tokens (n, d) of the norm, or None for a bound that holds at all tokens.
+        Input tokens (n, d) of the norm, a tensor, an array or nested lists; None for a bound that holds at
+        all tokens.
 
     Returns
     -------
@@ -60,8 +62,7 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor
     assert isinstance(norm, LayerNorm | RMSNorm)  # absorb_norm raises an error for other norms
     require_plain_scores(absorbed, "this bound")
     inner = best(absorbed, length=length, radius=1.0)
-    if X is not None and X.shape != (length, norm.d):
-        raise ArgumentError("X", expected=f"tokens of shape ({length}, {norm.d})", got=str(tuple(X.shape)))
+    X = None if X is None else as_matrix("X", X, (length, norm.d), what="tokens")
     quantity, shortest = Quantity.EVERYWHERE, math.sqrt(norm.d * norm.eps)
     certified = math.inf
     if X is not None:

@@ -118,9 +118,7 @@ def spectral_norms(matrices: Float[Tensor, "*batch m r"]) -> Enclosed:
         return Enclosed(matrices.new_zeros(batch), matrices.new_zeros(batch))
     size, _, gram, slack = _gram(matrices.flatten(0, -3) if batch else matrices[None])
     upper, plain = largest_eigenvalues_above(gram, slack).root()
-    return Enclosed(
-        _in_size(upper, size).reshape(batch), _in_size(plain, size, 0.0).reshape(batch)
-    )
+    return Enclosed(_in_size(upper, size).reshape(batch), _in_size(plain, size, 0.0).reshape(batch))
 
 
 def spectral_norms_with_vectors(

@@ -12,13 +12,13 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.attention.map import check_tokens
 from howsmooth.attention.theorem_preconditions import require_formula, require_plain_scores
-from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike
+from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike, as_matrix
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, heads_at
 from howsmooth.bounds.certificates.parts import by_parts
 from howsmooth.bounds.certificates.rows import by_rows
 from howsmooth.bounds.certificates.whole import by_whole, is_small
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError
 from howsmooth.rounding import Enclosed, above, limit_in_digits, spectral_norm_above, up
 
 __all__ = ["ASSUMPTIONS", "Certificate", "certificate", "certify", "checked_input", "forms"]
@@ -91,7 +91,7 @@ class Certificate:
         return f"Certificate(shape {tuple(self.value.shape)}; {', '.join(dict.fromkeys(self.theorems))})"
 
 
-def certificate(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
+def certificate(attention: object, X: object = None, *, iterations: int = 30) -> Certificate:
     """Bound ‖D_X f‖ at given tokens from above, by the sharpest proof. The bound covers all rounding errors.
 
     Where the Jacobian is small enough, its whole matrix is formed, and the bound is the norm itself but for
@@ -108,7 +108,8 @@ def certificate(attention: object, X: Tensor | None = None, *, iterations: int =
         mask and any scores (norms of queries and keys act on each head alone), a captured site whose map is
         one, or a :class:`~howsmooth.bounds.Head`.
     X
-        Tokens (..., n, d), float32 or float64, taken as exact numbers; None for the tokens of the site.
+        Tokens (..., n, d), a tensor, an array or nested lists, taken as exact numbers; None for the tokens of
+        the site.
     iterations
         Largest number of steps of each search, which may end earlier; with 0, all weights are one.
 
@@ -182,16 +183,10 @@ def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
                 got=f"a norm of {layer.d} entries, for heads of {f.key_dim}",
                 remedy="local_lipschitz measures such attention at given tokens.",
             )
-    if not isinstance(X, Tensor) or not X.is_floating_point() or X.numel() == 0:
-        got = "None" if X is None else type(X).__name__
-        if isinstance(X, Tensor):
-            got = f"{X.dtype} of shape {tuple(X.shape)}"
-        raise ArgumentError("X", expected="a floating-point tensor of tokens (..., n, d)", got=got)
+    more = ["batch"] * (getattr(X, "ndim", 2) - 2)
+    x = as_matrix("X", X, (*more, "n", "d"), what="tokens")
     f = f.to(dtype=torch.float64, device="cpu")
-    x = X.detach().to(dtype=torch.float64, device="cpu")
     check_tokens(x, f)
-    if not bool(torch.isfinite(x).all()):
-        raise NonFiniteError("X", expected="finite numbers", got="NaN or infinity")
     return f, x
 
 
