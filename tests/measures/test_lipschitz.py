@@ -214,9 +214,9 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def test_a_constant_beyond_the_range_of_float64_is_refused() -> None:
-    """Roots of weights e^676 apart fit into float64, the constant of 10^12 times the values does not."""
+    """Roots of weights e^676 apart fit into float64, the constant of 10^13 times the values does not."""
     one = torch.ones(1, 1, 1, dtype=torch.float64)
-    f, x = hs.SelfAttention(-one, one, 1e12 * one, scale=1.0), torch.tensor([[1.0], [-1.0]]).double() * 26.0
+    f, x = hs.SelfAttention(-one, one, 1e13 * one, scale=1.0), torch.tensor([[1.0], [-1.0]]).double() * 26.0
     logs = torch.tensor([-2 * 26.0**2 - math.log(3), 0.0]).double()
     with pytest.raises(NonFiniteError):
         hs.local_lipschitz(f, DiscreteMeasure(x, log_weights=logs - torch.logsumexp(logs, 0)))

@@ -46,7 +46,7 @@ def test_a_resumed_penalty_goes_on(tmp_path: Path) -> None:
     assert len(set(losses)) == 4
     assert trained(tmp_path / "run", tmp_path / "run" / "checkpoint-2") == losses
     # The checkpoint of another folder is not found, which is said.
-    with pytest.warns(UserWarning, match=r"begins anew at step 2: there is no file .*penalty\.pt"):
+    with pytest.warns(UserWarning, match=r"begins anew at step 2: there is no file .*penalty\.safetensors"):
         others = trained(tmp_path / "other", tmp_path / "run" / "checkpoint-2")
     assert others[:2] == losses[:2]
     assert others != losses

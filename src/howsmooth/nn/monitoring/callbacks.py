@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from howsmooth.errors import ArgumentError
@@ -39,8 +39,8 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         under the names of :meth:`~howsmooth.nn.MonitorRecord.tagged`. None to log nothing.
     penalty
         A penalty in the training loss whose singular vectors are saved in every checkpoint, in a file
-        ``penalty.pt`` (``penalty_1.pt`` and so on of further processes). A training that is resumed reads
-        them from ``checkpoint-<step>`` in ``output_dir``; if they are elsewhere, it warns.
+        ``penalty.safetensors`` (``penalty_1.safetensors`` and so on of further processes). A training that is
+        resumed reads them from ``checkpoint-<step>`` in ``output_dir``; if they are elsewhere, it warns.
     """
 
     def __init__(
@@ -60,7 +60,11 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         file = _state_file(args, state)
         if state.global_step > 0 and self.penalty is not None:
             if file.is_file():
-                self.penalty.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+                state_of: dict[str, dict[str, Tensor | None]] = {}
+                for name, tensor in load_file(file).items():
+                    part, _, layer = name.partition(":")
+                    state_of.setdefault(layer, {"left": None})[part] = tensor
+                self.penalty.load_state_dict(state_of)
             elif not self.penalty.state_dict():
                 warnings.warn(
                     f"The penalty begins anew at step {state.global_step}: there is no file {file}. If the "
@@ -79,7 +83,12 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         """Save the state of the penalty in the checkpoint."""
         file = _state_file(args, state)
         if self.penalty is not None and file.parent.is_dir():
-            torch.save(self.penalty.state_dict(), file)
+            parts = (
+                (f"{part}:{layer}", tensor)
+                for layer, of in self.penalty.state_dict().items()
+                for part, tensor in of.items()
+            )
+            save_file({name: tensor.contiguous() for name, tensor in parts if tensor is not None}, file)
 
     def _send(self, records: list[MonitorRecord], control: Any) -> None:
         if self.log is None or not records:
@@ -179,7 +188,7 @@ def _takes_part(monitor: LipschitzMonitor, first: Any) -> bool:
 
 def _state_file(args: Any, state: Any) -> Path:
     process = "" if args.process_index == 0 else f"_{args.process_index}"
-    return Path(args.output_dir, f"checkpoint-{state.global_step}", f"penalty{process}.pt")
+    return Path(args.output_dir, f"checkpoint-{state.global_step}", f"penalty{process}.safetensors")
 
 
 def _tagged(records: list[MonitorRecord]) -> dict[str, float]:
