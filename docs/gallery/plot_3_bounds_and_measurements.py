@@ -3,8 +3,7 @@ Bounds beside measurements
 ==========================
 
 At given tokens the constant is measured. Over all tokens of a ball it is bounded: from above by theorems,
-from
-below by tokens that are written down from the parameters.
+from below by tokens that are written down from the parameters.
 """
 
 import matplotlib.pyplot as plt
@@ -27,7 +26,7 @@ directions /= directions.norm(dim=1, keepdim=True)
 # that holds: with ``X`` at these tokens, with ``length`` and ``radius`` at all tokens of the ball.
 
 radii = np.geomspace(0.3, 6, 10)
-measured = [float(hs.local_lipschitz(head, R * directions).upper) for R in radii]
+measured = [float(hs.local_lipschitz(head, R * directions).lower) for R in radii]
 certificates = [hs.bounds.best(head, X=R * directions).value for R in radii]
 theorems = [hs.bounds.best(head, length=n, radius=float(R)).value for R in radii]
 found = [
@@ -48,8 +47,8 @@ ax.legend()
 plt.show()
 
 # %%
-# The order is never another, in whatever way the numbers are computed: each certificate is above the
-# measurement, and the bound on the ball above everything in it.
+# The order is never another, in whatever way the numbers are computed: each certificate is at least the lower
+# end of the measured interval, and the bound on the ball is above everything in it.
 
 assert all(low <= high for low, high in zip(measured, certificates, strict=True))
 assert all(low <= high for low, high in zip(found, theorems, strict=True))
