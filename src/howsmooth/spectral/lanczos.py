@@ -74,7 +74,7 @@ def lanczos(
     """Return the largest singular value of each map J in ``operator``, with an interval and singular vectors.
 
     Beside the basis, at most five vectors are in memory. The result of an operator whose products are checked
-    by more accurate ones (:class:`howsmooth.spectral.checked_products.CheckedProducts`) has the values of the
+    by more accurate ones (``spectral.checked_products``) has the values of the
     latter.
 
     Parameters
