@@ -105,9 +105,6 @@ class AutodiffJacobian(LinearOperator):
     ----------
     graph_bytes
         How many bytes the kept graph takes, weights included; infinite where they cannot be counted.
-    image
-        The product with ``start``, which the solver need not compute again; None without a check, and where
-        it leaves the range in which all digits are kept.
     judged
         Whether a float64 operator fits into ``float64_bytes``. If so, rounding is estimated from a single
         repeated product.
@@ -173,10 +170,9 @@ class AutodiffJacobian(LinearOperator):
         self.graph_bytes = self._kept.graph_bytes
         # The weights and the graph take twice as many bytes in float64.
         self.judged = x.dtype == torch.float32 and 2 * self.graph_bytes <= float64_bytes
-        self.image: Tensor | None = None
         self.powers = PowersOfTwo.ones(self.batch)
         if rounding is None:
-            self.image = self._check_derivatives(y, start)
+            self._check_derivatives(y, start)
 
     def _linearise(self) -> None:
         """Evaluate f at x and keep the autograd graph, along which the products are computed."""
@@ -280,12 +276,12 @@ class AutodiffJacobian(LinearOperator):
                     return generous
             return allowance_for_rounding(itertools.chain([first], made), jtu)
 
-    def _check_derivatives(self, y: Tensor, start: Tensor | None) -> Tensor | None:
+    def _check_derivatives(self, y: Tensor, start: Tensor | None) -> None:
         """Check derivatives of f along ``start`` (None: a random tangent) against each other and against
-        finite differences, estimate their rounding errors, and return the product with ``start``.
+        finite differences, and estimate their rounding errors.
 
-        The argument ``y`` is f(x). The result is None if the product leaves the range in which all digits are
-        kept; then the products are checked with other powers of two.
+        The argument ``y`` is f(x). Products that leave the range in which all digits are kept are checked
+        with other powers of two.
         """
         # Not the seed of a start, as ⟨J e, e⟩ = ⟨e, Jᵀe⟩ shows less than two independent vectors.
         generator = torch.Generator().manual_seed(_CHECK_SEED)
@@ -340,7 +336,6 @@ class AutodiffJacobian(LinearOperator):
                 remedy="Measure one member at a time, or put batch statistics in evaluation mode, or say "
                 "with batch_dims how many of the first axes of x are batch axes.",
             )
-        return None if self.powers else first
 
     def _refuse_out_of_range(self, e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> None:
         """Raise NonFiniteError if a product is zero, or far from one, because numbers inside f leave the

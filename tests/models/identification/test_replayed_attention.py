@@ -157,3 +157,27 @@ def test_differential_attention_is_two_softmaxes() -> None:
     found = hs.local_lipschitz(f, x, rtol=1e-9)
     assert found.method == "closed form"
     assert float(found.value) == pytest.approx(float(torch.linalg.matrix_norm(exact, 2)), rel=1e-10)
+
+
+class Keeps(nn.Module):
+    """An attention that keeps its last values, as a cache that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.kept = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, self.kept = self.qkv(x).chunk(3, dim=-1)
+        return torch.tanh(torch.softmax(q @ k.mT, dim=-1) @ self.kept)
+
+
+@pytest.mark.parametrize("scope", ["attention", "model"])
+def test_a_tensor_that_a_module_keeps_is_copied_without_its_graph(scope: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x, model = torch.randn(1, 4, 8), Keeps()
+    (site,) = hs.capture(model, x, scope=scope)
+    site.map(site.x.requires_grad_())  # the copy keeps a tensor with a graph now
+    other = site.map.to(dtype=torch.float64)
+    torch.testing.assert_close(other(x.double()), model.double()(x.double()))

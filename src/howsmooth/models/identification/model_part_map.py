@@ -24,6 +24,7 @@ from howsmooth.errors import CaptureError
 from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.models.identification.module_map import ModuleMap
+from howsmooth.models.identification.self_attention_module import detached
 from howsmooth.models.measurement_mode import set_permanently
 from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.recorder import own_copies
@@ -224,7 +225,7 @@ def frozen_copy(
         if name not in resting
         for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     }
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = dict(detached(model))
     for t in itertools.chain(model.parameters(), model.buffers()):
         new = t.detach()
         if id(t) in used:

@@ -19,6 +19,7 @@ from howsmooth.attention.custom_code_attention import Core
 from howsmooth.errors import CaptureError
 from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.models.identification.module_map import ModuleMap
+from howsmooth.models.identification.self_attention_module import detached
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.softmax_call import SoftmaxCall
@@ -79,7 +80,7 @@ class CopiedModule:
     @classmethod
     def of(cls, call: ModuleReplay, tail: Tail, implementation: str | None) -> CopiedModule:
         """Copy the module of a recorded call; the parameters of the copy require no gradients."""
-        module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
+        module = copy.deepcopy(call.module, dict(detached(call.module))).requires_grad_(requires_grad=False)
         return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)
 
     def to(
@@ -88,7 +89,8 @@ class CopiedModule:
         """Return another copy of the attention module in another dtype or on another device."""
         dtype = dtype or self.call.x.dtype
         device = torch.device(device or self.call.x.device)
-        module = copy.deepcopy(self.call.module).to(dtype=dtype, device=device)
+        own = self.call.module
+        module = copy.deepcopy(own, dict(detached(own))).to(dtype=dtype, device=device)
         call, tail = self.call.on(module, dtype, device), self.tail.to(dtype, device)
         return CopiedModule(call, tail, self.implementation)
 

@@ -27,7 +27,8 @@ from howsmooth.watching import Call
 
 __all__ = [
     "MEMORY", "QUERIES", "CrossAttention", "SelfAttentionModule", "attention_run", "check_finite",
-    "errors_of", "find_self_attention", "kept_tensors", "moved_tokens", "obstacle_of", "tried_arguments",
+    "detached", "errors_of", "find_self_attention", "kept_tensors", "moved_tokens", "obstacle_of",
+    "tried_arguments",
 ]  # fmt: skip
 
 #: The operands of a softmax that come from the tokens of the queries, and from the memory.
@@ -264,6 +265,13 @@ def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
         for name, tensor in (*vars(part).items(), *part._buffers.items())
         if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
     }
+
+
+def detached(module: nn.Module) -> dict[int, Tensor]:
+    """Return the ``memo`` with which ``copy.deepcopy`` copies the tensors that a module keeps without their
+    graphs: with them, they cannot be copied.
+    """
+    return {id(tensor): tensor.detach().clone() for tensor in kept_tensors(module).values()}
 
 
 def _refuse_cache(layer: AttentionLayer, owned: dict[str, Tensor], softmaxes: list[SoftmaxCall]) -> None:
