@@ -268,9 +268,7 @@ def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def detached(module: nn.Module) -> dict[int, Tensor]:
-    """Return the ``memo`` with which ``copy.deepcopy`` copies the tensors that a module keeps without their
-    graphs: with them, they cannot be copied.
-    """
+    """Return a ``memo`` for ``copy.deepcopy``, which cannot copy kept tensors with their graphs."""
     return {id(tensor): tensor.detach().clone() for tensor in kept_tensors(module).values()}
 
 
