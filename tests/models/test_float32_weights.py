@@ -58,6 +58,26 @@ def test_padded_sequences_too() -> None:
         assert torch.equal(a.x, b.x)
 
 
+def test_lists_in_lists_are_converted_by_their_members() -> None:
+    """nanoGPT has its blocks in a list in a dictionary of modules, and vision models pairs in a list."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            pair = nn.ModuleList([nn.LayerNorm(8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)])
+            self.parts = nn.ModuleDict({"layers": nn.ModuleList([pair]), "last": nn.LayerNorm(8)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for norm, layer in self.parts["layers"]:
+                x = layer(norm(x))
+            return self.parts["last"](x)
+
+    torch.manual_seed(0)
+    half, x = Pairs().eval().to(torch.bfloat16), torch.randn(1, 5, 8)
+    (a,), (b,) = (hs.capture(model, x) for model in (half, copy.deepcopy(half).float()))
+    assert torch.equal(a.map(a.x), b.map(b.x))
+
+
 @pytest.mark.parametrize("within", [False, True])
 def test_torchs_own_attention_outside_of_module_lists(within: bool) -> None:
     """Its output projection is a module that is never called."""

@@ -239,12 +239,13 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers of a model, each of which is converted to float32, or loaded, as a whole: the members
     of module lists, and all other embeddings, linear maps, attention in the layout of torch.nn, and modules
-    that accelerate loads.
+    that accelerate loads. A list in a list is never called, so that its members are the layers.
     """
     if _in_torch_layout(module):
         return
+    lists = nn.ModuleList | nn.ModuleDict
     for child in module.children():
-        listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        listed = isinstance(module, lists) and not isinstance(child, lists)
         whole = listed or isinstance(child, nn.Embedding | nn.Linear)
         if whole or _in_torch_layout(child) or _offloaded(child):
             yield child
