@@ -159,7 +159,7 @@ class WholeRows:
     def second(
         self, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the tangents of the results of :meth:`adjoint`.
+        """Return how the results of :meth:`adjoint` change if the inputs move along ``d`` and U along ``du``.
 
         The gradient of ⟨U, tangent⟩ = ⟨adjoint, dx⟩ in x is the derivative of the adjoint along dx. So these
         methods give every second derivative except forward over forward (documentation page "The Jacobian of

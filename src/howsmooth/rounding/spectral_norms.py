@@ -263,7 +263,7 @@ def product_norms_above(
 
 
 def with_gradient(bounds: Tensor, linear: Tensor) -> Tensor:
-    """Return ``bounds`` with the gradient of other numbers, which may be smaller by rounding."""
+    """Return ``bounds`` with the gradient of ``linear``, which has the same numbers but for rounding."""
     return bounds + (linear - linear.detach()) if linear.requires_grad else bounds
 
 

@@ -24,7 +24,7 @@ _NEGLIGIBLE = 1 / 20
 
 
 class CheckedProducts(LinearOperator):
-    """An operator in float32 with the same maps in float64 around it, which check what is found with it.
+    """A float32 operator; what is found with it is checked by products of the same maps in float64.
 
     Parameters
     ----------

@@ -81,7 +81,7 @@ def dominated(
     *,
     largest: bool = False,
 ) -> Enclosed:
-    """Bound the largest eigenvalues of O B_i Oᵀ, for nonzero O, without forming these matrices.
+    """Bound the largest eigenvalue of each matrix O B_i Oᵀ, which is not formed. O must not be zero.
 
     ``subtract(a, groups)`` subtracts from each matrix of a batch the sum of the B_i of one group; it may
     leave out the upper triangle. ``guess`` estimates the eigenvalues, ``slack`` bounds how much the errors of

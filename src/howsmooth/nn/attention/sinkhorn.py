@@ -135,7 +135,7 @@ def doubly_stochastic(scores: Tensor, *, tolerance: float = 1e-10, max_iteration
 
 
 class _Scaling(torch.autograd.Function):
-    """P as a function of the scores, with derivatives that are computed from P alone."""
+    """The doubly stochastic matrix P of given scores, with derivatives that are computed from P alone."""
 
     @staticmethod
     def forward(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:

@@ -34,7 +34,7 @@ _SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce
 
 @dataclass(frozen=True)
 class _State:
-    """One tensor of the forward pass, of a ``shape`` at the example.
+    """What is known of one tensor of the forward pass, which has the ``shape`` in the run on the example.
 
     ``constant`` bounds the Lipschitz constant of the map from the model's input to this tensor, and
     ``radius`` the norms of its tokens. ``tokens`` are the axes that number the tokens; axis 0 is the batch,

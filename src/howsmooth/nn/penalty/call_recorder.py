@@ -76,7 +76,7 @@ class LayerCall:
         return self.by_member(_single(self.tokens)).detach()
 
     def by_member(self, t: Tensor) -> Tensor:
-        """Move the batch axis of a tensor to the front, or add the axis if the call has none."""
+        """Return a tensor with its batch axis first; if the call has no such axis, one is added."""
         if self.batch_axis is None:
             return t[None]
         return t.transpose(0, 1) if self.batch_axis == 1 else t
