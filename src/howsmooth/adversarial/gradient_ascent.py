@@ -35,6 +35,7 @@ from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.rounding import LEAST_DIVISOR
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral.scaling import Scaled, shifted
+from howsmooth.threads import renew_threads, with_fastest_threads
 
 __all__ = ["Ascent", "ascend"]
 
@@ -107,6 +108,7 @@ class Ascent:
         )
 
 
+@with_fastest_threads
 def ascend(
     f: object,
     length: object = None,
@@ -388,6 +390,7 @@ class _GradientAscent:
         # because the constructions are symmetric, and gradient steps alone would keep the symmetry.
         restless = dict.fromkeys(alive, 1)
         for step in range(1, steps + 1):
+            renew_threads()
             # Concentrate on the most promising starts.
             if step in (steps // 4, steps // 2) and len(alive) > 2:
                 alive = sorted(alive, key=lambda i: -kept[i][1])[: max(2, len(alive) // 2)]

@@ -20,6 +20,7 @@ from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import LipschitzEstimate, LipschitzEstimates
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LeadingTriplet
+from howsmooth.threads import with_fastest_threads
 
 __all__ = ["local_lipschitz"]
 
@@ -56,6 +57,7 @@ def local_lipschitz(
 ) -> LipschitzEstimates: ...
 
 
+@with_fastest_threads
 def local_lipschitz(
     f: Any,
     x: Any,

@@ -27,6 +27,7 @@ from howsmooth.scopes import OUTPUTS
 from howsmooth.seeds import derive_seed
 from howsmooth.study.plans import PROFILE_RTOL, Plan
 from howsmooth.study.records import plain_rows
+from howsmooth.threads import with_fastest_threads
 
 __all__ = ["DepthProfile", "depth_profile"]
 
@@ -115,6 +116,7 @@ class DepthProfile(ResultWithInfluence):
         return super().described() | own | {"stages": plain_rows(self.table)}
 
 
+@with_fastest_threads
 def depth_profile(
     model: Model,
     inputs: Inputs,

@@ -49,6 +49,7 @@ from howsmooth.profiling.quantisers import (
 from howsmooth.profiling.result_base_classes import Result
 from howsmooth.seeds import derive_seed
 from howsmooth.study.records import plain_rows
+from howsmooth.threads import renew_threads, with_fastest_threads
 
 __all__ = ["Precision", "load_with_head", "precision"]
 
@@ -306,6 +307,7 @@ _DRAWS = 16
 _HEADS = "no linear module alone is given its heads, so that predicted, change and bound are of the heads"
 
 
+@with_fastest_threads
 def precision(
     model: Model,
     inputs: Inputs,
@@ -377,6 +379,7 @@ def precision(
     with shown_progress(on_layer, len(indices)) as told:
         for done, index in enumerate(indices):
             told(done, len(indices))
+            renew_threads()
             at = recorded.layers[index]
             try:
                 rows += list(_rows(at, whole, fisher.get(index), *wanted))

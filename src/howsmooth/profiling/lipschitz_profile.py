@@ -29,6 +29,7 @@ from howsmooth.study.plans import PROFILE_RTOL, Plan
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
 from howsmooth.study.text_formatting import place_in_words, readable
+from howsmooth.threads import with_fastest_threads
 
 __all__ = ["SCOPES", "Profile", "profile"]
 
@@ -228,6 +229,7 @@ SCOPES = ("attention", "head")
 """The scopes of a profile: each layer with all its heads and output projection, and each head alone."""
 
 
+@with_fastest_threads
 def profile(
     model: Model,
     inputs: Inputs,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 from howsmooth.models.recorded_softmaxes import RecordedModel
+from howsmooth.threads import renew_threads
 
 __all__ = [
     "QUANTISERS",
@@ -99,6 +100,7 @@ def simulated_kl(whole: RecordedModel, bits: Mapping[Place, int], quantiser: str
     The keys and values of a layer are computed from the quantised layers before it, as with a quantised KV
     cache.
     """
+    renew_threads()
 
     def change(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         chosen = [(head, operand, count) for (at, head, operand), count in bits.items() if at == layer]

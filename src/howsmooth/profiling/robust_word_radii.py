@@ -29,6 +29,7 @@ from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
 from howsmooth.study.text_formatting import readable
+from howsmooth.threads import with_fastest_threads
 
 __all__ = ["WordRadii", "word_radii"]
 
@@ -171,6 +172,7 @@ def _beside(row: Mapping[str, Any]) -> str:
     return f"  (order {row['order']}{found}; most is lost at {row['lost_at']})"
 
 
+@with_fastest_threads
 def word_radii(
     model: Model,
     inputs: Inputs,

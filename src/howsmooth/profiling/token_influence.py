@@ -40,6 +40,7 @@ from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.plans import INFLUENCE_RTOL, Plan
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import counted, readable
+from howsmooth.threads import with_fastest_threads
 
 __all__ = ["Influence", "ResultWithInfluence", "as_last_step", "influence"]
 
@@ -260,6 +261,7 @@ def as_last_step(
     return lambda done, total: on_step(steps + done / total, steps + 1)
 
 
+@with_fastest_threads
 def influence(
     f: Any,
     x: Tensor | None = None,

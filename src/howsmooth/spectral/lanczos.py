@@ -46,6 +46,7 @@ from howsmooth.spectral.probabilistic_upper_limits import (
     start_quantile,
 )
 from howsmooth.spectral.scaling import PowersOfTwo, Scaled, in_range, shifted, unscaled
+from howsmooth.threads import renew_threads
 
 __all__ = ["lanczos", "lanczos_together"]
 
@@ -160,6 +161,7 @@ def lanczos_together(
 def _in_step(runs: Sequence[_Run], products: Products) -> list[LeadingTriplet]:
     """Advance several runs together, such that one call of ``products`` computes all products of a step."""
     while active := [run for run in runs if run.goes_on]:
+        renew_threads()
         operators, vectors = zip(*(run.ask() for run in active), strict=True)
         answers = list(products(operators, vectors))
         del operators, vectors

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -14,8 +10,9 @@ import torch
 
 from howsmooth.memory import memory_budget
 from howsmooth.study.execution_options import Execution
+from howsmooth.study.worker_processes import available_cores, worker_processes
 
-__all__ = ["available_cores", "memory_each", "opened_executor", "threads_each", "workers_left", "workers_of"]
+__all__ = ["memory_each", "opened_executor", "threads_each", "workers_left", "workers_of"]
 
 
 @contextmanager
@@ -43,48 +40,8 @@ def opened_executor(how: Execution) -> Iterator[Executor | None]:
         with connected_cluster(how.scheduler, workers) as cluster:
             yield cluster
     else:
-        with _processes(how.workers or available_cores()) as pool:
+        with worker_processes(how.workers or available_cores()) as pool:
             yield pool
-
-
-@contextmanager
-def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
-    # Spawn processes: forked ones would inherit PyTorch's threads in an undefined state, and no GPU.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_set_up_worker)
-    try:
-        yield pool
-    except BaseException:
-        # Terminate busy workers, since nobody waits for their results. The pool has no public method for
-        # this in Python 3.11 to 3.13.
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
-
-
-def _set_up_worker() -> None:
-    """Set up a worker process: it ignores Ctrl-C, and exits when the process that started it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    # A killed parent cannot stop its workers, which would compute on for nobody. `os._exit` ends the process
-    # from this thread, whatever the main thread does.
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def available_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS and Windows have no sched_getaffinity
-        return os.cpu_count() or 1
 
 
 def workers_of(executor: Executor | None) -> int:

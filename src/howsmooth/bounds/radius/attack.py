@@ -12,6 +12,7 @@ from torch import Tensor
 
 from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.rounding import LEAST_DIVISOR
+from howsmooth.threads import renew_threads
 
 __all__ = ["attack_radius"]
 
@@ -65,6 +66,7 @@ def attack_radius(
         nonlocal best
         delta = on_sphere(radius, delta)
         for step in range(_STEPS):
+            renew_threads()
             slope, value = gradients(delta)
             if bool((value <= 0).any()):
                 best = min(best, float(length(delta[value <= 0]).min()))

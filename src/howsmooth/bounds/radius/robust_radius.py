@@ -30,6 +30,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.plain_modules import unwrapped, wrapped_parts
 from howsmooth.rounding import limit_in_digits
 from howsmooth.rounding.tensor_with_error_bound import FUZZ, exact
+from howsmooth.threads import renew_threads, with_fastest_threads
 
 __all__ = ["NetworkAtInput", "RobustRadius", "robust_radius"]
 
@@ -122,6 +123,7 @@ class RobustRadius:
         )
 
 
+@with_fastest_threads
 def robust_radius(
     model: object,
     inputs: Tensor | Mapping[str, Tensor],
@@ -405,6 +407,7 @@ class _Clock:
         if self.over:
             self.ended = True
             raise _OutOfTimeError
+        renew_threads()
         self._done += 1
         if self._on_step is not None:
             self._on_step(self._done, max(self._steps, self._done + 1))

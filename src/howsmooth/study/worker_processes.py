@@ -1,0 +1,75 @@
+"""Processes on this machine that carry out tasks. This module imports nothing heavy."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.context import BaseContext
+
+__all__ = ["available_cores", "prepare_processes", "worker_processes"]
+
+# What every worker needs. It is imported once, by the process from which the workers are forked.
+_IMPORTED = ["howsmooth.study.runner", "howsmooth.study.tasks.lipschitz_constants", "howsmooth.models"]
+
+
+def available_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS and Windows have no sched_getaffinity
+        return os.cpu_count() or 1
+
+
+def prepare_processes() -> None:
+    """Start to import in the background what worker processes need, so that they begin sooner."""
+    if _context().get_start_method() == "forkserver":
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()
+
+
+@contextmanager
+def worker_processes(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of processes, which ends with the context. After an error, processes that are still busy
+    are stopped too.
+    """
+    pool = ProcessPoolExecutor(workers, mp_context=_context(), initializer=_set_up)
+    try:
+        yield pool
+    except BaseException:
+        # Nobody waits for the results of busy workers. The pool has no public method for this in Python 3.11
+        # to 3.13.
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def _context() -> BaseContext:
+    # Not forks of this process, which would inherit PyTorch's threads in an undefined state, and no GPU
+    way = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(way)
+    if way == "forkserver":
+        context.set_forkserver_preload(_IMPORTED)
+    return context
+
+
+def _set_up() -> None:
+    """Set up a worker process: it ignores Ctrl-C, and exits when the process that started it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    # A killed parent cannot stop its workers, which would compute on for nobody. `os._exit` ends the process
+    # from this thread, whatever the main thread does.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,112 @@
+"""The number of CPU threads with which PyTorch computes fastest, beside whatever else the machine does.
+
+The threads of PyTorch wait for each other after every operation. If other programs use the cores, all of them
+wait for the one that was interrupted, and together they take up to ten times as long as one thread. So long
+calls of this library time a typical computation now and then, with different numbers of threads, and go on
+with the fastest. The user's own number is an upper limit, and is restored when the call returns.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+__all__ = ["fastest_threads", "renew_threads", "with_fastest_threads"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Shorter calls keep the user's number of threads.
+_SHORT = 0.3
+# So many times as long as a choice has taken, it stands.
+_STANDS = 60
+# More threads are taken if they need at most this share of the time of fewer.
+_GAIN = 0.9
+
+
+class _Choice:
+    """The choice of the call that runs. Calls within it share it."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.next = math.inf if most == 1 else time.monotonic() + _SHORT
+
+    def renew(self) -> None:
+        """Choose the number of threads anew if the last choice was long ago."""
+        began = time.monotonic()
+        if began >= self.next:
+            torch.set_num_threads(fastest(self.most))
+            self.next = time.monotonic() + _STANDS * (time.monotonic() - began)
+
+
+_running: list[_Choice] = []
+
+
+@contextmanager
+def fastest_threads(number: int | None = None) -> Iterator[None]:
+    """Let PyTorch use the fastest number of threads, of which :func:`renew_threads` decides from 0.3 s after
+    the beginning of the ``with`` block, or the given ``number``. At the end it uses as many as before.
+    """
+    if _running:  # the outermost block decides
+        yield
+        return
+    before = torch.get_num_threads()
+    choice = _Choice(number or before)
+    _running.append(choice)
+    try:
+        if number is not None:
+            torch.set_num_threads(number)
+            choice.next = math.inf
+        yield
+    finally:
+        _running.remove(choice)
+        torch.set_num_threads(before)
+
+
+def with_fastest_threads(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, whose calls are :func:`fastest_threads` blocks."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with fastest_threads():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def renew_threads() -> None:
+    """Choose the number of threads anew, if a :func:`fastest_threads` block runs and it is time. Long loops
+    call this in every step.
+    """
+    for choice in _running:
+        choice.renew()
+
+
+def fastest(most: int) -> int:
+    """Return the number of threads, at most ``most``, with which a typical computation is fastest now."""
+    candidates = sorted({1, *(max(most // share, 1) for share in (8, 4, 2, 1))})
+    for threads in candidates[1:]:
+        seconds(threads)  # the first computation with more threads than before starts them
+    # The sum, as the rare rounds in which a thread is interrupted are what costs.
+    rounds = [[seconds(threads) for threads in candidates] for _ in range(4)]
+    taken = [sum(times) for times in zip(*rounds, strict=True)]
+    best = 0
+    for i, time_of in enumerate(taken):
+        best = i if time_of < _GAIN * taken[best] else best
+    return candidates[best]
+
+
+def seconds(threads: int) -> float:
+    """Return the time that some milliseconds of matrix products and sums take with so many threads."""
+    torch.set_num_threads(threads)
+    matrix = torch.ones(384, 384)
+    began = time.perf_counter()
+    for _ in range(3):
+        matrix = torch.softmax(matrix @ matrix, dim=1)
+    return time.perf_counter() - began
