@@ -23,7 +23,7 @@ import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, NonFiniteError, WorkerError
 from howsmooth.study import runner
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.executors import memory_each, threads_each
+from howsmooth.study.executors import memory_each, processes_of, threads_each
 from howsmooth.study.runner import Means, _sendable
 from howsmooth.study.study_preparation import prepared_study
 from howsmooth.study.tasks.lipschitz_constants import constants_left
@@ -317,9 +317,10 @@ def test_processes_share_out_the_memory_and_the_cores(monkeypatch: pytest.Monkey
     monkeypatch.setattr("howsmooth.study.executors.memory_budget", lambda *_: 1000)
     monkeypatch.setattr("howsmooth.study.executors.available_cores", lambda: 9)
     several = Means(executor=ProcessPoolExecutor(4))
-    assert memory_each(several.executor, None, "cpu") == 250
-    assert memory_each(several.executor, 70, "cpu") == 70
-    assert memory_each(ThreadPoolExecutor(4), None, "cpu") is memory_each(None, None, "cpu") is None
+    assert memory_each(processes_of(several.executor), None, "cpu") == 250
+    assert memory_each(4, 70, "cpu") == 70
+    assert memory_each(processes_of(ThreadPoolExecutor(4)), None, "cpu") is None
+    assert memory_each(processes_of(None), None, "cpu") is None
     assert threads_each(several.executor, None) == 2
     assert threads_each(several.executor, 5) == 5
     assert threads_each(ThreadPoolExecutor(4), None) is threads_each(None, None) is None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
@@ -125,14 +126,15 @@ def command(
                     given = _given(plan, values, without)
                     values[name] = read.get(name) or plan(**given)
                 how = values.get("execution")
-                if isinstance(how, Execution) and how.threads is not None:
-                    import torch
+                with ExitStack() as opened:
+                    if isinstance(how, Execution) and how.threads is not None:
+                        from howsmooth.threads import fastest_threads
 
-                    torch.set_num_threads(how.threads)
-                try:
-                    return function(**values)
-                except KeyboardInterrupt:  # which typer would turn into a silent exit
-                    raise typer.Abort from None
+                        opened.enter_context(fastest_threads(how.threads))
+                    try:
+                        return function(**values)
+                    except KeyboardInterrupt:  # which typer would turn into a silent exit
+                        raise typer.Abort from None
 
         # typer reads the parameters of a command from its signature and annotations.
         run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
@@ -166,7 +168,10 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
         workers = counted(execution.workers or 1, "Dask worker")
         display.phase(f"Waiting for {workers} at {execution.scheduler}")
     with opened_executor(execution) as pool:
-        yield Means(display, as_typed(), keep_going, pool, threads_each(pool, execution.threads))
+        threads = threads_each(pool, execution.threads)
+        # Who sets a number of threads means one process.
+        alone = pool is not None or threads is not None or "OMP_NUM_THREADS" in os.environ
+        yield Means(display, as_typed(), keep_going, pool, threads, may_start_processes=not alone)
 
 
 @contextmanager

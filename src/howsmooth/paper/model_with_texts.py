@@ -18,7 +18,7 @@ from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.paper.figure_definition import FigureContext
 from howsmooth.paper.figure_tasks import Key, SiteTask, Values
 from howsmooth.paper.published_code.constants_task import published_left
-from howsmooth.study.executors import memory_each
+from howsmooth.study.executors import memory_each, processes_of
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.records import MEASURE, Measurement, Row
 from howsmooth.study.study_preparation import (
@@ -135,7 +135,7 @@ class PreparedModel:
             layers=chosen,
             scopes=scopes,
             bounds="none",
-            memory=memory_each(context.means.executor, None, asked.device),
+            memory=memory_each(processes_of(context.means.executor), None, asked.device),
             **{name: getattr(asked, name) for name in ("texts", "seed", "device", "dtype")},
         )
         context.store.check(MEASURE, self.plan.settings())

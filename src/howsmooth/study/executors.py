@@ -1,4 +1,4 @@
-"""Start worker processes for a study on this machine, or connect to the workers of a Dask cluster."""
+"""Who carries out the tasks of a study: this process, processes on this machine, or a Dask cluster."""
 
 from __future__ import annotations
 
@@ -8,11 +8,28 @@ from contextlib import contextmanager
 
 import torch
 
-from howsmooth.memory import memory_budget
+from howsmooth.memory import SHARE, free_memory, memory_budget
 from howsmooth.study.execution_options import Execution
+from howsmooth.study.plans import Plan
 from howsmooth.study.worker_processes import available_cores, worker_processes
 
-__all__ = ["memory_each", "opened_executor", "threads_each", "workers_left", "workers_of"]
+__all__ = [
+    "fitting_processes",
+    "in_memory",
+    "memory_each",
+    "opened_executor",
+    "processes_of",
+    "threads_each",
+    "workers_left",
+    "workers_of",
+]
+
+# From so many constants on, processes take less time than threads, with the time to start them; each of them
+# should have so many.
+_WORTH, _EACH = 200, 60
+_USUAL_LAYERS = 12
+# Bytes of a process without a model
+_PROCESS = 600 << 20
 
 
 @contextmanager
@@ -44,6 +61,24 @@ def opened_executor(how: Execution) -> Iterator[Executor | None]:
             yield pool
 
 
+def fitting_processes(plan: Plan) -> int:
+    """Return in how many processes of this machine a plan is carried out fastest; 1 for this process alone.
+
+    Processes with a thread each do not wait for each other, whatever else the machine does.
+    """
+    layers = len(plan.layers.items) or _USUAL_LAYERS
+    sequences = sum(len(plan.lengths_of(model)) or 1 for model in plan.models) * plan.samples
+    constants = sequences * layers * len(plan.sources) * len(plan.scopes)
+    if constants < _WORTH or plan.device != "cpu":
+        return 1
+    return min(available_cores(), constants // _EACH)
+
+
+def in_memory(workers: int, model: int) -> bool:
+    """Say whether so many processes, each with a model of so many bytes, fit into half of the free memory."""
+    return workers * (model + _PROCESS) <= SHARE * free_memory(torch.device("cpu"))
+
+
 def workers_of(executor: Executor | None) -> int:
     """Return how many tasks an executor runs at the same time; 1 without an executor."""
     if isinstance(executor, ProcessPoolExecutor):
@@ -57,6 +92,11 @@ def workers_left(executor: Executor) -> int:
     return workers_of(executor) if present is None else present()
 
 
+def processes_of(executor: Executor | None) -> int:
+    """Return in how many processes of this machine an executor runs tasks; 1 if it does not."""
+    return workers_of(executor) if isinstance(executor, ProcessPoolExecutor) else 1
+
+
 def threads_each(executor: Executor | None, asked: int | None) -> int | None:
     """Return how many CPU threads each worker should use; ``None`` leaves the number unchanged.
 
@@ -67,12 +107,12 @@ def threads_each(executor: Executor | None, asked: int | None) -> int | None:
     return asked
 
 
-def memory_each(executor: Executor | None, asked: int | None, device: str) -> int | None:
+def memory_each(processes: int, asked: int | None, device: str) -> int | None:
     """Return how many bytes one task may use; ``None`` stands for half of the memory that is free then.
 
-    It is the number that the user asked for, if any; else processes of this machine share half of the free
-    memory of the device equally.
+    It is the number that the user asked for, if any; else ``processes`` of this machine share half of the
+    free memory of the device equally.
     """
-    if asked is None and isinstance(executor, ProcessPoolExecutor):
-        return max(1, memory_budget(None, torch.device(device)) // workers_of(executor))
+    if asked is None and processes > 1:
+        return max(1, memory_budget(None, torch.device(device)) // processes)
     return asked

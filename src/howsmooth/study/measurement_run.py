@@ -9,9 +9,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
-from howsmooth.study.executors import memory_each
+from howsmooth.study.executors import (
+    fitting_processes,
+    in_memory,
+    memory_each,
+    processes_of,
+    threads_each,
+    workers_of,
+)
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
@@ -20,6 +28,8 @@ from howsmooth.study.study_preparation import PreparedStudy, prepared_study
 from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds
 from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
 from howsmooth.study.tasks.task import Failed, Work
+from howsmooth.study.worker_processes import worker_processes
+from howsmooth.threads import fastest_threads
 
 __all__ = ["run"]
 
@@ -51,12 +61,21 @@ def run(
     began = time.monotonic()
     means = means or Means()
     means.listener.phase("Reading texts and models" if plan.texts else "Reading inputs and models")
-    plan = replace(plan, memory=memory_each(means.executor, plan.memory, plan.device))
-    with prepared_study(plan, folder, keep_going=means.keep_going) as study:
+    processes = fitting_processes(plan) if means.may_start_processes else processes_of(means.executor)
+    plan = replace(plan, memory=memory_each(processes, plan.memory, plan.device))
+    with (
+        prepared_study(plan, folder, keep_going=means.keep_going) as study,
+        ExitStack() as opened,
+        fastest_threads(means.threads if means.executor is None else None),
+    ):
         # List all work first: impossible work is then refused before the store is created.
         constants = constants_left(study)
-        if means.executor is None:  # workers take one length each, so that all of them have work
-            constants = joined(constants, plan.device)
+        if means.executor is None:  # workers that the user asked for take one length each
+            if processes > 1 and in_memory(processes, study.models.bytes):
+                pool = opened.enter_context(worker_processes(processes))
+                means = replace(means, executor=pool, threads=threads_each(pool, None))
+                means.listener.phase(f"Measuring in {processes} processes")
+            constants = joined(constants, plan.device, workers_of(means.executor))
         listed = [constants, *(kind(study) for kind in beside)]
         study.begin()
         runner = Runner(study.store, means, study.models, plan.device)

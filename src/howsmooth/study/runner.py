@@ -37,6 +37,7 @@ from howsmooth.study.store import Store
 from howsmooth.study.study_preparation import Models
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
 from howsmooth.study.text_formatting import RUN_AGAIN
+from howsmooth.threads import renew_threads
 
 __all__ = ["Means", "Runner", "TaskTimes"]
 
@@ -62,7 +63,8 @@ class Means:
     ``command`` is the command that the user typed, to be recorded with the run. With ``keep_going``, the run
     continues after a failure instead of raising it. The executor is not shut down; ``None`` runs the tasks in
     this process, one after another. ``threads`` are the CPU threads of PyTorch for each worker; ``None``
-    leaves the number unchanged. ``models`` is an existing loader of models in this process.
+    takes the fastest. ``models`` is an existing loader of models in this process. With
+    ``may_start_processes``, processes of this machine carry out a study that is large enough for them.
     """
 
     listener: Listener = field(default_factory=Listener)
@@ -71,6 +73,7 @@ class Means:
     executor: Executor | None = None
     threads: int | None = None
     models: Models | None = None
+    may_start_processes: bool = False
 
 
 class Runner:
@@ -190,6 +193,7 @@ class Runner:
     def _run_here(self, left: deque[Task], until: float) -> Generator[Step, None, None]:
         while (task := self._next(left, until)) is not None:
             began = time.monotonic()
+            renew_threads()
             for found in task.packed().found(self._models):
                 # The caller writes the step before the next one is computed, and the time includes writing.
                 yield task, found

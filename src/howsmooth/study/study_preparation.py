@@ -102,6 +102,12 @@ class Models:
             self._key = key
         return self._model
 
+    @property
+    def bytes(self) -> int:
+        """The size of the parameters of the loaded model."""
+        module = getattr(self._model, "module", None)
+        return sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0
+
     def load_for(self, subject: Subject) -> Any:
         """Load a model that was checked before, and raise ModelError if its fingerprint has changed since.
 

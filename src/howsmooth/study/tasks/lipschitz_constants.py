@@ -217,6 +217,7 @@ def batch_size(heads: int, n: int, dtype: str) -> int:
 # more tokens take no less time for each, and finished results would be written late.
 _TOKENS = {"cpu": 1 << 11}
 _TOKENS_ELSEWHERE = 1 << 15
+_TASKS_EACH = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,9 +282,14 @@ class _Part(NamedTuple):
     samples: Sequence[int]
 
 
-def joined(work: Work, device: str) -> Work:
-    """Join the measuring tasks of one model, input and scope into tasks that each have several lengths."""
+def joined(work: Work, device: str, workers: int = 1) -> Work:
+    """Join the measuring tasks of one model, input and scope into tasks that each have several lengths, and
+    are so many that each of the ``workers`` has work to the end.
+    """
     most = _TOKENS.get(torch.device(device).type, _TOKENS_ELSEWHERE)
+    if workers > 1:
+        tokens = sum(len(task.starts) * task.n for task in work.tasks if isinstance(task, ConstantsTask))
+        most = min(most, tokens // (_TASKS_EACH * workers))
     groups: list[list[ConstantsTask]] = []
     latest: dict[tuple[Any, ...], list[ConstantsTask]] = {}
     for task in work.tasks:
