@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """One tool for a clone of howsmooth: sets up its own environment, measures, tests, builds the docs.
 
-    python3 dev.py measure [MODEL ...] [options]   measure; without MODEL: the built-in models, into out/
+    python3 dev.py measure                         a sample of the paper's protocol, into out/
+    python3 dev.py measure [MODEL ...] [options]   howsmooth measure, into out/
     python3 dev.py test [pytest arguments]         every check and test; with arguments: pytest alone
     python3 dev.py check                           ruff, mypy, the import rule and the size of src alone
     python3 dev.py docs                            build the documentation, and say where its pages are
@@ -18,6 +19,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,6 +36,10 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
 STAMP = VENV / "howsmooth-stamp.json"
 LOG = VENV / "howsmooth-pip.log"
+
+
+# A line of pip about a download of ten megabytes or more.
+LARGE = re.compile(r"Downloading .*\(\d\d+(\.\d+)? [MG]B\)")
 
 
 class SetUpError(Exception):
@@ -110,7 +117,7 @@ def test_requirements() -> list[str]:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip, its output in a log; its last lines only if it fails."""
+    """Run pip, its output in a log; tell its larger steps, and its last lines if it fails."""
     say("installing packages with pip, some minutes the first time")
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     live = sys.stderr.isatty()
@@ -125,8 +132,11 @@ def pip(*arguments: str) -> None:
             for line in process.stdout:
                 log.write(line)
                 lines.append(line.rstrip())
+                step = line.strip()
                 if live:
-                    print("\r\033[K" + line.strip()[:width], end="", file=sys.stderr, flush=True)
+                    print("\r\033[K" + step[:width], end="", file=sys.stderr, flush=True)
+                elif step.startswith("Installing collected") or LARGE.match(step):
+                    say(step.partition(":")[0])
     if live:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     if process.returncode:
@@ -171,12 +181,23 @@ def run(command: Sequence[str], *, cwd: Path = ROOT, threads: int | None = None)
     return code if code >= 0 else 128 - code  # as a shell says that a signal ended it
 
 
+# What suffices for the exponents of the built-in models, and what the paper measures.
+SAMPLE = ("--lengths", "4:100:6", "--samples", "4")
+PROTOCOL = ("--lengths", "2:98:2", "--samples", "10")
+
+
 def measure(arguments: Sequence[str]) -> int:
-    """Run ``howsmooth measure``, into out/ beside this file unless told otherwise."""
+    """Run ``howsmooth measure``, into out/ beside this file unless told otherwise; without arguments, on a
+    sample.
+    """
     prepare(test=False)
+    # The first words of the commands that howsmooth tells to run
+    os.environ["HOWSMOOTH_COMMAND"] = typed = shlex.join(("python3", sys.argv[0]))
+    if not arguments:
+        say(f"a sample of 68 sequences; all 490 of the paper: {typed} measure {shlex.join(PROTOCOL)}")
     elsewhere = any(word == "--out" or word.startswith("--out=") for word in arguments)
     out = () if elsewhere else ("--out", os.path.relpath(ROOT / "out"))
-    return run(("howsmooth", "measure", *arguments, *out), cwd=Path.cwd())
+    return run(("howsmooth", "measure", *(arguments or SAMPLE), *out), cwd=Path.cwd())
 
 
 CHECKS: tuple[tuple[str, ...], ...] = (

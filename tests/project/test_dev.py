@@ -131,13 +131,14 @@ def test_a_broken_environment_is_mended(dev: ModuleType, calls: list[str], damag
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script stands for a program")
-def test_pip_failure_shows_its_last_lines_and_leaves_no_stamp(
-    dev: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_pip_tells_its_steps_and_its_failure_and_leaves_no_stamp(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def create() -> None:
         dev.BIN.mkdir(parents=True)
         dev.PYTHON.write_text(
-            "#!/bin/sh\nseq 1000\necho WARNING: of no use\necho ERROR: no such package\nexit 7\n"
+            "#!/bin/sh\nseq 1000\necho '  Downloading torch.whl (191.2 MB)'\n"
+            "echo WARNING: of no use\necho ERROR: no such package\nexit 7\n"
         )
         dev.PYTHON.chmod(0o755)
 
@@ -151,6 +152,7 @@ def test_pip_failure_shows_its_last_lines_and_leaves_no_stamp(
     assert "of no use" not in str(caught.value)
     assert not dev.STAMP.exists()
     assert "of no use" in dev.LOG.read_text()
+    assert "dev.py: Downloading torch.whl (191.2 MB)\n" in capsys.readouterr().err
 
 
 def test_a_failed_change_leaves_no_stamp_of_the_old_state(
@@ -181,16 +183,23 @@ def test_a_file_in_the_way_is_not_deleted(dev: ModuleType) -> None:
     assert dev.VENV.read_text() == "mine"
 
 
-def test_measure_goes_to_out_unless_told_otherwise(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_takes_a_sample_and_goes_to_out_unless_told_otherwise(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(dev, "prepare", lambda *, test: None)
     monkeypatch.setattr(dev, "run", lambda command, cwd: commands.append(tuple(command)) or 0)
     monkeypatch.chdir(dev.ROOT)
+    monkeypatch.setattr(dev.sys, "argv", ["../tool/dev.py", "measure"])
+    monkeypatch.setenv("HOWSMOOTH_COMMAND", "")
     assert dev.main(["measure"]) == 0
+    assert os.environ["HOWSMOOTH_COMMAND"] == "python3 ../tool/dev.py"
+    told = "all 490 of the paper: python3 ../tool/dev.py measure --lengths 2:98:2 --samples 10\n"
+    assert capsys.readouterr().err.endswith(told)
     dev.main(["measure", "gpt2", "--out=there"])
     dev.main(["measure", "--out", "there"])
     assert commands == [
-        ("howsmooth", "measure", "--out", "out"),
+        ("howsmooth", "measure", *dev.SAMPLE, "--out", "out"),
         ("howsmooth", "measure", "gpt2", "--out=there"),
         ("howsmooth", "measure", "--out", "there"),
     ]

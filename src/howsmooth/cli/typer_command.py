@@ -152,8 +152,8 @@ def _above(paragraph: str) -> str:
 
 
 def as_typed() -> str:
-    """Return the ``howsmooth`` command that the user typed."""
-    return encodable(shlex.join(["howsmooth", *TYPED.get()]))
+    """Return the ``howsmooth`` command that the user typed, as it is found where the user typed it."""
+    return encodable(f"{os.environ.get('HOWSMOOTH_COMMAND', 'howsmooth')} {shlex.join(TYPED.get())}")
 
 
 @contextmanager

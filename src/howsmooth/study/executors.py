@@ -14,8 +14,8 @@ from howsmooth.study.plans import Plan
 from howsmooth.study.worker_processes import available_cores, worker_processes
 
 __all__ = [
+    "are_worth_it",
     "fitting_processes",
-    "in_memory",
     "memory_each",
     "opened_executor",
     "processes_of",
@@ -74,9 +74,12 @@ def fitting_processes(plan: Plan) -> int:
     return min(available_cores(), constants // _EACH)
 
 
-def in_memory(workers: int, model: int) -> bool:
-    """Say whether so many processes, each with a model of so many bytes, fit into half of the free memory."""
-    return workers * (model + _PROCESS) <= SHARE * free_memory(torch.device("cpu"))
+def are_worth_it(processes: int, constants: int, model: int) -> bool:
+    """Say whether processes take less time for so many constants than this process, and fit into half of the
+    free memory, each with a model of so many bytes.
+    """
+    fit = processes * (model + _PROCESS) <= SHARE * free_memory(torch.device("cpu"))
+    return processes > 1 and constants >= _WORTH and fit
 
 
 def workers_of(executor: Executor | None) -> int:

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from howsmooth.study.executors import (
+    are_worth_it,
     fitting_processes,
-    in_memory,
     memory_each,
     processes_of,
     threads_each,
@@ -71,7 +71,8 @@ def run(
         # List all work first: impossible work is then refused before the store is created.
         constants = constants_left(study)
         if means.executor is None:  # workers that the user asked for take one length each
-            if processes > 1 and in_memory(processes, study.models.bytes):
+            left = sum(task.size for task in constants.tasks)
+            if are_worth_it(processes, left, study.models.bytes):
                 pool = opened.enter_context(worker_processes(processes))
                 means = replace(means, executor=pool, threads=threads_each(pool, None))
                 means.listener.phase(f"Measuring in {processes} processes")
