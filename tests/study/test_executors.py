@@ -8,8 +8,9 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,14 @@ import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, NonFiniteError, WorkerError
 from howsmooth.study import runner
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.executors import memory_each, processes_of, threads_each
+from howsmooth.study.executors import (
+    are_worth_it,
+    fitting_processes,
+    memory_each,
+    processes_of,
+    threads_each,
+)
+from howsmooth.study.plans import Plan
 from howsmooth.study.runner import Means, _sendable
 from howsmooth.study.study_preparation import prepared_study
 from howsmooth.study.tasks.lipschitz_constants import constants_left
@@ -97,6 +105,57 @@ def test_workers_give_the_same_store(
     assert counts == sorted(counts)
     assert counts[-1] == len(whole[0])
     assert heard.told[-1][0] == pytest.approx(heard.told[-1][1])
+
+
+def test_a_large_study_is_measured_in_processes_by_itself(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    @contextmanager
+    def worker_processes(count: int) -> Iterator[Executor]:
+        opened.append(count)
+        with ThreadPoolExecutor(count) as pool:
+            pool.workers = count  # type: ignore[attr-defined]
+            yield pool
+
+    monkeypatch.setattr("howsmooth.study.measurement_run.worker_processes", worker_processes)
+    monkeypatch.setattr("howsmooth.study.executors.available_cores", lambda: 3)
+    plan, heard = make_plan(lengths=LENGTHS, scopes=("attention", "head")), Heard()
+    monkeypatch.setattr("howsmooth.study.executors._WORTH", len(whole[0]) + 1)
+    run(plan, tmp_path / "small", make_tools()[0], may_start_processes=True)
+    assert opened == []
+    monkeypatch.setattr("howsmooth.study.executors._WORTH", len(whole[0]))
+    monkeypatch.setattr("howsmooth.study.executors._EACH", 1)
+    run(plan, tmp_path / "out", make_tools()[0], may_start_processes=True, listener=heard)
+    assert opened == [3]
+    assert everything(tmp_path / "out") == whole
+    run(replace(plan, samples=plan.samples + 1), tmp_path / "out", make_tools()[0], may_start_processes=True)
+    assert opened == [3]  # little is left
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, 16),
+        ({"layers": "0"}, 8),
+        ({"samples": 1, "layers": "0,1"}, 1),
+        ({"device": "cuda"}, 1),
+    ],
+)
+def test_how_many_processes_fit(
+    changed: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("howsmooth.study.executors.available_cores", lambda: 16)
+    usual = {"models": ("one",), "lengths": tuple(range(2, 100, 2)), "samples": 10}
+    assert fitting_processes(Plan(**usual | changed)) == expected
+
+
+def test_processes_take_no_more_than_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.study.executors.free_memory", lambda _: 8 << 30)
+    assert are_worth_it(2, 1000, 1 << 30)
+    assert not are_worth_it(2, 1000, 2 << 30)
+    assert not are_worth_it(1, 1000, 0)
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="processes by forking")
