@@ -167,7 +167,7 @@ def test_the_limit_survives_many_steps() -> None:
     ids=["to 0.5", "to 0.1", "power law", "geometric", "a close pair", "to 0.99", "two values", "one value"],
 )
 def test_an_interval_is_narrow_where_the_rank_ends_the_run(values: np.ndarray, width: float) -> None:
-    """If so much is asked for; a run that may stop earlier has the step that shows the end still before it."""
+    """If so much is asked for: a run that may stop earlier does not make the step that shows the end."""
     matrix = with_spectrum(1, values.tolist(), 300, 300)
     truth = float(torch.linalg.matrix_norm(matrix, 2))
     for rtol, widest in ((1e-10, 1e-10), (1e-13, width)):

@@ -13,7 +13,6 @@ entry, a matrix whose norm is at most γ_s ‖A‖_F².
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -412,7 +411,7 @@ class MatrixNorms:
         """
         return self._of(matrices)[2]
 
-    def learn(self, *several: Float[Tensor, "*batch m r"]) -> None:
+    def learn(self, *several: Tensor) -> None:
         """Compute the norms of several matrices, of those of one shape together: small ones cost by the
         number of operations.
         """
