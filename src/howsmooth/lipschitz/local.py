@@ -17,13 +17,10 @@ from howsmooth.jacobian.closed_form import has_closed_form
 from howsmooth.lipschitz.arguments import check_call
 from howsmooth.lipschitz.measurement import Part, measured
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
-from howsmooth.lipschitz_estimate import LipschitzEstimate, LipschitzEstimates
+from howsmooth.lipschitz_estimate import FIELDS, LipschitzEstimate, LipschitzEstimates
 from howsmooth.memory import memory_budget
-from howsmooth.spectral import LeadingTriplet
 
 __all__ = ["local_lipschitz"]
-
-_FIELDS = tuple(LeadingTriplet.__annotations__)
 
 
 @overload
@@ -167,14 +164,8 @@ def local_lipschitz(
         words += f", at a measure of {len(members[0])} atoms"
     kind = LipschitzEstimates if lead is None else LipschitzEstimate
     return kind(
-        value=found["sigma"],
-        lower=found["lower"],
-        upper=found["upper"],
+        **found,
         confidence=confidence,
-        converged=found["converged"],
-        iterations=found["steps"],
-        input_direction=found["right"],
-        output_direction=found["left"],
         method="closed form" if closed else "autodiff",
         scope=words if checked else f"{words}; not checked in float64, for lack of memory",
         rtol=rtol,
@@ -184,20 +175,20 @@ def local_lipschitz(
 
 def _by_batch(parts: Sequence[Part], lead: torch.Size) -> dict[str, Any]:
     """Join the results of the members of a batch, which come in their order, along its axes ``lead``."""
-    joined = {name: torch.cat([getattr(found, name) for _, found in parts]) for name in _FIELDS}
+    joined = {
+        name: torch.cat([getattr(found, field) for _, found in parts]) for name, field in FIELDS.items()
+    }
     return {name: tensor.reshape((*lead, *tensor.shape[1:])) for name, tensor in joined.items()}
 
 
 def _by_sequence(parts: Sequence[Part], lengths: Sequence[int]) -> dict[str, Any]:
     """Put the results of several sequences, of which a part has those of some lengths, in the given order."""
     rows = {i: (found, row) for numbers, found in parts for row, i in enumerate(numbers)}
-    ordered = [rows[i] for i in range(len(lengths))]
-    found: dict[str, Any] = {
-        name: [getattr(triplet, name)[row] for triplet, row in ordered] for name in _FIELDS
-    }
-    for name, values in found.items():
+    found: dict[str, Any] = {}
+    for name, field in FIELDS.items():
+        values = [getattr(rows[i][0], field)[rows[i][1]] for i in range(len(lengths))]
         # Directions have as many rows as the longest member of their batch; cut off the rows of padding.
-        directions = name in ("right", "left")
+        directions = name.endswith("direction")
         found[name] = (
             tuple(t[:n] for t, n in zip(values, lengths, strict=True)) if directions else torch.stack(values)
         )

@@ -141,21 +141,21 @@ def measured(
     """
     if closed and weighting is None:
         return closed_forms(in_double(f), members, solver, budget), True
-    whole: list[tuple[Sequence[int], Tensor]]
+    lots: list[tuple[Sequence[int], Tensor]]
     if isinstance(members, Tensor) and lead is not None:
-        whole = [(range(len(members)), members.reshape(*lead, *members.shape[1:]))]
+        lots = [(range(len(members)), members.reshape(*lead, *members.shape[1:]))]
     else:
         # PyTorch differentiates one shape at a time, so that sequences of a list share no products.
-        whole = [([i], one) for i, one in enumerate(members)]
+        lots = [([i], one) for i, one in enumerate(members)]
     parts, checked = [], True
-    for numbers, x in whole:
+    for numbers, x in lots:
         start = solver.starts(numbers, members[numbers[0]].shape, x.dtype, x.device)
         operator: LinearOperator
         if weighting is None:
             # Other functions than the maps of this library may compute in float32 only.
             judging = isinstance(f, TokenMap) and x.dtype == torch.float32
             operator = jacobian = AutodiffJacobian(
-                f, x, x.ndim - start.ndim + 1, start=start, float64_bytes=budget if judging else 0.0
+                f, x, len(lead or ()), start=start, float64_bytes=budget if judging else 0.0
             )
             if not rows_are_tokens and jacobian.keeps_rows_apart():
                 raise ArgumentError(
