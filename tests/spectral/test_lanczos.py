@@ -453,8 +453,8 @@ def test_float32_in_large_dimensions(basis: torch.dtype | None) -> None:
     values[0] = 1.0
     options = {"rtol": 0.0, "confidence": 0.999, "max_iterations": 10}
     found = lanczos(Diagonal(values), start, basis_dtype=basis, **options)
-    # In units u = 2^-24 of float32: |v|² is one to 4 u (1/|z| and its products are rounded), and the
-    # three roundings of z act like a change of JᵀJ by 3 u. Half of that is left in the root, 3.5 u.
+    # In units u = 2^-24 of float32: |v|² is one to 4 u (the factor 1/|z| and its products are rounded), and
+    # the three roundings of z act like a change of JᵀJ by 3 u. Half of that is left in the root, 3.5 u.
     assert float(found.sigma) == pytest.approx(1.0, abs=3.5 * 2.0**-24)
     assert float(found.lower) <= 1.0 <= float(found.upper)
 
