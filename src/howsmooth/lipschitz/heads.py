@@ -143,12 +143,11 @@ def heads_jacobians(
     """
     tokens, norms = x[None], MatrixNorms()
     off = tokens.new_zeros(tokens.shape[:-1]) if torch.float64 in dtypes else None
-    of_heads: dict[torch.dtype, list[LinearOperator]] = {dtype: [] for dtype in dtypes}
+    of_heads = []
     for h in heads:
-        made = [Projections(dtype, x.shape[0]) for dtype in dtypes]
-        for operator in AttentionJacobian.at(f.head(h), tokens, off, None, made, norms):
-            of_heads[operator.dtype].append(operator)
-    return {dtype: HeadsJacobian.of_heads(operators) for dtype, operators in of_heads.items()}
+        projections = [Projections(dtype, x.shape[0]) for dtype in dtypes]
+        of_heads.append(AttentionJacobian.at(f.head(h), tokens, off, None, projections, norms))
+    return dict(zip(dtypes, map(HeadsJacobian.of_heads, zip(*of_heads, strict=True)), strict=True))
 
 
 class HeadsJacobian(AttentionJacobian):

@@ -119,25 +119,13 @@ def measured(
     closed: bool,
     rows_are_tokens: bool,
 ) -> tuple[list[Part], bool]:
-    """Measure the Lipschitz constants of a map at inputs, or at the measure of weighted atoms.
+    """Measure the Lipschitz constants of a map at its inputs ``members``, which are a batch of the shape
+    ``lead`` or, where that is None, a list of sequences; or at the measure with a ``weighting`` of the rows
+    of the only member.
 
-    The second value is False if float32 results could not be checked in float64, for lack of memory.
-
-    Parameters
-    ----------
-    f, solver, budget
-        The map, the solver, and the number of bytes that may be used.
-    members
-        The inputs, one after the other, or the atoms of the measure as the only one.
-    lead
-        The shape of the batch; None for a list of sequences.
-    weighting
-        The weights of the atoms, or None.
-    closed
-        Whether the Jacobian is computed in closed form, and not by automatic differentiation.
-    rows_are_tokens
-        Unless True, a map that acts on each row of its input by itself is refused.
-
+    The Jacobian is in closed form if ``closed``, and else by automatic differentiation. Unless
+    ``rows_are_tokens``, a map that acts on each row of its input by itself is refused. The second value is
+    False if float32 results could not be checked in float64, as the ``budget`` of bytes has no room for it.
     """
     if closed and weighting is None:
         return closed_forms(in_double(f), members, solver, budget), True
