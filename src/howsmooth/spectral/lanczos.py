@@ -147,7 +147,7 @@ def lanczos_together(
 
     """
     settings = _Settings(rtol, confidence, max_iterations)
-    of_each = sizes or [None] * len(operators)
+    of_each: Sequence[Sequence[int] | None] = sizes or [None] * len(operators)
     given = zip(operators, starts, of_each, strict=True)
     return _in_step([_Run(operator, start, settings, size) for operator, start, size in given], products)
 
