@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ import torch
 
 from howsmooth.adversarial.repeated_token_search import Atoms
 from howsmooth.attention import RMSNorm
+from howsmooth.errors import CertificateError, ModelError, NonFiniteError
 from howsmooth.jacobian.rounding_bounds import norm_error
 from howsmooth.measures.transport_problem import Plan
 from howsmooth.rounding import MatrixNorms
@@ -116,6 +118,20 @@ print(*dir(howsmooth))
     }
     assert heavy.isdisjoint(loaded.split())
     assert names.split() == sorted([*howsmooth.__all__, "__version__"])
+
+
+def test_an_exception_keeps_its_fields_on_its_way_from_another_process() -> None:
+    argument = NonFiniteError("x", expected="finite numbers", got="NaN", remedy="Look at x.")
+    for error in (
+        argument,
+        CertificateError("0.norm", kind="Norm", reason="has none"),
+        ModelError("no such model"),
+    ):
+        error.add_note("seen in a worker")
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert {**vars(again), "__notes__": error.__notes__} == vars(error)
 
 
 def test_lazy_names_are_the_real_ones() -> None:

@@ -5,7 +5,7 @@ kept in memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,21 +49,11 @@ _STREAMED_FROM = 1024
 _FEWEST_VECTORS = 16
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """The memory that :func:`howsmooth.local_lipschitz` is predicted to use for one sequence.
+class Footprint(NamedTuple):
+    """The memory that the measurement of one sequence is predicted to take."""
 
-    Attributes
-    ----------
-    streamed
-        Whether attention probabilities are recomputed in each product instead of being kept.
-    size
-        Bytes needed in addition to the solver's Krylov basis; 0 if that number is not known.
-
-    """
-
-    streamed: bool
-    size: int
+    streamed: bool  # whether attention probabilities are recomputed in each product instead of being kept
+    size: int  # bytes beside the solver's Krylov basis; 0 if that number is not known
 
 
 def footprint(

@@ -30,6 +30,15 @@ __all__ = [
 class HowsmoothError(Exception):
     """The base class of all exceptions that howsmooth raises on purpose."""
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Return what pickle needs to restore an exception with all its fields, which are the arguments of
+        its class, so that a worker process can send it.
+
+        Without this method, unpickling would call the class with the message alone.
+        """
+        fields = {name: value for name, value in vars(self).items() if name != "__notes__"}
+        return (partial(type(self), **fields), ()) if fields else super().__reduce__()
+
 
 class ArgumentError(HowsmoothError, ValueError):
     """Raised when an argument of a function has a wrong type, shape or value; the message says what was
@@ -55,15 +64,6 @@ class ArgumentError(HowsmoothError, ValueError):
         self.remedy = remedy
         message = f"{argument}: expected {expected}, got {got}."
         super().__init__(f"{message} {remedy}" if remedy else message)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle needs to restore the exception with all its fields, so that a worker process can
-        send it.
-
-        Without this method, unpickling would call the class with the message alone.
-        """
-        words = {"expected": self.expected, "got": self.got, "remedy": self.remedy}
-        return partial(type(self), self.argument, **words), ()
 
 
 class NonFiniteError(ArgumentError):
@@ -107,13 +107,6 @@ class CertificateError(HowsmoothError):
         self.remedy = remedy
         message = f"{path or 'the model'} ({kind}) {reason}."
         super().__init__(f"{message} {remedy}" if remedy else message)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle needs to restore the exception with all its fields, so that a worker process can
-        send it.
-        """
-        words = {"kind": self.kind, "reason": self.reason, "remedy": self.remedy}
-        return partial(type(self), self.path, **words), ()
 
 
 class TextError(HowsmoothError):

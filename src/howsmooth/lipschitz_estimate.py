@@ -16,9 +16,22 @@ from howsmooth.rounding import COLUMNS_IN_DIGITS, interval_in_digits
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["LipschitzEstimate", "LipschitzEstimates", "Method"]
+__all__ = ["FIELDS", "LipschitzEstimate", "LipschitzEstimates", "Method"]
 
 Method = Literal["closed form", "autodiff"]
+
+FIELDS = {
+    "value": "sigma",
+    "lower": "lower",
+    "upper": "upper",
+    "converged": "converged",
+    "iterations": "steps",
+    "input_direction": "right",
+    "output_direction": "left",
+}
+"""The fields of an estimate with an entry for each input, and the names that they have in the result of the
+solver.
+"""
 
 _MOST_SHOWN = 12  # members in a printed estimate
 _MOST_INTERVALS = 4  # members that are printed with their intervals
@@ -174,11 +187,10 @@ class LipschitzEstimate(_Constants):
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> LipschitzEstimate:
         """Return the measured constants at the inputs with the given indices in the batch."""
-        fields = ("value", "lower", "upper", "converged", "iterations", "input_direction", "output_direction")
         given = index if isinstance(index, tuple) else (index,)
         if len(given) > self.value.ndim:
             raise IndexError(f"{len(given)} indices for estimates of shape {tuple(self.value.shape)}")
-        return replace(self, **{name: getattr(self, name)[index] for name in fields})
+        return replace(self, **{name: getattr(self, name)[index] for name in FIELDS})
 
     def tokens(self, tokenizer: Any = None, ids: Tensor | None = None) -> pd.DataFrame:
         """Return a table with the contribution of each token to the input and output directions of the

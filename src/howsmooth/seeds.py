@@ -34,20 +34,10 @@ def torch_seed(seed: int) -> int:
 
 
 def derive_seed(**axes: str | int | None) -> int:
-    """Derive the seed of a random number generator from named values, such as a model, a layer and a sample.
+    """Derive the seed of a random number generator from named values, such as a model, a layer and a sample:
+    the first eight bytes of the SHA-256 of the sorted axes, halved, a number in [0, 2^63).
 
     The seed of one combination of values does not depend on which other combinations are used.
-
-    Parameters
-    ----------
-    **axes
-        The names and values for which the seed is used, such as model, layer and sample.
-
-    Returns
-    -------
-    int
-        A seed in [0, 2^63): the first eight bytes of the SHA-256 of the sorted axes, halved.
-
     """
     written = json.dumps(axes, sort_keys=True, ensure_ascii=True)
     return int.from_bytes(hashlib.sha256(written.encode()).digest()[:8], "big") >> 1

@@ -41,26 +41,12 @@ def launch(
     arguments: Sequence[object],
     options: Mapping[str, object],
 ) -> None:
-    """Run a Triton kernel with the first of several tile sizes that fits into the on-chip memory.
+    """Run a Triton kernel with the first of several ``tiles``, from large to small, that fits into the
+    on-chip memory of the device of the queries ``q``. If not even the last one fits, Triton's OutOfResources
+    is raised.
 
-    Parameters
-    ----------
-    kernel
-        A compiled Triton function, whose last constants are ``ROWS`` and ``KEYS``.
-    tiles
-        Tiles to try, from large to small.
-    grid
-        Shape of the grid for a tile.
-    q
-        The queries, whose dtype and device decide which tiles fit.
-    arguments, options
-        Arguments of the kernel, and its other constants.
-
-    Raises
-    ------
-    triton.runtime.errors.OutOfResources
-        If not even the last tile fits.
-
+    ``kernel`` is a compiled Triton function whose last constants are ``ROWS`` and ``KEYS``, ``options`` are
+    its other constants, and ``grid`` returns the shape of the grid for a tile.
     """
     from triton.runtime.errors import OutOfResources
 

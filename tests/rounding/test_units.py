@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.rounding import LOG_MARGIN, LOST, U, above, below, gamma, log_above, log_below, times, up
+from howsmooth.rounding import LOST, U, above, below, gamma, log_above, log_below, times, up
+from howsmooth.rounding.units import LOG_MARGIN
 
 FACTORS = st.lists(st.floats(1.0, 2.0), min_size=2, max_size=40)
 

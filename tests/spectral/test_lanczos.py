@@ -151,6 +151,32 @@ def test_the_limit_survives_many_steps() -> None:
     assert float(found.lower) <= 1.0 <= float(found.upper)
 
 
+@pytest.mark.parametrize(
+    ("values", "width"),
+    [
+        (np.linspace(1.0, 0.5, 12), 3e-14),
+        (np.linspace(1.0, 0.1, 12), 3e-14),
+        (np.arange(1, 13) ** -0.5, 3e-14),
+        (0.5 ** np.arange(12), 5e-14),
+        (np.array([1.0, 1 - 1e-4, 0.5, 0.3]), 3e-14),
+        (np.linspace(1.0, 0.99, 8), 2e-13),
+        # Of few distinct values, the start sees each in few directions of many.
+        (np.repeat([1.0, 0.9], 6), 2e-11),
+        (np.ones(5), 3e-11),
+    ],
+    ids=["to 0.5", "to 0.1", "power law", "geometric", "a close pair", "to 0.99", "two values", "one value"],
+)
+def test_an_interval_is_narrow_where_the_rank_ends_the_run(values: np.ndarray, width: float) -> None:
+    """If so much is asked for: a run that may stop earlier does not make the step that shows the end."""
+    matrix = with_spectrum(1, values.tolist(), 300, 300)
+    truth = float(torch.linalg.matrix_norm(matrix, 2))
+    for rtol, widest in ((1e-10, 1e-10), (1e-13, width)):
+        found = solve(matrix.expand(20, -1, -1), rtol=rtol)
+        assert bool(((found.lower <= truth) & (truth <= found.upper)).all())
+        assert float(((found.upper - found.lower) / found.sigma).max()) <= widest
+        assert int(found.steps.max()) <= len(set(values)) + 3
+
+
 @BASES
 def test_one_singular_value_for_all_breaks_down_at_the_rounding_level(basis: torch.dtype | None) -> None:
     class Identity(Diagonal):

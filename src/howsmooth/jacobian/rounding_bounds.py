@@ -223,6 +223,7 @@ class _Attention:
         self.off = off
         self.at = operands
         self.norms = norms
+        norms.learn(f.query.reshape(f.kv_heads, -1, f.d), f.key, f.value)
         self.batch, self.n = x.shape[:2]
         # Relative rounding error of a product with a projection or its adjoint, by its longest sum.
         rows = f.heads * (f.key_dim + f.value_dim) + f.kv_heads * (f.key_dim + f.value_dim)

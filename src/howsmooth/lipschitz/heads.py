@@ -24,7 +24,7 @@ from howsmooth.jacobian.projections import Projections
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.local import local_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
-from howsmooth.lipschitz_estimate import LipschitzEstimate
+from howsmooth.lipschitz_estimate import FIELDS, LipschitzEstimate
 from howsmooth.memory import memory_budget
 from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator
@@ -36,8 +36,6 @@ __all__ = ["head_lipschitz"]
 _EXPECTED_STEPS = 32
 # Float64 tensors (n, d) of a head that the check in float64 holds at once, with the head's two directions.
 _VERDICT_VECTORS = 6
-# The fields of an estimate that have one entry a head.
-_FIELDS = ("value", "lower", "upper", "converged", "iterations", "input_direction", "output_direction")
 
 
 def head_lipschitz(
@@ -78,7 +76,7 @@ def head_lipschitz(
             )
             for h in range(attention.heads)
         ]
-        parts = [{name: getattr(found, name)[None] for name in _FIELDS} for found in alone]
+        parts = [{name: getattr(found, name)[None] for name in FIELDS} for found in alone]
     else:
         # The Krylov basis of a head, and the vectors (n, d) of the final check in float64
         basis = _EXPECTED_STEPS * x.itemsize + _VERDICT_VECTORS * torch.float64.itemsize
@@ -112,15 +110,7 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
     else:
         reduced, bases = jacobians[x.dtype].reduced()
         found = solver.alone(_InTokens(reduced, exact, bases), members)
-    return {
-        "value": found.sigma,
-        "lower": found.lower,
-        "upper": found.upper,
-        "converged": found.converged,
-        "iterations": found.steps,
-        "input_direction": found.right,
-        "output_direction": found.left,
-    }
+    return {name: getattr(found, field) for name, field in FIELDS.items()}
 
 
 class _InTokens(CheckedProducts):
@@ -153,12 +143,11 @@ def heads_jacobians(
     """
     tokens, norms = x[None], MatrixNorms()
     off = tokens.new_zeros(tokens.shape[:-1]) if torch.float64 in dtypes else None
-    of_heads: dict[torch.dtype, list[LinearOperator]] = {dtype: [] for dtype in dtypes}
+    of_heads = []
     for h in heads:
-        made = [Projections(dtype, x.shape[0]) for dtype in dtypes]
-        for operator in AttentionJacobian.at(f.head(h), tokens, off, None, made, norms):
-            of_heads[operator.dtype].append(operator)
-    return {dtype: HeadsJacobian.of_heads(operators) for dtype, operators in of_heads.items()}
+        projections = [Projections(dtype, x.shape[0]) for dtype in dtypes]
+        of_heads.append(AttentionJacobian.at(f.head(h), tokens, off, None, projections, norms))
+    return dict(zip(dtypes, map(HeadsJacobian.of_heads, zip(*of_heads, strict=True)), strict=True))
 
 
 class HeadsJacobian(AttentionJacobian):

@@ -13,18 +13,15 @@ from torch import Tensor
 from howsmooth.attention import TokenMap
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import AbstractMeasure
-from howsmooth.jacobian.closed_form import has_closed_form, in_double
+from howsmooth.jacobian.closed_form import has_closed_form
 from howsmooth.lipschitz.arguments import check_call
-from howsmooth.lipschitz.measurement import Part, at_measure, autodiff, closed_forms
+from howsmooth.lipschitz.measurement import Part, measured
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
-from howsmooth.lipschitz_estimate import LipschitzEstimate, LipschitzEstimates
+from howsmooth.lipschitz_estimate import FIELDS, LipschitzEstimate, LipschitzEstimates
 from howsmooth.memory import memory_budget
-from howsmooth.spectral import LeadingTriplet
 from howsmooth.threads import with_fastest_threads
 
 __all__ = ["local_lipschitz"]
-
-_FIELDS = tuple(LeadingTriplet.__annotations__)
 
 
 @overload
@@ -139,47 +136,38 @@ def local_lipschitz(
     """
     check_call(f, x, rtol, confidence, max_iterations, method, batch_dims)
     closed = method != "autodiff" and has_closed_form(f)
-    listed, leading, lead = isinstance(x, list | tuple), 0, torch.Size()
+    lead: torch.Size | None = torch.Size()
     members: Sequence[Tensor] | Tensor
+    weighting = None
     if isinstance(x, AbstractMeasure):
-        points, weighting = x.weighted_tokens()
+        points, weights = x.weighted_tokens()
         members = points.detach().double()[None]
+        weighting = Weighting(weights.log_weights.detach(), weights.positions)
     elif isinstance(x, Tensor):
         # The solver sees one axis of members; the axes of the batch come back at the end.
         leading = x.ndim - 2 if batch_dims is None else batch_dims
-        lead, x = x.shape[:leading], x.detach()
-        members = x.reshape(-1, *x.shape[leading:])
+        lead, members = x.shape[:leading], x.detach().reshape(-1, *x.shape[leading:])
     else:
-        members = [one.detach() for one in x]
-    solver = Solver(rtol, confidence, max_iterations, member_seeds(seed, len(members)))
-    budget, checked = memory_budget(memory, members[0].device), True
-    if isinstance(x, AbstractMeasure):
-        at = Weighting(weighting.log_weights.detach(), weighting.positions)
-        parts: list[Part] = [([0], at_measure(f, members[0], at, solver, closed=closed))]
-    elif closed:
-        parts = closed_forms(in_double(f), members, solver, budget)
-    else:
-        # PyTorch differentiates one shape at a time, so that sequences of a list share no products.
-        lots = [([i], one) for i, one in enumerate(members)] if listed else [(range(len(members)), x)]
-        clear = listed or batch_dims is not None or x.ndim > 2 or isinstance(f, TokenMap)
-        made = [
-            autodiff(f, one, leading, numbers, solver, budget, rows_are_tokens=clear) for numbers, one in lots
-        ]
-        parts, checked = [part for part, _ in made], all(one for _, one in made)
-    found = _by_sequence(parts, [len(one) for one in members]) if listed else _by_batch(parts, lead)
+        lead, members = None, [one.detach() for one in x]
+    clear = lead is None or batch_dims is not None or len(lead) > 0 or isinstance(f, TokenMap)
+    parts, checked = measured(
+        f,
+        members,
+        lead,
+        weighting,
+        Solver(rtol, confidence, max_iterations, member_seeds(seed, len(members))),
+        memory_budget(memory, members[0].device),
+        closed=closed,
+        rows_are_tokens=clear,
+    )
+    found = _by_sequence(parts, [len(one) for one in members]) if lead is None else _by_batch(parts, lead)
     words = f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__)
     if isinstance(x, AbstractMeasure):
         words += f", at a measure of {len(members[0])} atoms"
-    kind = LipschitzEstimates if listed else LipschitzEstimate
+    kind = LipschitzEstimates if lead is None else LipschitzEstimate
     return kind(
-        value=found["sigma"],
-        lower=found["lower"],
-        upper=found["upper"],
+        **found,
         confidence=confidence,
-        converged=found["converged"],
-        iterations=found["steps"],
-        input_direction=found["right"],
-        output_direction=found["left"],
         method="closed form" if closed else "autodiff",
         scope=words if checked else f"{words}; not checked in float64, for lack of memory",
         rtol=rtol,
@@ -189,20 +177,20 @@ def local_lipschitz(
 
 def _by_batch(parts: Sequence[Part], lead: torch.Size) -> dict[str, Any]:
     """Join the results of the members of a batch, which come in their order, along its axes ``lead``."""
-    joined = {name: torch.cat([getattr(found, name) for _, found in parts]) for name in _FIELDS}
+    joined = {
+        name: torch.cat([getattr(found, field) for _, found in parts]) for name, field in FIELDS.items()
+    }
     return {name: tensor.reshape((*lead, *tensor.shape[1:])) for name, tensor in joined.items()}
 
 
 def _by_sequence(parts: Sequence[Part], lengths: Sequence[int]) -> dict[str, Any]:
     """Put the results of several sequences, of which a part has those of some lengths, in the given order."""
     rows = {i: (found, row) for numbers, found in parts for row, i in enumerate(numbers)}
-    ordered = [rows[i] for i in range(len(lengths))]
-    found: dict[str, Any] = {
-        name: [getattr(triplet, name)[row] for triplet, row in ordered] for name in _FIELDS
-    }
-    for name, values in found.items():
+    found: dict[str, Any] = {}
+    for name, field in FIELDS.items():
+        values = [getattr(rows[i][0], field)[rows[i][1]] for i in range(len(lengths))]
         # Directions have as many rows as the longest member of their batch; cut off the rows of padding.
-        directions = name in ("right", "left")
+        directions = name.endswith("direction")
         found[name] = (
             tuple(t[:n] for t, n in zip(values, lengths, strict=True)) if directions else torch.stack(values)
         )

@@ -7,8 +7,9 @@ float64 is around it and checks the result (:mod:`howsmooth.spectral.checked_pro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +20,13 @@ from howsmooth.batching import batches, bytes_without_basis, fewest_vectors, is_
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.jacobian.autodiff import allowance_for_rounding, moved_by_rounding, weighted_autodiff_jacobian
-from howsmooth.jacobian.closed_form import closed_form_jacobians
+from howsmooth.jacobian.closed_form import closed_form_jacobians, in_double
 from howsmooth.jacobian.padded_jacobian_batch import joined
 from howsmooth.lipschitz.singular_value_solver import Solver
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.checked_products import CheckedByAdjoint, CheckedProducts
 
-__all__ = ["Part", "at_measure", "autodiff", "closed_forms"]
+__all__ = ["Part", "measured"]
 
 # The share of the requested relative width that rounding errors may take on each side of the interval, if
 # products with these errors are cheaper.
@@ -107,60 +108,69 @@ def _streamed(double: TokenMap, x: Tensor, rtol: float, budget: int) -> LinearOp
     return CheckedProducts(single, partial(made, torch.float64), room if room >= fewest_vectors(x) else 0)
 
 
-def autodiff(
-    f: Callable[[Tensor], Tensor],
-    x: Tensor,
-    leading: int,
-    members: Sequence[int],
+def measured(
+    f: Any,
+    members: Sequence[Tensor] | Tensor,
+    lead: Sequence[int] | None,
+    weighting: Weighting | None,
     solver: Solver,
     budget: int,
     *,
+    closed: bool,
     rows_are_tokens: bool,
-) -> tuple[Part, bool]:
-    """Measure the Lipschitz constants of a map at inputs ``x``, by automatic differentiation.
+) -> tuple[list[Part], bool]:
+    """Measure the Lipschitz constants of a map at its inputs ``members``, which are a batch of the shape
+    ``lead`` or, where that is None, a list of sequences; or at the measure with a ``weighting`` of the rows
+    of the only member.
 
-    The first axes of ``x``, ``leading`` in number, count the members. The result of a map of this library in
-    float32 is checked in float64 where memory has room for that Jacobian; the second value is False if it has
-    not. Other functions may compute in float32 only. Unless ``rows_are_tokens``, a map that acts on each row
-    of its input by itself is refused.
+    The Jacobian is in closed form if ``closed``, and else by automatic differentiation. Unless
+    ``rows_are_tokens``, a map that acts on each row of its input by itself is refused. The second value is
+    False if float32 results could not be checked in float64, as the ``budget`` of bytes has no room for it.
     """
-    judging = isinstance(f, TokenMap) and x.dtype == torch.float32
-    start = solver.starts(members, x.shape[leading:], x.dtype, x.device)
-    jacobian = AutodiffJacobian(f, x, leading, start=start, float64_bytes=budget if judging else 0.0)
-    if not rows_are_tokens and jacobian.keeps_rows_apart():
-        raise ArgumentError(
-            "batch_dims",
-            expected="0 or 1, as f acts on each row of x by itself",
-            got="None",
-            remedy=f"Say batch_dims=1 for {len(x)} vectors, each with a constant of its own, or "
-            f"batch_dims=0 for one sequence of {len(x)} tokens.",
-        )
-    operator: LinearOperator = jacobian
-    if isinstance(f, TokenMap) and judging and jacobian.judged:
-        finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-        rounding = (finer * jacobian.rounding).clamp_min(finer * _TYPICAL)
-        # The float64 products judge what terms that cancel have lost.
-        jacobian.rounding = torch.full_like(rounding, _TYPICAL)
-        exact = AutodiffJacobian(f.to(dtype=torch.float64), x.double(), rounding=rounding)
-        operator = CheckedByAdjoint(jacobian, exact)
-    found = solver.alone(operator, members, start=start)
-    return (members, found), jacobian.judged or not judging
-
-
-def at_measure(
-    f: TokenMap, x: Tensor, weighting: Weighting, solver: Solver, *, closed: bool
-) -> LeadingTriplet:
-    """Measure the Lipschitz constant of a map at the measure of weighted atoms ``x`` (n, d), in float64."""
-    start = solver.starts([0], x.shape, x.dtype, x.device)
-    operator: LinearOperator
-    if closed:
-        operator = closed_form_jacobian(f, x[None], weighting=weighting)
-        image = operator.product(start)
-        # No bound on the rounding errors is proved at measures. If terms cancel, the products change when the
-        # atoms move by one unit of rounding; the change of one product estimates the error.
-        moved = (closed_form_jacobian(f, y[None], weighting=weighting) for y in moved_by_rounding(x))
-        seen = allowance_for_rounding((at.product(start) for at in moved), image)
-        operator.rounding = torch.maximum(operator.rounding, seen)
+    if closed and weighting is None:
+        return closed_forms(in_double(f), members, solver, budget), True
+    lots: list[tuple[Sequence[int], Tensor]]
+    if isinstance(members, Tensor) and lead is not None:
+        lots = [(range(len(members)), members.reshape(*lead, *members.shape[1:]))]
     else:
-        operator = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
-    return solver.alone(operator, [0], start=start)
+        # PyTorch differentiates one shape at a time, so that sequences of a list share no products.
+        lots = [([i], one) for i, one in enumerate(members)]
+    parts, checked = [], True
+    for numbers, x in lots:
+        start = solver.starts(numbers, members[numbers[0]].shape, x.dtype, x.device)
+        operator: LinearOperator
+        if weighting is None:
+            # Other functions than the maps of this library may compute in float32 only.
+            judging = isinstance(f, TokenMap) and x.dtype == torch.float32
+            operator = jacobian = AutodiffJacobian(
+                f, x, len(lead or ()), start=start, float64_bytes=budget if judging else 0.0
+            )
+            if not rows_are_tokens and jacobian.keeps_rows_apart():
+                raise ArgumentError(
+                    "batch_dims",
+                    expected="0 or 1, as f acts on each row of x by itself",
+                    got="None",
+                    remedy=f"Say batch_dims=1 for {len(x)} vectors, each with a constant of its own, or "
+                    f"batch_dims=0 for one sequence of {len(x)} tokens.",
+                )
+            if judging and jacobian.judged:
+                finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+                rounding = (finer * jacobian.rounding).clamp_min(finer * _TYPICAL)
+                # The float64 products judge what terms that cancel have lost.
+                jacobian.rounding = torch.full_like(rounding, _TYPICAL)
+                exact = AutodiffJacobian(f.to(dtype=torch.float64), x.double(), rounding=rounding)
+                operator = CheckedByAdjoint(jacobian, exact)
+            checked = checked and (jacobian.judged or not judging)
+        elif not closed:
+            operator = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
+        else:
+            # No bound on the rounding errors is proved at measures. If terms cancel, the products change when
+            # the atoms move by one unit of rounding; the change of one product estimates the error.
+            points = itertools.chain((x,), moved_by_rounding(x))
+            jacobians = (closed_form_jacobian(f, y[None], weighting=weighting) for y in points)
+            operator = next(jacobians)
+            image = operator.product(start)
+            seen = allowance_for_rounding((at.product(start) for at in jacobians), image)
+            operator.rounding = torch.maximum(operator.rounding, seen)
+        parts.append((numbers, solver.alone(operator, numbers, start=start)))
+    return parts, checked

@@ -19,16 +19,14 @@ from howsmooth.rounding.spectral_norms import (
     spectral_norm_below,
     spectral_norms,
     spectral_norms_above,
-    spectral_norms_with_vectors,
     with_gradient,
 )
-from howsmooth.rounding.tensor_with_entry_bounds import RoundedEntries, along_entries, entries_of, known_to
+from howsmooth.rounding.tensor_with_entry_bounds import along_entries, entries_of, known_to
 from howsmooth.rounding.tensor_with_error_bound import MissingRuleError, Rounded, exact, plain, settled
 from howsmooth.rounding.units import (
     INFLATION,
     LARGEST,
     LEAST_DIVISOR,
-    LOG_MARGIN,
     LOST,
     STEP,
     TINY,
@@ -48,7 +46,6 @@ __all__ = [
     "INFLATION",
     "LARGEST",
     "LEAST_DIVISOR",
-    "LOG_MARGIN",
     "LOST",
     "STEP",
     "TINY",
@@ -57,7 +54,6 @@ __all__ = [
     "MatrixNorms",
     "MissingRuleError",
     "Rounded",
-    "RoundedEntries",
     "Triangles",
     "U",
     "above",
@@ -82,7 +78,6 @@ __all__ = [
     "spectral_norm_below",
     "spectral_norms",
     "spectral_norms_above",
-    "spectral_norms_with_vectors",
     "times",
     "up",
     "with_gradient",

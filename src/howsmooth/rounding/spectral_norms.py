@@ -13,7 +13,6 @@ entry, a matrix whose norm is at most γ_s ‖A‖_F².
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -171,7 +170,7 @@ def _in_size(values: Tensor, size: Tensor, least: float = 2.0**-1074) -> Tensor:
     Only if the product is not normal does it round, by half of the smallest positive number, which is added.
     """
     found = values * size
-    if bool(((size >= 1) & (size < torch.inf)).all()):
+    if bool(((found > 2.0**-1000) & (found < torch.inf)).all()):
         return found
     found = found + least * ((size < 1) & (size > 0)).to(size.dtype)
     return torch.where(size < torch.inf, found, torch.inf)
@@ -345,16 +344,15 @@ def largest_eigenvalues_by_squaring(
     norm s = ‖P‖_F that is off by ε, it is off by ε (2s + ε) + γ_r s², all in the Frobenius norm: the norm of
     |P| |P|ᵀ is at most s². What underflows is below ``LOST``.
     """
-    size = torch.linalg.vector_norm(symmetric, dim=(-2, -1))
-    power = symmetric / torch.where(size > 0, size, 1.0)[..., None, None]
-    error = torch.full_like(size, gamma(8))
-    found = torch.linalg.vector_norm(power, dim=(-2, -1))
-    for _ in range(squarings):
-        power = power @ power.mT
-        error = error * (2 * found + error) + gamma(symmetric.shape[-1] + 8) * found.square()
-        found = torch.linalg.vector_norm(power, dim=(-2, -1))
     # Lengths of r² numbers, with a few roundings more: roots make their relative errors smaller.
     roundings = 4 * symmetric.shape[-1] ** 2 + 64
+    size = torch.linalg.vector_norm(symmetric, dim=(-2, -1))
+    power = symmetric / torch.where(size > 0, size, 1.0)[..., None, None]
+    found, error = above(1.0, roundings), gamma(8)
+    for _ in range(squarings):
+        power = power @ power.mT
+        error = error * (2 * found + error) + gamma(symmetric.shape[-1] + 8) * found**2
+        found = torch.linalg.vector_norm(power, dim=(-2, -1))
     bound: Tensor = above((found + error + LOST) ** (0.5**squarings) * size, roundings)
     return above(bound + slack, roundings)
 
@@ -396,14 +394,14 @@ class MatrixNorms:
     """
 
     def __init__(self) -> None:
-        self._found: dict[object, tuple[Tensor, Tensor]] = {}
+        self._found: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
 
     def spectral(self, matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
         """Return an upper bound on the spectral norm ‖W‖₂ of each matrix W, from two matrix products.
 
         The bound is the Schatten norm (Σ σ⁸)^(1/8).
         """
-        return self._once("spectral", matrices, lambda w: spectral_norms_above(w, squarings=1))
+        return self._of(matrices)[1]
 
     def absolute(self, matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
         """Return, for each matrix W, an upper bound on the spectral norm of the matrix |W| of absolute
@@ -411,13 +409,26 @@ class MatrixNorms:
 
         The bound is √(‖W‖₁ ‖W‖_∞), computed from the largest column sum and the largest row sum of |W|.
         """
-        return self._once("absolute", matrices, absolute_norms_above)
+        return self._of(matrices)[2]
 
-    def _once(self, name: str, matrices: Tensor, form: Callable[[Tensor], Tensor]) -> Tensor:
-        key = (name, matrices.data_ptr(), matrices.shape, matrices.stride())
-        if key not in self._found:
-            self._found[key] = matrices, form(matrices)
-        return self._found[key][1]
+    def learn(self, *several: Tensor) -> None:
+        """Compute the norms of several matrices, of those of one shape together: small ones cost by the
+        number of operations.
+        """
+        unknown = [matrices for matrices in several if _place(matrices) not in self._found]
+        for shape in {matrices.shape for matrices in unknown}:
+            alike = [matrices for matrices in unknown if matrices.shape == shape]
+            stacked = torch.stack(alike)
+            found = spectral_norms_above(stacked, squarings=1), absolute_norms_above(stacked)
+            self._found |= zip(map(_place, alike), zip(alike, *found, strict=True), strict=True)
+
+    def _of(self, matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.learn(matrices)
+        return self._found[_place(matrices)]
+
+
+def _place(matrices: Tensor) -> object:
+    return matrices.data_ptr(), matrices.shape, matrices.stride()
 
 
 def absolute_norms_above(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:

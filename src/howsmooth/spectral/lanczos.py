@@ -137,10 +137,8 @@ def lanczos_together(
 
     Parameters
     ----------
-    operators, starts
-        As for :func:`lanczos`; their shapes may differ.
-    rtol, confidence, max_iterations
-        As for :func:`lanczos`.
+    operators, starts, rtol, confidence, max_iterations
+        As for :func:`lanczos`; the shapes of the operators may differ.
     products
         A function of operators and their vectors that returns ``operator.energy_product(vectors)`` of each.
         The operators that it is given have only the members that have not finished.
@@ -150,12 +148,9 @@ def lanczos_together(
 
     """
     settings = _Settings(rtol, confidence, max_iterations)
-    of_each = sizes or [[operator.in_size] * operator.batch for operator in operators]
-    runs = [
-        _Run(operator, start, settings, size)
-        for operator, start, size in zip(operators, starts, of_each, strict=True)
-    ]
-    return _in_step(runs, products)
+    of_each: Sequence[Sequence[int] | None] = sizes or [None] * len(operators)
+    given = zip(operators, starts, of_each, strict=True)
+    return _in_step([_Run(operator, start, settings, size) for operator, start, size in given], products)
 
 
 def _in_step(runs: Sequence[_Run], products: Products) -> list[LeadingTriplet]:
