@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -17,8 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention.atom_weights import Weighting
-from howsmooth.attention.map import TokenMap
-from howsmooth.attention.masks import Visibility, check_window
+from howsmooth.attention.map import TokenMap, converted
+from howsmooth.attention.masks import Visibility, check_seen, check_window
 from howsmooth.attention.scaled_dot_product import ScoreFeatures, attend
 from howsmooth.errors import ArgumentError, NonFiniteError
 
@@ -103,7 +103,7 @@ class SoftmaxCore:
                     remedy="Pass hidden keys as the mask." if name == "score_bias" else "",
                 )
         if mask is not None and self.sinks is None:
-            _check_seen(mask, self.causal, self.window)
+            check_seen(mask, self.causal, self.window)
 
     def attend(
         self,
@@ -113,11 +113,7 @@ class SoftmaxCore:
     ) -> Float[Tensor, "*lead heads m value_dim"]:
         """Return the outputs Σ_j P_ij v_j of each head, computed in memory O((m + n) d).
 
-        Raises
-        ------
-        ArgumentError
-            If a mask, a bias or the sinks do not fit the queries and keys.
-
+        Raises the same errors as :meth:`rules`.
         """
         visible, features = self.rules(q, k)
         grouped = q.unflatten(-3, (k.shape[-3], -1))
@@ -168,9 +164,7 @@ class SoftmaxCore:
             return t if t is None or t.ndim < 3 or t.shape[-3] == 1 else t[..., h : h + 1, :, :]
 
         sinks = None if self.sinks is None else self.sinks[h : h + 1]
-        return SoftmaxCore(
-            self.scale, self.causal, pick(self.mask), pick(self.score_bias), self.softcap, sinks, self.window
-        )
+        return replace(self, mask=pick(self.mask), score_bias=pick(self.score_bias), sinks=sinks)
 
     def feature_names(self) -> tuple[str, ...]:
         """Return the names of the modifications of the scores, other than a mask, for messages."""
@@ -181,10 +175,7 @@ class SoftmaxCore:
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> SoftmaxCore:
         """Return a copy of the softmax attention with its tensors in another dtype or on another device."""
-        mask = None if self.mask is None else self.mask.to(device=device)
-        bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
-        sinks = None if self.sinks is None else self.sinks.to(dtype=dtype, device=device)
-        return SoftmaxCore(self.scale, self.causal, mask, bias, self.softcap, sinks, self.window)
+        return SoftmaxCore(**{name: converted(t, dtype, device) for name, t in vars(self).items()})
 
 
 class CoreShape(NamedTuple):
@@ -326,15 +317,13 @@ class StagedAttention(TokenMap):
         dtype, device = placed
         layer = self.layer.to(dtype=dtype, device=device)
         cores = tuple(core.to(dtype=dtype, device=device) for core in self.cores)
-        converted = self._rebuilt(layer, cores, dtype=dtype, device=device)
-        converted._origin = self  # so that converting back returns the same numbers
-        converted._shapes = self._shapes
-        return converted
+        made = self._rebuilt(layer=layer, cores=cores, dtype=dtype, device=device)
+        made._origin = self  # so that converting back returns the same numbers
+        made._shapes = self._shapes
+        return made
 
     def run(self, x: Float[Tensor, "n d"], core: Core) -> Float[Tensor, "n_out d_out"]:
         """Run the layer on one sequence, with the function ``core`` in place of each softmax attention.
-
-        The function is ``core``. The result is the layer's output (n_out, d_out).
 
         Raises
         ------
@@ -344,16 +333,21 @@ class StagedAttention(TokenMap):
 
         """
         called: list[int] = []
+        order = list(range(len(self.cores)))
+
+        def wrong_calls() -> ArgumentError:
+            expected = f"calls of the cores {order}, in this order"
+            return ArgumentError("layer", expected=expected, got=f"calls {called}")
 
         def counted(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             called.append(i)
-            if called != list(range(len(called))) or len(called) > len(self.cores):
-                self._wrong_calls(called)
+            if called != order[: len(called)]:
+                raise wrong_calls()
             return core(i, q, k, v)
 
         y = self.layer.run(x, counted)
-        if len(called) != len(self.cores):
-            self._wrong_calls(called)
+        if called != order:
+            raise wrong_calls()
         if y.ndim != 2 or y.shape[1] != self.d_out or y.dtype != x.dtype:
             raise ArgumentError(
                 "layer",
@@ -362,19 +356,8 @@ class StagedAttention(TokenMap):
             )
         return y
 
-    def _wrong_calls(self, called: list[int]) -> None:
-        raise ArgumentError(
-            "layer",
-            expected=f"calls of the cores {list(range(len(self.cores)))}, in this order",
-            got=f"calls {called}",
-        )
-
     def refuse_measures(self, weighting: Weighting | None) -> None:
-        """Raise ArgumentError if this map is applied to a probability measure, since it is defined on tokens
-        only.
-
-        The argument ``weighting`` is None for tokens.
-        """
+        """Raise ArgumentError if the map is applied to a measure, for which ``weighting`` is not None."""
         if weighting is not None:
             raise ArgumentError(
                 "measure",
@@ -394,30 +377,6 @@ class StagedAttention(TokenMap):
 
     # ---- related maps
 
-    def _rebuilt(
-        self,
-        layer: Layer,
-        cores: tuple[SoftmaxCore, ...],
-        *,
-        d_out: int | None = None,
-        heads: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        description: str | None = None,
-    ) -> StagedAttention:
-        return StagedAttention(
-            layer,
-            cores,
-            d=self.d,
-            d_out=d_out or self.d_out,
-            heads=heads or self.heads,
-            n=self.n,
-            causal=self.causal,
-            dtype=dtype or self.dtype,
-            device=device or self.device,
-            description=description or self.description,
-        )
-
     def without_output(self) -> StagedAttention:
         """Return the layer without its output projection; its outputs are then the concatenated heads.
 
@@ -428,11 +387,9 @@ class StagedAttention(TokenMap):
         ArgumentError
             If there are several softmaxes, or one over windows.
         """
-        value_dim = self._value_dim("heads")
         return self._rebuilt(
-            _UpToCore(self.layer, None),
-            self.cores,
-            d_out=self.heads * value_dim,
+            layer=_UpToCore(self.layer, None),
+            d_out=self.heads * self._value_dim("heads"),
             description=f"{self.description}, heads concatenated",
         )
 
@@ -449,11 +406,12 @@ class StagedAttention(TokenMap):
         """
         if not 0 <= h < self.heads:
             raise ArgumentError("h", expected=f"a head from 0 to {self.heads - 1}", got=str(h))
-        value_dim = self._value_dim("head")
-        cores = (self.cores[0].head(h),)
-        description = f"{self.description}, head {h} alone"
         return self._rebuilt(
-            _UpToCore(self.layer, h), cores, d_out=value_dim, heads=1, description=description
+            layer=_UpToCore(self.layer, h),
+            d_out=self._value_dim("head"),
+            cores=(self.cores[0].head(h),),
+            heads=1,
+            description=f"{self.description}, head {h} alone",
         )
 
     def core_shapes(self) -> tuple[CoreShape, ...]:
@@ -479,32 +437,22 @@ class StagedAttention(TokenMap):
         return tuple(found)
 
     def _value_dim(self, scope: str) -> int:
-        """Return the dimension of the values in an attention layer that has a single softmax.
-
-        Raise ArgumentError if there are several softmaxes, or one over windows.
+        """Return the dimension of the values of the only softmax. Raise ArgumentError if there are several,
+        or one over windows.
         """
-        if len(self.cores) > 1:
+        first, *others = self.core_shapes()
+        kind, got = "a layer of several softmaxes", f"{len(self.cores)} softmaxes"
+        if not others:
+            kind, got = "a softmax over windows", f"a softmax over {first.lead} windows"
+        if others or first.lead != 1:
             raise ArgumentError(
-                "scope",
-                expected="'attention' or wider, for a layer of several softmaxes",
-                got=f"{scope!r} of {len(self.cores)} softmaxes",
+                "scope", expected=f"'attention' or wider, for {kind}", got=f"{scope!r} of {got}"
             )
-        (shape,) = self.core_shapes()
-        if shape.lead != 1:
-            raise ArgumentError(
-                "scope",
-                expected="'attention' or wider, for a softmax over windows",
-                got=f"{scope!r} of a softmax over {shape.lead} windows",
-            )
-        return shape.value_dim
+        return first.value_dim
 
 
 class _UpToCore:
-    """A self-attention layer that returns the output of its only softmax attention, and skips the code after
-    it.
-
-    Its output holds all heads concatenated, or head ``h`` alone.
-    """
+    """A layer that returns the output of its only softmax, of all heads concatenated or of head ``h`` alone."""
 
     def __init__(self, layer: Layer, h: int | None) -> None:
         self.layer = layer
@@ -536,13 +484,11 @@ def _grouped(name: str, given: Tensor, lead: torch.Size, heads: int, kv_heads: i
 
     The result has the shape ([lead,] kv_heads or 1, group or 1, m, n) that ScoreFeatures takes.
     """
-    whole = (*lead, heads, m, n)
-    shape = given.shape
+    whole, shape = (*lead, heads, m, n), given.shape
     while len(shape) > len(whole) and shape[0] == 1:
         shape = shape[1:]
     shape = torch.Size((1,) * (len(whole) - len(shape))) + shape
-    fits = len(shape) == len(whole) and all(a in (1, b) for a, b in zip(shape, whole, strict=True))
-    if not fits:
+    if len(shape) != len(whole) or any(a not in (1, b) for a, b in zip(shape, whole, strict=True)):
         raise ArgumentError(
             name, expected=f"a shape that broadcasts to {whole}", got=f"shape {tuple(given.shape)}"
         )
@@ -552,19 +498,3 @@ def _grouped(name: str, given: Tensor, lead: torch.Size, heads: int, kv_heads: i
     if math.prod(outer) == 1:
         return t.reshape(t.shape[-4:])
     return t.expand(*lead, *t.shape[-4:]).flatten(0, -5)
-
-
-def _check_seen(mask: Tensor, causal: bool, window: int | None) -> None:
-    """Raise ArgumentError if a mask hides all keys from some query."""
-    seen = mask
-    rules = Visibility(max(mask.shape[-2:]), causal, window).whole(mask.device)
-    if rules is not None:
-        seen = mask & rules
-    blind = torch.nonzero(~seen.any(dim=-1))
-    if len(blind):
-        raise ArgumentError(
-            "mask",
-            expected="at least one visible key for every query",
-            got=f"query {int(blind[0, -1])} sees none",
-            remedy="Remove such tokens (padding) from X.",
-        )

@@ -5,7 +5,9 @@ maps.
 from __future__ import annotations
 
 import abc
-from typing import TypeVar, overload
+import inspect
+from functools import cache
+from typing import Any, Self, TypeVar, overload
 
 import torch
 from jaxtyping import Float
@@ -14,9 +16,10 @@ from torch import Tensor
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["AbstractMeasure", "TokenMap", "as_parameter", "check_measure", "check_tokens"]
+__all__ = ["AbstractMeasure", "TokenMap", "as_parameter", "check_measure", "check_tokens", "converted"]
 
 Measure = TypeVar("Measure", bound="AbstractMeasure")
+_Value = TypeVar("_Value")
 
 
 class TokenMap(abc.ABC):
@@ -24,7 +27,9 @@ class TokenMap(abc.ABC):
 
     Leading axes are batch axes. Called on a probability measure, the map returns the image measure
     (Definitions 2.4 and 2.6 of Castin et al., 2024). Its parameters are tensors without gradients, and a map
-    does not change after construction.
+    does not change after construction. The arguments of its constructor are attributes of the same names, of
+    which the first has the dtype and the device of the map; a subclass of another kind overrides what rests
+    on them.
     """
 
     @property
@@ -33,23 +38,31 @@ class TokenMap(abc.ABC):
         """Dimension of the map's input tokens."""
 
     @property
-    @abc.abstractmethod
     def d_out(self) -> int:
         """Dimension of the map's output tokens."""
+        return self.d
 
     @property
-    @abc.abstractmethod
     def dtype(self) -> torch.dtype:
         """Data type of the map's parameters."""
+        dtype: torch.dtype = getattr(self, _arguments(type(self))[0]).dtype
+        return dtype
 
     @property
-    @abc.abstractmethod
     def device(self) -> torch.device:
         """Device of the map's parameters."""
+        device: torch.device = getattr(self, _arguments(type(self))[0]).device
+        return device
 
-    @abc.abstractmethod
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TokenMap:
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Self:
         """Return the map with its parameters converted to another dtype or device."""
+        own = _arguments(type(self))
+        return self._rebuilt(**{name: converted(getattr(self, name), dtype, device) for name in own})
+
+    def _rebuilt(self, **changes: object) -> Self:
+        """Return a map of the same class with other values of some arguments of its constructor."""
+        arguments: dict[str, Any] = {name: getattr(self, name) for name in _arguments(type(self))}
+        return type(self)(**(arguments | changes))
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -93,6 +106,23 @@ class TokenMap(abc.ABC):
             )
         check_tokens(X, self)
         return self._forward(X)
+
+
+@cache
+def _arguments(kind: type[TokenMap]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind).parameters)
+
+
+def converted(
+    value: _Value, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> _Value:
+    """Return a parameter of a map in another dtype or on another device. Booleans, and what is no tensor and
+    has no tensors, keep their dtype.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype=dtype if value.is_floating_point() else None, device=device)
+    to = getattr(value, "to", None)
+    return value if to is None else to(dtype=dtype, device=device)
 
 
 class AbstractMeasure(abc.ABC):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -13,8 +11,6 @@ from howsmooth.attention.map import TokenMap, as_parameter
 from howsmooth.errors import ArgumentError
 
 __all__ = ["HeadsAttention", "in_heads"]
-
-_TENSORS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
 
 
 class HeadsAttention(TokenMap):
@@ -28,7 +24,6 @@ class HeadsAttention(TokenMap):
         key: Tensor,
         value: Tensor,
         output: Tensor | None,
-        *,
         query_bias: Tensor | None,
         key_bias: Tensor | None,
         value_bias: Tensor | None,
@@ -73,36 +68,12 @@ class HeadsAttention(TokenMap):
         """Dimension of the map's output tokens."""
         return self.heads * self.value_dim if self.output is None else self.output.shape[0]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the map's parameters."""
-        return self.query.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the map's parameters."""
-        return self.query.device
-
     def _described(self, kind: str, masking: str) -> str:
         heads = f"{self.heads} head{'s' if self.heads > 1 else ''}"
         if self.kv_heads != self.heads:
             heads += f" over {self.kv_heads} key/value heads"
         projected = "with output projection" if self.output is not None else "heads concatenated"
         return f"{kind}, {heads}, {masking}, {projected}"
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return a dict of the parameters of the attention that are set (not None), by name."""
-        given = {name: getattr(self, name) for name in _TENSORS}
-        return {name: tensor for name, tensor in given.items() if tensor is not None}
-
-    def _arguments(
-        self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> dict[str, Any]:
-        """Return the constructor arguments for a copy of the attention in another dtype or on
-        another device.
-        """
-        tensors = {name: t.to(dtype=dtype, device=device) for name, t in self._tensors().items()}
-        return tensors | {"scale": self.scale}
 
     def __repr__(self) -> str:
         sizes = f"d={self.d}, key_dim={self.key_dim}, d_out={self.d_out}"

@@ -8,7 +8,6 @@ that share a key head (grouped-query attention) are multiplied with it in one pr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,7 +21,6 @@ from howsmooth.attention.masks import Visibility
 __all__ = [
     "NO_FEATURES",
     "ScoreFeatures",
-    "Visible",
     "attend",
     "attention_probabilities",
     "attention_scores",
@@ -42,25 +40,6 @@ _FUSED_ABOVE = 1 << 16
 # Least number of rows in a block under a narrow window. With fewer rows, starting a product costs more than
 # the masked-out keys that it avoids.
 _ROWS = 64
-
-
-@runtime_checkable
-class Visible(Protocol):
-    """The interface of an attention mask whose entries are computed block by block.
-
-    :class:`~howsmooth.attention.masks.Visibility` implements it for tokens.
-    """
-
-    def keys(self, rows: slice) -> slice:
-        """Return a range of keys that contains all keys to which some query in ``rows`` may attend."""
-
-    def block(
-        self, rows: slice, keys: slice, device: torch.device | None = None
-    ) -> Bool[Tensor, "rows keys"] | None:
-        """Return the part of the mask for some queries and some keys, or None if it hides none of these keys.
-
-        The mask is True where a query of ``rows`` sees a key of ``keys``.
-        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +183,7 @@ def attend(
     k: Float[Tensor, "*batch kv_heads n key_dim"],
     v: Float[Tensor, "*batch kv_heads n value_dim"],
     scale: float,
-    visible: Visible,
+    visible: Visibility,
     offsets: Float[Tensor, "*#heads 1 n"] | None = None,
     *,
     features: ScoreFeatures = NO_FEATURES,
@@ -216,11 +195,7 @@ def attend(
     all keys are visible or the mask is causal without offsets. A backward pass through this function stores
     the probabilities of all blocks.
     """
-    triangle, window = None, None
-    if isinstance(visible, Visibility):
-        triangle, window = visible.triangle, visible.window
-        if triangle and offsets is not None:
-            triangle = None
+    triangle = None if visible.triangle and offsets is not None else visible.triangle
     group, m, n = q.shape[-3], q.shape[-2], k.shape[-2]
     lead, kv_heads = k.shape[:-2], k.shape[-3]
     if offsets is not None:
@@ -233,7 +208,7 @@ def attend(
     # All results are written into one tensor. Many small results allocated between the large blocks would
     # fragment the memory, and the next block would not fit into the holes.
     out = q.new_empty((len(k), group, m, v.shape[-1]))
-    for some, all_rows in row_blocks(len(k), group, m, n, q.device, window):
+    for some, all_rows in row_blocks(len(k), group, m, n, q.device, visible.window):
         members = torch.arange(len(k), device=q.device)[some]
         outer, heads = members // kv_heads, members % kv_heads
         for rows in all_rows:
@@ -255,10 +230,7 @@ def _fused(
     *,
     causal: bool,
 ) -> Float[Tensor, "lead group m value_dim"]:
-    """Compute softmax attention with PyTorch's flash attention kernel for the CPU.
-
-    The result is the same as that of :func:`attend`.
-    """
+    """Compute what :func:`attend` does with PyTorch's flash attention kernel for the CPU."""
     # The kernel wants keys and values of one dimension: zeros change neither scores nor the kept outputs.
     width, value_dim = max(k.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = (pad(t, (0, width - t.shape[-1])) for t in (q, k, v))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.attention.atom_weights import EarlierAtoms, Weighting
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import as_parameter
-from howsmooth.attention.masks import Visibility, check_window
+from howsmooth.attention.masks import Visibility, check_seen, check_window
 from howsmooth.attention.multi_head_projections import HeadsAttention, in_heads
 from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
@@ -101,17 +100,7 @@ class SelfAttention(HeadsAttention):
         query_norm: object = None,
         key_norm: object = None,
     ) -> None:
-        super().__init__(
-            query,
-            key,
-            value,
-            output,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            value_bias=value_bias,
-            output_bias=output_bias,
-            scale=scale,
-        )
+        super().__init__(query, key, value, output, query_bias, key_bias, value_bias, output_bias, scale)
         self.causal = bool(causal)
         self.window = check_window(window)
         self.mask = None if mask is None else _check_mask(mask, self.causal, self.window, self.device)
@@ -219,10 +208,8 @@ class SelfAttention(HeadsAttention):
 
     # ---- the map
 
-    def visibility(self, n: int, weighting: Weighting | None = None) -> Visibility | EarlierAtoms:
-        """Return the mask as an object that computes it block by block.
-
-        It is a mask of n tokens or, with a weighting, of the n atoms of a measure.
+    def visibility(self, n: int, weighting: Weighting | None = None) -> Visibility:
+        """Return the mask of n tokens or, with a weighting, of the n atoms of a measure.
 
         Raises
         ------
@@ -292,38 +279,8 @@ class SelfAttention(HeadsAttention):
 
     # ---- related maps
 
-    def _arguments(
-        self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> dict[str, Any]:
-        mask = None if self.mask is None else self.mask.to(device=device)
-        rotary = None if self.rotary is None else self.rotary.to(dtype=dtype, device=device)
-        bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
-        return super()._arguments(dtype, device) | {
-            "causal": self.causal,
-            "window": self.window,
-            "mask": mask,
-            "rotary": rotary,
-            "score_bias": bias,
-            "softcap": self.softcap,
-            "sinks": None if self.sinks is None else self.sinks.to(dtype=dtype, device=device),
-            "query_norm": None if self.query_norm is None else self.query_norm.to(dtype=dtype, device=device),
-            "key_norm": None if self.key_norm is None else self.key_norm.to(dtype=dtype, device=device),
-        }
-
-    def to(
-        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> SelfAttention:
-        """Return the attention with its parameters converted to another dtype or device."""
-        return SelfAttention(**self._arguments(dtype, device))
-
-    def _rebuilt(self, **changes: object) -> SelfAttention:
-        return SelfAttention(**(self._arguments() | changes))
-
     def without_output(self) -> SelfAttention:
-        """Return the attention without its output projection.
-
-        It outputs the concatenated heads (scope ``heads``).
-        """
+        """Return the attention without its output projection: the concatenated heads (scope ``heads``)."""
         return self._rebuilt(output=None, output_bias=None)
 
     def head(self, h: int) -> SelfAttention:
@@ -398,14 +355,5 @@ def _check_mask(mask: object, causal: bool, window: int | None, device: torch.de
         raise ArgumentError("mask", expected="shape (n, n)", got=f"shape {tuple(mask.shape)}")
     if mask.device != device:
         raise ArgumentError("mask", expected=f"a tensor on {device}, as query", got=str(mask.device))
-    rules = Visibility(n, causal, window).whole(device)
-    seen = mask if rules is None else mask & rules
-    blind = torch.nonzero(~seen.any(dim=1)).flatten()
-    if blind.numel():
-        raise ArgumentError(
-            "mask",
-            expected="at least one visible key for every query",
-            got=f"query {int(blind[0])} sees none",
-            remedy="Remove such tokens (padding) from X.",
-        )
+    check_seen(mask, causal, window)
     return mask

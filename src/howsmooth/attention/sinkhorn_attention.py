@@ -68,17 +68,7 @@ class SinkhornAttention(HeadsAttention):
         tolerance: float = 1e-9,
         max_iterations: int = 1000,
     ) -> None:
-        super().__init__(
-            query,
-            key,
-            value,
-            output,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            value_bias=value_bias,
-            output_bias=output_bias,
-            scale=scale,
-        )
+        super().__init__(query, key, value, output, query_bias, key_bias, value_bias, output_bias, scale)
         if not 1e-13 <= tolerance < 1:
             raise ArgumentError("tolerance", expected="a number from 1e-13 up to 1", got=f"{tolerance:g}")
         if isinstance(max_iterations, bool) or max_iterations < 1:
@@ -89,14 +79,6 @@ class SinkhornAttention(HeadsAttention):
     def describe(self) -> str:
         """Return a phrase that describes the map, for messages and reports."""
         return self._described("Sinkhorn attention", "unmasked")
-
-    def to(
-        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> SinkhornAttention:
-        """Return the attention with its parameters converted to another dtype or device."""
-        return SinkhornAttention(
-            **self._arguments(dtype, device), tolerance=self.tolerance, max_iterations=self.max_iterations
-        )
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         n = x.shape[-2]
