@@ -43,14 +43,9 @@ class Weighting:
         return Weighting(self.log_weights.to(dtype=dtype, device=device), positions)
 
     def visibility(self, *, causal: bool) -> Visibility:
-        """Return the mask between the atoms of the measure as an object that computes it block by block.
+        """Return the mask between the atoms: with causal order an atom sees those at no later position.
 
-        Without causal order every atom sees all atoms; with it, all atoms at no later position.
-
-        Raises
-        ------
-        ArgumentError
-            If the map is causal and there are no positions.
+        Raise ArgumentError if the map is causal and there are no positions.
         """
         if not causal:
             return Visibility(self.n)

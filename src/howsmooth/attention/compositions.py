@@ -54,9 +54,7 @@ class Residual(OuterMap):
         self.inner = inner
 
     def describe(self) -> str:
-        """Return a phrase that describes the residual connection and its inner map, for messages
-        and reports.
-        """
+        """Return a phrase that describes the map, for messages and reports."""
         return f"residual plus ({self.inner.describe()})"
 
     def __repr__(self) -> str:
@@ -93,7 +91,7 @@ class Compose(OuterMap):
         return self.outer.d_out
 
     def describe(self) -> str:
-        """Return a phrase that describes the composition and its two maps, for messages and reports."""
+        """Return a phrase that describes the map, for messages and reports."""
         return f"{self.outer.describe()} of ({self.inner.describe()})"
 
     def __repr__(self) -> str:

@@ -38,28 +38,10 @@ class SoftmaxCore:
 
     Parameters
     ----------
-    scale
-        Factor of the scores.
-    causal
-        If True, query i sees only the keys j <= i, and m = n.
-    window
-        Width w >= 1: query i sees only the keys j with |i − j| < w, and m = n.
-    mask
-        Boolean, broadcastable to (*lead, heads, m, n), True where the query may see the key. ``causal`` and
-        ``window`` apply as well. Without sinks every query must see a key.
-    score_bias
-        Finite numbers, broadcastable to (*lead, heads, m, n), added to the scores.
-    softcap
-        Soft cap c > 0, applied before bias and mask.
-    sinks
-        Attention sinks, (heads,): the score, in every row of a head, of one further key without a value.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument does not fit, or a query sees no key.
-    NonFiniteError
-        If a number is NaN or infinite.
+    scale, causal, window, softcap, sinks
+        As for :class:`~howsmooth.attention.SelfAttention`; causal order and windows need m = n.
+    mask, score_bias
+        As there, but broadcastable to (*lead, heads, m, n). Beside sinks a query may see no key.
 
     """
 
@@ -111,9 +93,8 @@ class SoftmaxCore:
         k: Float[Tensor, "*lead kv_heads n key_dim"],
         v: Float[Tensor, "*lead kv_heads n value_dim"],
     ) -> Float[Tensor, "*lead heads m value_dim"]:
-        """Return the outputs Σ_j P_ij v_j of each head, computed in memory O((m + n) d).
-
-        Raises the same errors as :meth:`rules`.
+        """Return the outputs Σ_j P_ij v_j of each head, computed in memory O((m + n) d). Raises the errors of
+        :meth:`rules`.
         """
         visible, features = self.rules(q, k)
         grouped = q.unflatten(-3, (k.shape[-3], -1))
@@ -121,15 +102,10 @@ class SoftmaxCore:
         return out.flatten(-4, -3)
 
     def rules(self, q: Tensor, k: Tensor) -> tuple[Visibility, ScoreFeatures]:
-        """Return the mask and the score modifications (soft cap, bias, sinks) for given queries and keys.
-
-        Raises
-        ------
-        ArgumentError
-            If a mask, a bias or the sinks do not fit the queries and keys.
-
+        """Return the mask and the features of the scores for given queries and keys. Raise ArgumentError if
+        a mask, a bias or the sinks do not fit them.
         """
-        lead, heads, m, kv_heads, n = q.shape[:-3], q.shape[-3], q.shape[-2], k.shape[-3], k.shape[-2]
+        (heads, m), (kv_heads, n) = q.shape[-3:-1], k.shape[-3:-1]
         if heads % kv_heads:
             raise ArgumentError(
                 "k", expected=f"a number of heads that divides the {heads} of q", got=f"{kv_heads} heads"
@@ -145,7 +121,7 @@ class SoftmaxCore:
             raise ArgumentError("sinks", expected=f"one for each of {heads} heads", got=str(len(self.sinks)))
 
         def spread(name: str, given: Tensor | None) -> Tensor | None:
-            return None if given is None else _grouped(name, given, lead, heads, kv_heads, m, n)
+            return None if given is None else _grouped(name, given, (*q.shape[:-1], n), kv_heads)
 
         seen, bias = spread("mask", self.mask), spread("score_bias", self.score_bias)
         # A mask without head and leading axes is applied by blocks, at no cost where a block is visible.
@@ -167,7 +143,7 @@ class SoftmaxCore:
         return replace(self, mask=pick(self.mask), score_bias=pick(self.score_bias), sinks=sinks)
 
     def feature_names(self) -> tuple[str, ...]:
-        """Return the names of the modifications of the scores, other than a mask, for messages."""
+        """Return the names of the features of the scores, for messages."""
         named = {"soft-capped scores": self.softcap, "a score bias": self.score_bias, "sinks": self.sinks}
         return tuple(name for name, there in named.items() if there is not None)
 
@@ -192,9 +168,7 @@ class CoreShape(NamedTuple):
 
 @runtime_checkable
 class Layer(Protocol):
-    """The interface of PyTorch code for a self-attention layer in which the softmax attentions can be
-    replaced.
-    """
+    """The interface of PyTorch code for a self-attention layer whose softmax attentions can be replaced."""
 
     def run(self, x: Tensor, core: Core) -> Tensor:
         """Run the layer on one sequence ``x`` (n, d). The function ``core`` replaces each softmax attention.
@@ -218,10 +192,8 @@ class StagedAttention(TokenMap):
 
     Parameters
     ----------
-    layer
-        The code before and after the cores.
-    cores
-        The softmax cores, in the order in which the layer calls them.
+    layer, cores
+        The code before and after the cores, and these in the order in which the layer calls them.
     d, d_out
         Dimensions of an input token and of an output token.
     heads
@@ -325,12 +297,8 @@ class StagedAttention(TokenMap):
     def run(self, x: Float[Tensor, "n d"], core: Core) -> Float[Tensor, "n_out d_out"]:
         """Run the layer on one sequence, with the function ``core`` in place of each softmax attention.
 
-        Raises
-        ------
-        ArgumentError
-            If the layer calls its cores out of order or not as often as there are cores, or its output is
-            not (n_out, d_out) in the dtype of ``x``.
-
+        Raise ArgumentError if the layer calls other cores than it has, or in another order, or if its output
+        is not (n_out, d_out) in the dtype of ``x``.
         """
         called: list[int] = []
         order = list(range(len(self.cores)))
@@ -378,14 +346,8 @@ class StagedAttention(TokenMap):
     # ---- related maps
 
     def without_output(self) -> StagedAttention:
-        """Return the layer without its output projection; its outputs are then the concatenated heads.
-
-        This is the scope ``heads``.
-
-        Raises
-        ------
-        ArgumentError
-            If there are several softmaxes, or one over windows.
+        """Return the layer without its output projection: the concatenated heads (scope ``heads``). Raise
+        ArgumentError if there are several softmaxes, or one over windows.
         """
         return self._rebuilt(
             layer=_UpToCore(self.layer, None),
@@ -394,15 +356,8 @@ class StagedAttention(TokenMap):
         )
 
     def head(self, h: int) -> StagedAttention:
-        """Return one head of the attention layer as a map of tokens, without the code after the softmax.
-
-        This is the scope ``head``.
-
-        Raises
-        ------
-        ArgumentError
-            If there is no head ``h``, there are several softmaxes, or one over windows.
-
+        """Return one head as a map of tokens, without the code after the softmax (scope ``head``). Raise
+        ArgumentError if there is no head ``h``, or as :meth:`without_output`.
         """
         if not 0 <= h < self.heads:
             raise ArgumentError("h", expected=f"a head from 0 to {self.heads - 1}", got=str(h))
@@ -415,9 +370,8 @@ class StagedAttention(TokenMap):
         )
 
     def core_shapes(self) -> tuple[CoreShape, ...]:
-        """Return the sizes of the queries, keys and values in each softmax attention of the layer.
-
-        The first call runs the layer once, with zeros in place of the results of softmax attention.
+        """Return the sizes of each softmax attention of the layer. The first call runs the layer once, with
+        zeros in place of their results.
         """
         if self._shapes:
             return tuple(self._shapes)
@@ -452,7 +406,7 @@ class StagedAttention(TokenMap):
 
 
 class _UpToCore:
-    """A layer that returns the output of its only softmax, of all heads concatenated or of head ``h`` alone."""
+    """A layer that returns the output of its only softmax: all heads concatenated, or head ``h`` alone."""
 
     def __init__(self, layer: Layer, h: int | None) -> None:
         self.layer = layer
@@ -479,22 +433,19 @@ class _UpToCore:
         return kept[-1]
 
 
-def _grouped(name: str, given: Tensor, lead: torch.Size, heads: int, kv_heads: int, m: int, n: int) -> Tensor:
-    """Reshape a mask or bias so that the query heads that share a key head lie along one axis.
-
-    The result has the shape ([lead,] kv_heads or 1, group or 1, m, n) that ScoreFeatures takes.
+def _grouped(name: str, given: Tensor, whole: tuple[int, ...], kv_heads: int) -> Tensor:
+    """Reshape a mask or bias to the shape ([lead,] kv_heads or 1, group or 1, m, n) of ScoreFeatures, for
+    scores of shape ``whole``, (*lead, heads, m, n).
     """
-    whole, shape = (*lead, heads, m, n), given.shape
-    while len(shape) > len(whole) and shape[0] == 1:
-        shape = shape[1:]
-    shape = torch.Size((1,) * (len(whole) - len(shape))) + shape
-    if len(shape) != len(whole) or any(a not in (1, b) for a, b in zip(shape, whole, strict=True)):
-        raise ArgumentError(
-            name, expected=f"a shape that broadcasts to {whole}", got=f"shape {tuple(given.shape)}"
-        )
-    outer = shape[:-3]
-    t = given.reshape(shape).expand(*shape[:-2], m, n)
-    t = t.unsqueeze(-3) if shape[-3] == 1 else t.unflatten(-3, (kv_heads, -1))
-    if math.prod(outer) == 1:
+    t = given
+    while t.ndim > len(whole) and t.shape[0] == 1:
+        t = t[0]
+    t = t[(None,) * (len(whole) - t.ndim)]
+    if t.ndim > len(whole) or any(a not in (1, b) for a, b in zip(t.shape, whole, strict=True)):
+        expected = f"a shape that broadcasts to {whole}"
+        raise ArgumentError(name, expected=expected, got=f"shape {tuple(given.shape)}")
+    t = t.expand(*t.shape[:-2], *whole[-2:])
+    t = t.unsqueeze(-3) if t.shape[-3] == 1 else t.unflatten(-3, (kv_heads, -1))
+    if math.prod(t.shape[:-4]) == 1:
         return t.reshape(t.shape[-4:])
-    return t.expand(*lead, *t.shape[-4:]).flatten(0, -5)
+    return t.expand(*whole[:-3], *t.shape[-4:]).flatten(0, -5)

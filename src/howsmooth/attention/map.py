@@ -19,7 +19,6 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 __all__ = ["AbstractMeasure", "TokenMap", "as_parameter", "check_measure", "check_tokens", "converted"]
 
 Measure = TypeVar("Measure", bound="AbstractMeasure")
-_Value = TypeVar("_Value")
 
 
 class TokenMap(abc.ABC):
@@ -113,12 +112,8 @@ def _arguments(kind: type[TokenMap]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind).parameters)
 
 
-def converted(
-    value: _Value, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-) -> _Value:
-    """Return a parameter of a map in another dtype or on another device. Booleans, and what is no tensor and
-    has no tensors, keep their dtype.
-    """
+def converted(value: Any, dtype: torch.dtype | None, device: torch.device | str | None) -> Any:
+    """Return a parameter of a map in another dtype or on another device, as far as it has any."""
     if isinstance(value, Tensor):
         return value.to(dtype=dtype if value.is_floating_point() else None, device=device)
     to = getattr(value, "to", None)
@@ -148,37 +143,21 @@ class AbstractMeasure(abc.ABC):
 
     @abc.abstractmethod
     def push_forward(self, f: TokenMap) -> AbstractMeasure:
-        """Return the image of the measure under the attention map ``f``.
-
-        The image F(μ) = (Γ_μ)_# μ moves every point x of μ to Γ_μ(x).
-        """
+        """Return the image F(μ) = (Γ_μ)_# μ of this measure μ, which moves every point x of it to Γ_μ(x)."""
 
     @abc.abstractmethod
     def weighted_tokens(self) -> tuple[Tensor, Weighting]:
-        """Return the atoms of the measure as tokens (n, d), with their weights and causal positions.
-
-        Raises
-        ------
-        ArgumentError
-            If the measure has no atoms.
-
+        """Return the atoms of the measure as tokens (n, d), with their weights and causal positions. Raise
+        ArgumentError if it has no atoms.
         """
 
 
 def check_measure(measure: AbstractMeasure, f: TokenMap) -> None:
     """Raise ArgumentError unless the measure and the map ``f`` have the same dimension, dtype and device."""
-    for what, got, wanted in (
-        ("dimension", measure.d, f.d),
-        ("dtype", measure.dtype, f.dtype),
-        ("device", measure.device, f.device),
-    ):
-        if got != wanted:
-            raise ArgumentError(
-                "measure",
-                expected=f"{what} {wanted}, as the map's",
-                got=str(got),
-                remedy="" if what == "dimension" else f"Convert one of the two, with .to({what}=...).",
-            )
+    if measure.d != f.d:
+        expected = f"dimension {f.d}, as the map's"
+        raise ArgumentError("measure", expected=expected, got=str(measure.d))
+    _check_placed("measure", measure, f)
 
 
 def check_tokens(x: Tensor, f: TokenMap) -> None:
@@ -190,42 +169,28 @@ def check_tokens(x: Tensor, f: TokenMap) -> None:
             got=f"shape {tuple(x.shape)}",
             remedy="Put one token in each row; for one token write x[None, :].",
         )
-    if x.dtype != f.dtype:
-        raise ArgumentError(
-            "X",
-            expected=f"dtype {f.dtype} as the map's parameters",
-            got=str(x.dtype),
-            remedy="Convert one of the two, with X.to(dtype) or map.to(dtype=...).",
-        )
-    if x.device != f.device:
-        raise ArgumentError(
-            "X",
-            expected=f"a tensor on {f.device} as the map's parameters",
-            got=str(x.device),
-            remedy="Move one of the two, with X.to(device) or map.to(device=...).",
-        )
+    _check_placed("X", x, f)
     f.check_length(x.shape[-2])
 
 
+def _check_placed(name: str, given: Tensor | AbstractMeasure, f: TokenMap) -> None:
+    for what, got, wanted in (("dtype", given.dtype, f.dtype), ("device", given.device, f.device)):
+        if got != wanted:
+            raise ArgumentError(
+                name,
+                expected=f"{what} {wanted}, as the map's parameters",
+                got=str(got),
+                remedy=f"Convert one of the two, with .to({what}=...).",
+            )
+
+
 def as_parameter(
-    name: str,
-    value: object,
-    shape: tuple[int | str, ...],
-    *,
-    like: Tensor | None = None,
+    name: str, value: object, shape: tuple[int | str, ...], *, like: Tensor | None = None
 ) -> Tensor:
-    """Return the tensor ``value`` detached, after checking its shape, dtype, device and finiteness.
+    """Return the tensor ``value`` detached. Raise ArgumentError unless it has this shape, and the dtype and
+    device of the tensor ``like``, and NonFiniteError if an entry is NaN or infinite.
 
     An entry of ``shape`` is a required size, or the name of a size that may be any positive number.
-    ``like`` is a tensor whose dtype and device ``value`` must have.
-
-    Raises
-    ------
-    ArgumentError
-        If ``value`` is no tensor of this shape, dtype and device.
-    NonFiniteError
-        If an entry is NaN or infinite.
-
     """
     expected = f"a floating-point tensor of shape ({', '.join(str(s) for s in shape)})"
     if not isinstance(value, Tensor):

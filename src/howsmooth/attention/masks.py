@@ -22,13 +22,8 @@ class Visibility:
     ----------
     n
         Number of keys.
-    causal
-        If True, the query at position i sees only keys j <= i.
-    window
-        Width w >= 1: the query at position i sees only keys j with |i − j| < w. A causal window holds w keys,
-        the query's own among them.
-    mask
-        Boolean matrix, True where the query (row) may see the key (column).
+    causal, window, mask
+        As for :class:`~howsmooth.attention.SelfAttention`.
     offset
         Position of the first query among the keys. The query of row i has position i + offset, by which
         causal order and window are decided.
@@ -64,23 +59,21 @@ class Visibility:
 
     def keys(self, rows: slice) -> slice:
         """Return the range of keys that at least one query of ``rows`` sees by causal order and window."""
-        first, last, at = 0, self.n, self._positions(rows)
-        if self.causal:
-            last = min(last, at.stop)
-        if self.window is not None:
-            first = max(first, at.start - self.window + 1)
-            last = min(last, at.stop + self.window - 1)
-        return slice(min(first, last), last)
+        return self._between(rows.start, rows.stop - 1)
 
     def shared_keys(self, rows: slice) -> slice:
         """Return the range of keys that every query of ``rows`` sees by causal order and window."""
-        first, last, at = 0, self.n, self._positions(rows)
+        return self._between(rows.stop - 1, rows.start)
+
+    def _between(self, first: int, last: int) -> slice:
+        """Return the keys from the first that query ``first`` sees to the last that query ``last`` sees."""
+        start, stop = 0, self.n
         if self.causal:
-            last = min(last, at.start + 1)
+            stop = min(stop, last + self.offset + 1)
         if self.window is not None:
-            first = max(first, at.stop - self.window)
-            last = min(last, at.start + self.window)
-        return slice(min(first, last), last)
+            start = max(start, first + self.offset - self.window + 1)
+            stop = min(stop, last + self.offset + self.window)
+        return slice(min(start, stop), stop)
 
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None

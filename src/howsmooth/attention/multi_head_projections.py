@@ -8,9 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention.map import TokenMap, as_parameter
+from howsmooth.attention.scaled_dot_product import Keys, Outputs, Values
 from howsmooth.errors import ArgumentError
 
-__all__ = ["HeadsAttention", "in_heads"]
+__all__ = ["HeadsAttention", "InHeads", "in_heads"]
+
+InHeads = Float[Tensor, "*batch heads n key_dim"]
 
 
 class HeadsAttention(TokenMap):
@@ -79,28 +82,17 @@ class HeadsAttention(TokenMap):
         sizes = f"d={self.d}, key_dim={self.key_dim}, d_out={self.d_out}"
         return f"{type(self).__name__}({self.describe()}, {sizes})"
 
-    def _project(
-        self, X: Float[Tensor, "*batch n d"]
-    ) -> tuple[
-        Float[Tensor, "*batch heads n key_dim"],
-        Float[Tensor, "*batch kv_heads n key_dim"],
-        Float[Tensor, "*batch kv_heads n value_dim"],
-    ]:
+    def _project(self, X: Float[Tensor, "*batch n d"]) -> tuple[InHeads, Keys, Values]:
         """Return the queries, keys and values of tokens X, biases included."""
         queries = in_heads(X, self.query, self.query_bias)
         keys = in_heads(X, self.key, self.key_bias)
         return queries, keys, in_heads(X, self.value, self.value_bias)
 
     def _grouped(self, q: Tensor) -> Tensor:
-        """Reshape queries so that the heads that share a key head lie along one axis.
-
-        The shape changes from (..., heads, n, key_dim) to (..., kv_heads, group, n, key_dim).
-        """
+        """Reshape queries (..., heads, n, key_dim) to (..., kv_heads, group, n, key_dim)."""
         return q.reshape(*q.shape[:-3], self.kv_heads, self.heads // self.kv_heads, *q.shape[-2:])
 
-    def _projected(
-        self, heads: Float[Tensor, "*batch kv_heads group n value_dim"]
-    ) -> Float[Tensor, "*batch n d_out"]:
+    def _projected(self, heads: Outputs) -> Float[Tensor, "*batch m d_out"]:
         """Concatenate the head outputs, and multiply them by the output projection if there is one."""
         rows = heads.flatten(-4, -3).movedim(-3, -2).flatten(-2)
         if self.output is None:

@@ -46,11 +46,13 @@ class _Norm(_OfChannels):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
-    def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, for each token, the vector that the norm layer normalises and the length that divides it.
+    def describe(self) -> str:
+        """Return a phrase that describes the map, for messages and reports."""
+        return type(self).__name__
 
-        The vectors h (..., n, d) are the tokens, centred for LayerNorm. The lengths s = √(|h|² + dε) have
-        shape (..., n, 1).
+    def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens h (..., n, d), centred for LayerNorm, and their lengths s = √(|h|² + dε), which
+        divide them, (..., n, 1).
         """
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         return h, torch.sqrt((h * h).sum(dim=-1, keepdim=True) + self.d * self.eps)
@@ -75,10 +77,6 @@ class LayerNorm(_Norm):
 
     centred = True
 
-    def describe(self) -> str:
-        """Return a phrase that describes the map, for messages and reports."""
-        return "LayerNorm"
-
 
 class RMSNorm(_Norm):
     """The RMSNorm of each token, as a map of tokens.
@@ -96,10 +94,6 @@ class RMSNorm(_Norm):
 
     def __init__(self, weight: Tensor, eps: float = 1e-6) -> None:
         super().__init__(weight, None, eps)
-
-    def describe(self) -> str:
-        """Return a phrase that describes the map, for messages and reports."""
-        return "RMSNorm"
 
 
 class LayerScale(_OfChannels):

@@ -21,17 +21,8 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
     allowed.
 
     Scores with a bias, a soft cap, sinks or norms of queries and keys are refused, and so is attention whose
-    layer is code (:class:`~howsmooth.attention.StagedAttention`).
-
-    Parameters
-    ----------
-    f
-        Any object. If it is a residual or a composition, its parts are checked.
-    what
-        The caller, as the subject of the message, for instance "these bounds".
-    argument
-        Name of the caller's argument, for the message.
-
+    layer is code (:class:`~howsmooth.attention.StagedAttention`). The message is about the caller's
+    ``argument``, and has the caller as its subject: ``what``, for instance "these bounds".
     """
     for layer in layers(f):
         match layer:
