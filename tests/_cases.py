@@ -14,6 +14,12 @@ from howsmooth.attention import TokenMap
 D = 6
 
 
+def parameters(f: hs.SelfAttention) -> dict[str, Tensor | None]:
+    """The projections of an attention layer and their biases."""
+    projections = ("query", "key", "value", "output")
+    return {name: getattr(f, name) for name in (*projections, *(f"{name}_bias" for name in projections))}
+
+
 def random_attention(
     seed: int,
     *,

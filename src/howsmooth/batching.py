@@ -15,7 +15,7 @@ from howsmooth.attention import Rotary, TokenMap
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.closed_form import has_closed_form, runs_members_alone
 from howsmooth.jacobian.memory_footprint import cached_bytes, kernel_bytes, streamed_bytes
-from howsmooth.jacobian.packed_sequences import shares_products
+from howsmooth.jacobian.unequal_lengths import shares_products
 from howsmooth.memory import memory_budget
 
 __all__ = [

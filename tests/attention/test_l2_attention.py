@@ -12,13 +12,13 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure
-from tests._cases import D, dense_jacobian, random_attention, tokens
+from tests._cases import D, dense_jacobian, parameters, random_attention, tokens
 
 
 def random_l2(seed: int, *, scale: float = 0.3, causal: bool = False, **keywords: object) -> hs.L2Attention:
     """L2 attention with the Gaussian parameters of the softmax attention of this seed."""
     f = random_attention(seed, **keywords)
-    return hs.L2Attention(**(f._tensors() | {"scale": scale, "causal": causal}))
+    return hs.L2Attention(**(parameters(f) | {"scale": scale, "causal": causal}))
 
 
 def naive_l2(

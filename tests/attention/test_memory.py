@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 import howsmooth as hs
 from howsmooth.attention import scaled_dot_product
 from howsmooth.measures import DiscreteMeasure
-from tests._cases import ACTING, CASES, D, dense_jacobian, random_attention, tokens
+from tests._cases import ACTING, CASES, D, dense_jacobian, parameters, random_attention, tokens
 from tests._forked import memory_added
 from tests._selection import others_slow
 
@@ -19,8 +19,8 @@ WEIGHTS = torch.tensor([0.3, 0.2, 0.1, 0.1, 0.1, 0.15, 0.05], dtype=torch.float6
 
 
 def _l2(seed: int, *, causal: bool) -> hs.L2Attention:
-    parameters = random_attention(seed, heads=4, kv_heads=2)._tensors()
-    return hs.L2Attention(**parameters, scale=0.3, causal=causal)
+    projections = parameters(random_attention(seed, heads=4, kv_heads=2))
+    return hs.L2Attention(**projections, scale=0.3, causal=causal)
 
 
 MAPS = CASES | {"L2": lambda n: _l2(1, causal=False), "L2, causal": lambda n: _l2(2, causal=True)}

@@ -17,13 +17,13 @@ import howsmooth as hs
 from howsmooth.attention import scaled_dot_product
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
-from tests._cases import D, dense_jacobian, random_attention, tokens
+from tests._cases import D, dense_jacobian, parameters, random_attention, tokens
 
 
 def random_sinkhorn(seed: int, *, tolerance: float = 1e-9, **keywords: object) -> hs.SinkhornAttention:
     """Sinkhorn attention with the Gaussian parameters of the softmax attention of this seed."""
     f = random_attention(seed, **keywords)
-    return hs.SinkhornAttention(**f._tensors(), tolerance=tolerance)
+    return hs.SinkhornAttention(**parameters(f), tolerance=tolerance)
 
 
 def _by_pot(f: hs.SinkhornAttention, x: Tensor, weights: np.ndarray) -> np.ndarray:
@@ -123,7 +123,7 @@ def test_with_and_without_derivatives_the_values_agree_to_the_tolerance() -> Non
 @pytest.mark.parametrize(("seed", "radius"), [(0, 0.3), (1, 1.0), (2, 2.5)])
 def test_bound_holds(seed: int, radius: float) -> None:
     softmax = random_attention(seed, heads=1, biases=False, d=3, d_out=3)
-    f = hs.SinkhornAttention(**softmax._tensors(), max_iterations=20_000)
+    f = hs.SinkhornAttention(**parameters(softmax), max_iterations=20_000)
     x = tokens(seed, 2, 4, 3)
     x = radius * x / x.norm(dim=-1, keepdim=True)
     bound = hs.bounds.sinkhorn(softmax, radius).value

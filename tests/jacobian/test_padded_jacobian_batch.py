@@ -10,8 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.jacobian.closed_form import closed_form_jacobians
-from howsmooth.jacobian.packed_sequences import energy_products_together
-from howsmooth.jacobian.padded_jacobian_batch import joined
+from howsmooth.jacobian.unequal_lengths import energy_products_together, joined
 from howsmooth.spectral import LinearOperator
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
 from tests._selection import others_slow

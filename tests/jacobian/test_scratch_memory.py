@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch_memory, "_left", scratch_memory._KeptMemory())
+    monkeypatch.setattr(scratch_memory, "_left", threading.local())
 
 
 def place(own: Scratch, size: int, name: str = "p", dtype: torch.dtype = torch.float32) -> int:
@@ -47,7 +47,7 @@ def test_much_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Scratch()
     place(own, 8)
     own.leave()
-    assert scratch_memory._left.memory is None
+    assert not scratch_memory._left.memory
     assert not own.memory
 
 

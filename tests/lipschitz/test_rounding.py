@@ -16,7 +16,7 @@ from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.closed_form import _Form, _linearise
 from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
-from howsmooth.jacobian.projections import Projections
+from howsmooth.jacobian.projections import projections
 from howsmooth.jacobian.rounding_bounds import image_off
 from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator, lanczos
@@ -117,7 +117,7 @@ def test_tokens_that_are_off_move_jacobian_and_image_by_no_more_than_is_said(nam
     f, x = CASES[name](4), tokens(60 + seed, 1, 4, D)
     moved = x + 1e-7 * tokens(70 + seed, 1, 4, D)
     off = (moved - x).norm(dim=-1)
-    (at,) = _linearise(f, moved, off, None, [Projections(torch.float64, 4)], _Form())
+    (at,) = _linearise(f, moved, off, _Form(projections([torch.float64], 4)))
     proved = at.proved
     assert proved is not None
     change = torch.linalg.matrix_norm(dense_jacobian(f, moved[0]) - dense_jacobian(f, x[0]), 2)

@@ -14,14 +14,14 @@ import howsmooth as hs
 from howsmooth.attention import TokenMap
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure, Gaussian, affine_action
-from tests._cases import CASES, D, random_attention, tokens
+from tests._cases import CASES, D, parameters, random_attention, tokens
 
 
 def _attention(kind: str, seed: int, **keywords: object) -> hs.SelfAttention | hs.L2Attention:
     f = random_attention(seed, **keywords)
     if kind == "softmax":
         return f
-    return hs.L2Attention(**(f._tensors() | {"scale": 0.7}))
+    return hs.L2Attention(**(parameters(f) | {"scale": 0.7}))
 
 
 def _gaussian(seed: int, d: int, rank: int | None = None) -> Gaussian:

@@ -108,7 +108,7 @@ def test_products_with_tiles_are_those_with_dense_blocks(name: str) -> None:
     f, x = CASES[name](N), tokens(4, N, 6)
     blocks, dense = token_blocks(f, x), dense_blocks(f, x)
     assert blocks is not None
-    seen = blocks.weights() > 0
+    seen = blocks.weights > 0
     assert not dense[~seen].any()
     for some in (torch.eye(N, dtype=torch.bool), seen & ~torch.eye(N, dtype=torch.bool)):
         i, j = torch.nonzero(some, as_tuple=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention.masks import Visibility
 from howsmooth.errors import ArgumentError
 
-__all__ = ["EarlierAtoms", "Weighting"]
+__all__ = ["Weighting"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +42,10 @@ class Weighting:
         positions = None if self.positions is None else self.positions.to(device=device)
         return Weighting(self.log_weights.to(dtype=dtype, device=device), positions)
 
-    def visibility(self, *, causal: bool) -> Visibility | EarlierAtoms:
-        """Return the mask between the atoms of the measure as an object that computes it block by block.
+    def visibility(self, *, causal: bool) -> Visibility:
+        """Return the mask between the atoms: with causal order an atom sees those at no later position.
 
-        Without causal order every atom sees all atoms; with it, all atoms at no later position.
-
-        Raises
-        ------
-        ArgumentError
-            If the map is causal and there are no positions.
+        Raise ArgumentError if the map is causal and there are no positions.
         """
         if not causal:
             return Visibility(self.n)
@@ -61,31 +56,4 @@ class Weighting:
                 got="a measure without positions",
                 remedy="Give positions in [0, 1]; DiscreteMeasure.sequence(X) puts tokens in their order.",
             )
-        return EarlierAtoms(self.positions)
-
-
-@dataclass(frozen=True, eq=False)
-class EarlierAtoms:
-    """The causal mask between atoms of a measure: an atom sees the atoms at the same or an earlier position.
-
-    Atom i sees the atoms j with s_j <= s_i, where s are the positions (Definition 2.6).
-    """
-
-    positions: Float[Tensor, " n"]
-
-    def keys(self, rows: slice) -> slice:
-        """Return the range of the indices of all atoms, since an atom in ``rows`` may see any other atom.
-
-        The positions of the atoms need not be sorted.
-        """
-        return slice(0, self.positions.shape[0])
-
-    def block(
-        self, rows: slice, keys: slice, device: torch.device | None = None
-    ) -> Bool[Tensor, "rows keys"]:
-        """Return the part of this causal mask for some rows and columns, as a boolean matrix."""
-        return self.positions[None, keys] <= self.positions[rows, None]
-
-    def whole(self, device: torch.device | None = None) -> Bool[Tensor, "n n"]:
-        """Return the whole causal mask (n, n), True where the row's atom sees the column's atom."""
-        return self.block(slice(None), slice(None))
+        return Visibility(self.n, positions=self.positions)

@@ -6,21 +6,31 @@ A post-norm block is ``Compose(norm, Residual(attention))``, a pre-norm block
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import TokenMap
 from howsmooth.errors import ArgumentError
 
-__all__ = ["Compose", "OuterMap", "Residual"]
+__all__ = ["Compose", "OuterMap", "Residual", "layers"]
+
+
+def layers(f: object) -> Iterator[object]:
+    """Yield the layers of which residual connections and compositions make the map ``f``, the last first."""
+    match f:
+        case Residual():
+            yield from layers(f.inner)
+        case Compose():
+            yield from layers(f.outer)
+            yield from layers(f.inner)
+        case _:
+            yield f
 
 
 class OuterMap(TokenMap):
-    """Base class of maps of tokens that contain another map of tokens, such as a residual connection.
-
-    Dtype and device of the map are those of the inner map.
-    """
+    """Base class of maps of tokens that contain another map of tokens, such as a residual connection."""
 
     inner: TokenMap
 
@@ -28,16 +38,6 @@ class OuterMap(TokenMap):
     def d(self) -> int:
         """Dimension of the map's input tokens."""
         return self.inner.d
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the map's parameters."""
-        return self.inner.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the map's parameters."""
-        return self.inner.device
 
 
 class Residual(OuterMap):
@@ -53,15 +53,8 @@ class Residual(OuterMap):
             )
         self.inner = inner
 
-    @property
-    def d_out(self) -> int:
-        """Dimension of the map's output tokens."""
-        return self.inner.d
-
     def describe(self) -> str:
-        """Return a phrase that describes the residual connection and its inner map, for messages
-        and reports.
-        """
+        """Return a phrase that describes the map, for messages and reports."""
         return f"residual plus ({self.inner.describe()})"
 
     def __repr__(self) -> str:
@@ -70,10 +63,6 @@ class Residual(OuterMap):
     def check_length(self, n: int) -> None:
         """Raise ArgumentError if the inner map cannot take ``n`` tokens."""
         self.inner.check_length(n)
-
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Residual:
-        """Return the map with its parameters converted to another dtype or device."""
-        return Residual(self.inner.to(dtype=dtype, device=device))
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         return x + self.inner._forward(x, weighting)
@@ -102,7 +91,7 @@ class Compose(OuterMap):
         return self.outer.d_out
 
     def describe(self) -> str:
-        """Return a phrase that describes the composition and its two maps, for messages and reports."""
+        """Return a phrase that describes the map, for messages and reports."""
         return f"{self.outer.describe()} of ({self.inner.describe()})"
 
     def __repr__(self) -> str:
@@ -112,10 +101,6 @@ class Compose(OuterMap):
         """Raise ArgumentError if the inner or the outer map cannot take ``n`` tokens."""
         self.inner.check_length(n)
         self.outer.check_length(n)
-
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Compose:
-        """Return the map with its parameters converted to another dtype or device."""
-        return Compose(self.outer.to(dtype=dtype, device=device), self.inner.to(dtype=dtype, device=device))
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         return self.outer._forward(self.inner._forward(x, weighting), weighting)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -17,8 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention.atom_weights import Weighting
-from howsmooth.attention.map import TokenMap
-from howsmooth.attention.masks import Visibility, check_window
+from howsmooth.attention.map import TokenMap, converted
+from howsmooth.attention.masks import Visibility, check_seen, check_window
 from howsmooth.attention.scaled_dot_product import ScoreFeatures, attend
 from howsmooth.errors import ArgumentError, NonFiniteError
 
@@ -38,28 +38,10 @@ class SoftmaxCore:
 
     Parameters
     ----------
-    scale
-        Factor of the scores.
-    causal
-        If True, query i sees only the keys j <= i, and m = n.
-    window
-        Width w >= 1: query i sees only the keys j with |i − j| < w, and m = n.
-    mask
-        Boolean, broadcastable to (*lead, heads, m, n), True where the query may see the key. ``causal`` and
-        ``window`` apply as well. Without sinks every query must see a key.
-    score_bias
-        Finite numbers, broadcastable to (*lead, heads, m, n), added to the scores.
-    softcap
-        Soft cap c > 0, applied before bias and mask.
-    sinks
-        Attention sinks, (heads,): the score, in every row of a head, of one further key without a value.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument does not fit, or a query sees no key.
-    NonFiniteError
-        If a number is NaN or infinite.
+    scale, causal, window, softcap, sinks
+        As for :class:`~howsmooth.attention.SelfAttention`; causal order and windows need m = n.
+    mask, score_bias
+        As there, but broadcastable to (*lead, heads, m, n). Beside sinks a query may see no key.
 
     """
 
@@ -103,7 +85,7 @@ class SoftmaxCore:
                     remedy="Pass hidden keys as the mask." if name == "score_bias" else "",
                 )
         if mask is not None and self.sinks is None:
-            _check_seen(mask, self.causal, self.window)
+            check_seen(mask, self.causal, self.window)
 
     def attend(
         self,
@@ -111,13 +93,8 @@ class SoftmaxCore:
         k: Float[Tensor, "*lead kv_heads n key_dim"],
         v: Float[Tensor, "*lead kv_heads n value_dim"],
     ) -> Float[Tensor, "*lead heads m value_dim"]:
-        """Return the outputs Σ_j P_ij v_j of each head, computed in memory O((m + n) d).
-
-        Raises
-        ------
-        ArgumentError
-            If a mask, a bias or the sinks do not fit the queries and keys.
-
+        """Return the outputs Σ_j P_ij v_j of each head, computed in memory O((m + n) d). Raises the errors of
+        :meth:`rules`.
         """
         visible, features = self.rules(q, k)
         grouped = q.unflatten(-3, (k.shape[-3], -1))
@@ -125,15 +102,10 @@ class SoftmaxCore:
         return out.flatten(-4, -3)
 
     def rules(self, q: Tensor, k: Tensor) -> tuple[Visibility, ScoreFeatures]:
-        """Return the mask and the score modifications (soft cap, bias, sinks) for given queries and keys.
-
-        Raises
-        ------
-        ArgumentError
-            If a mask, a bias or the sinks do not fit the queries and keys.
-
+        """Return the mask and the features of the scores for given queries and keys. Raise ArgumentError if
+        a mask, a bias or the sinks do not fit them.
         """
-        lead, heads, m, kv_heads, n = q.shape[:-3], q.shape[-3], q.shape[-2], k.shape[-3], k.shape[-2]
+        (heads, m), (kv_heads, n) = q.shape[-3:-1], k.shape[-3:-1]
         if heads % kv_heads:
             raise ArgumentError(
                 "k", expected=f"a number of heads that divides the {heads} of q", got=f"{kv_heads} heads"
@@ -149,7 +121,7 @@ class SoftmaxCore:
             raise ArgumentError("sinks", expected=f"one for each of {heads} heads", got=str(len(self.sinks)))
 
         def spread(name: str, given: Tensor | None) -> Tensor | None:
-            return None if given is None else _grouped(name, given, lead, heads, kv_heads, m, n)
+            return None if given is None else _grouped(name, given, (*q.shape[:-1], n), kv_heads)
 
         seen, bias = spread("mask", self.mask), spread("score_bias", self.score_bias)
         # A mask without head and leading axes is applied by blocks, at no cost where a block is visible.
@@ -168,12 +140,10 @@ class SoftmaxCore:
             return t if t is None or t.ndim < 3 or t.shape[-3] == 1 else t[..., h : h + 1, :, :]
 
         sinks = None if self.sinks is None else self.sinks[h : h + 1]
-        return SoftmaxCore(
-            self.scale, self.causal, pick(self.mask), pick(self.score_bias), self.softcap, sinks, self.window
-        )
+        return replace(self, mask=pick(self.mask), score_bias=pick(self.score_bias), sinks=sinks)
 
     def feature_names(self) -> tuple[str, ...]:
-        """Return the names of the modifications of the scores, other than a mask, for messages."""
+        """Return the names of the features of the scores, for messages."""
         named = {"soft-capped scores": self.softcap, "a score bias": self.score_bias, "sinks": self.sinks}
         return tuple(name for name, there in named.items() if there is not None)
 
@@ -181,10 +151,7 @@ class SoftmaxCore:
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> SoftmaxCore:
         """Return a copy of the softmax attention with its tensors in another dtype or on another device."""
-        mask = None if self.mask is None else self.mask.to(device=device)
-        bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
-        sinks = None if self.sinks is None else self.sinks.to(dtype=dtype, device=device)
-        return SoftmaxCore(self.scale, self.causal, mask, bias, self.softcap, sinks, self.window)
+        return SoftmaxCore(**{name: converted(t, dtype, device) for name, t in vars(self).items()})
 
 
 class CoreShape(NamedTuple):
@@ -201,9 +168,7 @@ class CoreShape(NamedTuple):
 
 @runtime_checkable
 class Layer(Protocol):
-    """The interface of PyTorch code for a self-attention layer in which the softmax attentions can be
-    replaced.
-    """
+    """The interface of PyTorch code for a self-attention layer whose softmax attentions can be replaced."""
 
     def run(self, x: Tensor, core: Core) -> Tensor:
         """Run the layer on one sequence ``x`` (n, d). The function ``core`` replaces each softmax attention.
@@ -227,10 +192,8 @@ class StagedAttention(TokenMap):
 
     Parameters
     ----------
-    layer
-        The code before and after the cores.
-    cores
-        The softmax cores, in the order in which the layer calls them.
+    layer, cores
+        The code before and after the cores, and these in the order in which the layer calls them.
     d, d_out
         Dimensions of an input token and of an output token.
     heads
@@ -326,34 +289,33 @@ class StagedAttention(TokenMap):
         dtype, device = placed
         layer = self.layer.to(dtype=dtype, device=device)
         cores = tuple(core.to(dtype=dtype, device=device) for core in self.cores)
-        converted = self._rebuilt(layer, cores, dtype=dtype, device=device)
-        converted._origin = self  # so that converting back returns the same numbers
-        converted._shapes = self._shapes
-        return converted
+        made = self._rebuilt(layer=layer, cores=cores, dtype=dtype, device=device)
+        made._origin = self  # so that converting back returns the same numbers
+        made._shapes = self._shapes
+        return made
 
     def run(self, x: Float[Tensor, "n d"], core: Core) -> Float[Tensor, "n_out d_out"]:
         """Run the layer on one sequence, with the function ``core`` in place of each softmax attention.
 
-        The function is ``core``. The result is the layer's output (n_out, d_out).
-
-        Raises
-        ------
-        ArgumentError
-            If the layer calls its cores out of order or not as often as there are cores, or its output is
-            not (n_out, d_out) in the dtype of ``x``.
-
+        Raise ArgumentError if the layer calls other cores than it has, or in another order, or if its output
+        is not (n_out, d_out) in the dtype of ``x``.
         """
         called: list[int] = []
+        order = list(range(len(self.cores)))
+
+        def wrong_calls() -> ArgumentError:
+            expected = f"calls of the cores {order}, in this order"
+            return ArgumentError("layer", expected=expected, got=f"calls {called}")
 
         def counted(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             called.append(i)
-            if called != list(range(len(called))) or len(called) > len(self.cores):
-                self._wrong_calls(called)
+            if called != order[: len(called)]:
+                raise wrong_calls()
             return core(i, q, k, v)
 
         y = self.layer.run(x, counted)
-        if len(called) != len(self.cores):
-            self._wrong_calls(called)
+        if called != order:
+            raise wrong_calls()
         if y.ndim != 2 or y.shape[1] != self.d_out or y.dtype != x.dtype:
             raise ArgumentError(
                 "layer",
@@ -362,19 +324,8 @@ class StagedAttention(TokenMap):
             )
         return y
 
-    def _wrong_calls(self, called: list[int]) -> None:
-        raise ArgumentError(
-            "layer",
-            expected=f"calls of the cores {list(range(len(self.cores)))}, in this order",
-            got=f"calls {called}",
-        )
-
     def refuse_measures(self, weighting: Weighting | None) -> None:
-        """Raise ArgumentError if this map is applied to a probability measure, since it is defined on tokens
-        only.
-
-        The argument ``weighting`` is None for tokens.
-        """
+        """Raise ArgumentError if the map is applied to a measure, for which ``weighting`` is not None."""
         if weighting is not None:
             raise ArgumentError(
                 "measure",
@@ -394,72 +345,33 @@ class StagedAttention(TokenMap):
 
     # ---- related maps
 
-    def _rebuilt(
-        self,
-        layer: Layer,
-        cores: tuple[SoftmaxCore, ...],
-        *,
-        d_out: int | None = None,
-        heads: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        description: str | None = None,
-    ) -> StagedAttention:
-        return StagedAttention(
-            layer,
-            cores,
-            d=self.d,
-            d_out=d_out or self.d_out,
-            heads=heads or self.heads,
-            n=self.n,
-            causal=self.causal,
-            dtype=dtype or self.dtype,
-            device=device or self.device,
-            description=description or self.description,
-        )
-
     def without_output(self) -> StagedAttention:
-        """Return the layer without its output projection; its outputs are then the concatenated heads.
-
-        This is the scope ``heads``.
-
-        Raises
-        ------
-        ArgumentError
-            If there are several softmaxes, or one over windows.
+        """Return the layer without its output projection: the concatenated heads (scope ``heads``). Raise
+        ArgumentError if there are several softmaxes, or one over windows.
         """
-        value_dim = self._value_dim("heads")
         return self._rebuilt(
-            _UpToCore(self.layer, None),
-            self.cores,
-            d_out=self.heads * value_dim,
+            layer=_UpToCore(self.layer, None),
+            d_out=self.heads * self._value_dim("heads"),
             description=f"{self.description}, heads concatenated",
         )
 
     def head(self, h: int) -> StagedAttention:
-        """Return one head of the attention layer as a map of tokens, without the code after the softmax.
-
-        This is the scope ``head``.
-
-        Raises
-        ------
-        ArgumentError
-            If there is no head ``h``, there are several softmaxes, or one over windows.
-
+        """Return one head as a map of tokens, without the code after the softmax (scope ``head``). Raise
+        ArgumentError if there is no head ``h``, or as :meth:`without_output`.
         """
         if not 0 <= h < self.heads:
             raise ArgumentError("h", expected=f"a head from 0 to {self.heads - 1}", got=str(h))
-        value_dim = self._value_dim("head")
-        cores = (self.cores[0].head(h),)
-        description = f"{self.description}, head {h} alone"
         return self._rebuilt(
-            _UpToCore(self.layer, h), cores, d_out=value_dim, heads=1, description=description
+            layer=_UpToCore(self.layer, h),
+            d_out=self._value_dim("head"),
+            cores=(self.cores[0].head(h),),
+            heads=1,
+            description=f"{self.description}, head {h} alone",
         )
 
     def core_shapes(self) -> tuple[CoreShape, ...]:
-        """Return the sizes of the queries, keys and values in each softmax attention of the layer.
-
-        The first call runs the layer once, with zeros in place of the results of softmax attention.
+        """Return the sizes of each softmax attention of the layer. The first call runs the layer once, with
+        zeros in place of their results.
         """
         if self._shapes:
             return tuple(self._shapes)
@@ -479,32 +391,22 @@ class StagedAttention(TokenMap):
         return tuple(found)
 
     def _value_dim(self, scope: str) -> int:
-        """Return the dimension of the values in an attention layer that has a single softmax.
-
-        Raise ArgumentError if there are several softmaxes, or one over windows.
+        """Return the dimension of the values of the only softmax. Raise ArgumentError if there are several,
+        or one over windows.
         """
-        if len(self.cores) > 1:
+        first, *others = self.core_shapes()
+        kind, got = "a layer of several softmaxes", f"{len(self.cores)} softmaxes"
+        if not others:
+            kind, got = "a softmax over windows", f"a softmax over {first.lead} windows"
+        if others or first.lead != 1:
             raise ArgumentError(
-                "scope",
-                expected="'attention' or wider, for a layer of several softmaxes",
-                got=f"{scope!r} of {len(self.cores)} softmaxes",
+                "scope", expected=f"'attention' or wider, for {kind}", got=f"{scope!r} of {got}"
             )
-        (shape,) = self.core_shapes()
-        if shape.lead != 1:
-            raise ArgumentError(
-                "scope",
-                expected="'attention' or wider, for a softmax over windows",
-                got=f"{scope!r} of a softmax over {shape.lead} windows",
-            )
-        return shape.value_dim
+        return first.value_dim
 
 
 class _UpToCore:
-    """A self-attention layer that returns the output of its only softmax attention, and skips the code after
-    it.
-
-    Its output holds all heads concatenated, or head ``h`` alone.
-    """
+    """A layer that returns the output of its only softmax: all heads concatenated, or head ``h`` alone."""
 
     def __init__(self, layer: Layer, h: int | None) -> None:
         self.layer = layer
@@ -531,40 +433,19 @@ class _UpToCore:
         return kept[-1]
 
 
-def _grouped(name: str, given: Tensor, lead: torch.Size, heads: int, kv_heads: int, m: int, n: int) -> Tensor:
-    """Reshape a mask or bias so that the query heads that share a key head lie along one axis.
-
-    The result has the shape ([lead,] kv_heads or 1, group or 1, m, n) that ScoreFeatures takes.
+def _grouped(name: str, given: Tensor, whole: tuple[int, ...], kv_heads: int) -> Tensor:
+    """Reshape a mask or bias to the shape ([lead,] kv_heads or 1, group or 1, m, n) of ScoreFeatures, for
+    scores of shape ``whole``, (*lead, heads, m, n).
     """
-    whole = (*lead, heads, m, n)
-    shape = given.shape
-    while len(shape) > len(whole) and shape[0] == 1:
-        shape = shape[1:]
-    shape = torch.Size((1,) * (len(whole) - len(shape))) + shape
-    fits = len(shape) == len(whole) and all(a in (1, b) for a, b in zip(shape, whole, strict=True))
-    if not fits:
-        raise ArgumentError(
-            name, expected=f"a shape that broadcasts to {whole}", got=f"shape {tuple(given.shape)}"
-        )
-    outer = shape[:-3]
-    t = given.reshape(shape).expand(*shape[:-2], m, n)
-    t = t.unsqueeze(-3) if shape[-3] == 1 else t.unflatten(-3, (kv_heads, -1))
-    if math.prod(outer) == 1:
+    t = given
+    while t.ndim > len(whole) and t.shape[0] == 1:
+        t = t[0]
+    t = t[(None,) * (len(whole) - t.ndim)]
+    if t.ndim > len(whole) or any(a not in (1, b) for a, b in zip(t.shape, whole, strict=True)):
+        expected = f"a shape that broadcasts to {whole}"
+        raise ArgumentError(name, expected=expected, got=f"shape {tuple(given.shape)}")
+    t = t.expand(*t.shape[:-2], *whole[-2:])
+    t = t.unsqueeze(-3) if t.shape[-3] == 1 else t.unflatten(-3, (kv_heads, -1))
+    if math.prod(t.shape[:-4]) == 1:
         return t.reshape(t.shape[-4:])
-    return t.expand(*lead, *t.shape[-4:]).flatten(0, -5)
-
-
-def _check_seen(mask: Tensor, causal: bool, window: int | None) -> None:
-    """Raise ArgumentError if a mask hides all keys from some query."""
-    seen = mask
-    rules = Visibility(max(mask.shape[-2:]), causal, window).whole(mask.device)
-    if rules is not None:
-        seen = mask & rules
-    blind = torch.nonzero(~seen.any(dim=-1))
-    if len(blind):
-        raise ArgumentError(
-            "mask",
-            expected="at least one visible key for every query",
-            got=f"query {int(blind[0, -1])} sees none",
-            remedy="Remove such tokens (padding) from X.",
-        )
+    return t.expand(*whole[:-3], *t.shape[-4:]).flatten(0, -5)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.multi_head_projections import HeadsAttention
-from howsmooth.attention.scaled_dot_product import Visible, attend
+from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.errors import ArgumentError
 
 __all__ = ["L2Attention"]
@@ -63,17 +62,7 @@ class L2Attention(HeadsAttention):
         scale: float = 1.0,
         causal: bool = False,
     ) -> None:
-        super().__init__(
-            query,
-            key,
-            value,
-            output,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            value_bias=value_bias,
-            output_bias=output_bias,
-            scale=scale,
-        )
+        super().__init__(query, key, value, output, query_bias, key_bias, value_bias, output_bias, scale)
         if self.scale <= 0:
             raise ArgumentError("scale", expected="a number > 0", got=f"{scale:g}")
         self.causal = bool(causal)
@@ -81,12 +70,6 @@ class L2Attention(HeadsAttention):
     def describe(self) -> str:
         """Return a phrase that describes the map, for messages and reports."""
         return self._described("L2 attention", "causal" if self.causal else "unmasked")
-
-    def to(
-        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> L2Attention:
-        """Return the attention with its parameters converted to another dtype or device."""
-        return L2Attention(**self._arguments(dtype, device), causal=self.causal)
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         q, k, v = self._project(x)
@@ -96,9 +79,8 @@ class L2Attention(HeadsAttention):
         centre = k.mean(dim=-2, keepdim=True)
         q, k = q - centre.unsqueeze(-3), k - centre
         terms = -self.scale * (k * k).sum(dim=-1)[..., None, None, :]
+        visible = Visibility(x.shape[-2], self.causal)
         if weighting is not None:
             terms = terms + weighting.log_weights.to(terms.dtype)
-            visible: Visible = weighting.visibility(causal=self.causal)
-        else:
-            visible = Visibility(x.shape[-2], self.causal)
+            visible = weighting.visibility(causal=self.causal)
         return self._projected(attend(q, k, v, 2 * self.scale, visible, terms))

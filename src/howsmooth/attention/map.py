@@ -5,7 +5,9 @@ maps.
 from __future__ import annotations
 
 import abc
-from typing import TypeVar, overload
+import inspect
+from functools import cache
+from typing import Any, Self, TypeVar, overload
 
 import torch
 from jaxtyping import Float
@@ -14,7 +16,7 @@ from torch import Tensor
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["AbstractMeasure", "TokenMap", "as_parameter", "check_measure", "check_tokens"]
+__all__ = ["AbstractMeasure", "TokenMap", "as_parameter", "check_measure", "check_tokens", "converted"]
 
 Measure = TypeVar("Measure", bound="AbstractMeasure")
 
@@ -24,7 +26,9 @@ class TokenMap(abc.ABC):
 
     Leading axes are batch axes. Called on a probability measure, the map returns the image measure
     (Definitions 2.4 and 2.6 of Castin et al., 2024). Its parameters are tensors without gradients, and a map
-    does not change after construction.
+    does not change after construction. The arguments of its constructor are attributes of the same names, of
+    which the first has the dtype and the device of the map; a subclass of another kind overrides what rests
+    on them.
     """
 
     @property
@@ -33,23 +37,31 @@ class TokenMap(abc.ABC):
         """Dimension of the map's input tokens."""
 
     @property
-    @abc.abstractmethod
     def d_out(self) -> int:
         """Dimension of the map's output tokens."""
+        return self.d
 
     @property
-    @abc.abstractmethod
     def dtype(self) -> torch.dtype:
         """Data type of the map's parameters."""
+        dtype: torch.dtype = getattr(self, _arguments(type(self))[0]).dtype
+        return dtype
 
     @property
-    @abc.abstractmethod
     def device(self) -> torch.device:
         """Device of the map's parameters."""
+        device: torch.device = getattr(self, _arguments(type(self))[0]).device
+        return device
 
-    @abc.abstractmethod
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TokenMap:
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Self:
         """Return the map with its parameters converted to another dtype or device."""
+        own = _arguments(type(self))
+        return self._rebuilt(**{name: converted(getattr(self, name), dtype, device) for name in own})
+
+    def _rebuilt(self, **changes: object) -> Self:
+        """Return a map of the same class with other values of some arguments of its constructor."""
+        arguments: dict[str, Any] = {name: getattr(self, name) for name in _arguments(type(self))}
+        return type(self)(**(arguments | changes))
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -95,6 +107,19 @@ class TokenMap(abc.ABC):
         return self._forward(X)
 
 
+@cache
+def _arguments(kind: type[TokenMap]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind).parameters)
+
+
+def converted(value: Any, dtype: torch.dtype | None, device: torch.device | str | None) -> Any:
+    """Return a parameter of a map in another dtype or on another device, as far as it has any."""
+    if isinstance(value, Tensor):
+        return value.to(dtype=dtype if value.is_floating_point() else None, device=device)
+    to = getattr(value, "to", None)
+    return value if to is None else to(dtype=dtype, device=device)
+
+
 class AbstractMeasure(abc.ABC):
     """The interface of a probability measure of tokens in R^d, which an attention map can push forward.
 
@@ -118,37 +143,21 @@ class AbstractMeasure(abc.ABC):
 
     @abc.abstractmethod
     def push_forward(self, f: TokenMap) -> AbstractMeasure:
-        """Return the image of the measure under the attention map ``f``.
-
-        The image F(μ) = (Γ_μ)_# μ moves every point x of μ to Γ_μ(x).
-        """
+        """Return the image F(μ) = (Γ_μ)_# μ of this measure μ, which moves every point x of it to Γ_μ(x)."""
 
     @abc.abstractmethod
     def weighted_tokens(self) -> tuple[Tensor, Weighting]:
-        """Return the atoms of the measure as tokens (n, d), with their weights and causal positions.
-
-        Raises
-        ------
-        ArgumentError
-            If the measure has no atoms.
-
+        """Return the atoms of the measure as tokens (n, d), with their weights and causal positions. Raise
+        ArgumentError if it has no atoms.
         """
 
 
 def check_measure(measure: AbstractMeasure, f: TokenMap) -> None:
     """Raise ArgumentError unless the measure and the map ``f`` have the same dimension, dtype and device."""
-    for what, got, wanted in (
-        ("dimension", measure.d, f.d),
-        ("dtype", measure.dtype, f.dtype),
-        ("device", measure.device, f.device),
-    ):
-        if got != wanted:
-            raise ArgumentError(
-                "measure",
-                expected=f"{what} {wanted}, as the map's",
-                got=str(got),
-                remedy="" if what == "dimension" else f"Convert one of the two, with .to({what}=...).",
-            )
+    if measure.d != f.d:
+        expected = f"dimension {f.d}, as the map's"
+        raise ArgumentError("measure", expected=expected, got=str(measure.d))
+    _check_placed("measure", measure, f)
 
 
 def check_tokens(x: Tensor, f: TokenMap) -> None:
@@ -160,42 +169,28 @@ def check_tokens(x: Tensor, f: TokenMap) -> None:
             got=f"shape {tuple(x.shape)}",
             remedy="Put one token in each row; for one token write x[None, :].",
         )
-    if x.dtype != f.dtype:
-        raise ArgumentError(
-            "X",
-            expected=f"dtype {f.dtype} as the map's parameters",
-            got=str(x.dtype),
-            remedy="Convert one of the two, with X.to(dtype) or map.to(dtype=...).",
-        )
-    if x.device != f.device:
-        raise ArgumentError(
-            "X",
-            expected=f"a tensor on {f.device} as the map's parameters",
-            got=str(x.device),
-            remedy="Move one of the two, with X.to(device) or map.to(device=...).",
-        )
+    _check_placed("X", x, f)
     f.check_length(x.shape[-2])
 
 
+def _check_placed(name: str, given: Tensor | AbstractMeasure, f: TokenMap) -> None:
+    for what, got, wanted in (("dtype", given.dtype, f.dtype), ("device", given.device, f.device)):
+        if got != wanted:
+            raise ArgumentError(
+                name,
+                expected=f"{what} {wanted}, as the map's parameters",
+                got=str(got),
+                remedy=f"Convert one of the two, with .to({what}=...).",
+            )
+
+
 def as_parameter(
-    name: str,
-    value: object,
-    shape: tuple[int | str, ...],
-    *,
-    like: Tensor | None = None,
+    name: str, value: object, shape: tuple[int | str, ...], *, like: Tensor | None = None
 ) -> Tensor:
-    """Return the tensor ``value`` detached, after checking its shape, dtype, device and finiteness.
+    """Return the tensor ``value`` detached. Raise ArgumentError unless it has this shape, and the dtype and
+    device of the tensor ``like``, and NonFiniteError if an entry is NaN or infinite.
 
     An entry of ``shape`` is a required size, or the name of a size that may be any positive number.
-    ``like`` is a tensor whose dtype and device ``value`` must have.
-
-    Raises
-    ------
-    ArgumentError
-        If ``value`` is no tensor of this shape, dtype and device.
-    NonFiniteError
-        If an entry is NaN or infinite.
-
     """
     expected = f"a floating-point tensor of shape ({', '.join(str(s) for s in shape)})"
     if not isinstance(value, Tensor):

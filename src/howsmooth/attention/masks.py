@@ -10,27 +10,26 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 
-__all__ = ["Visibility", "check_window"]
+__all__ = ["Visibility", "check_seen", "check_window"]
 
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """An attention mask given by causal order, a window, a boolean matrix, or a combination of them.
+    """An attention mask given by causal order, a window, a boolean matrix, or a combination of them; or by
+    the positions of the atoms of a measure.
 
     Parameters
     ----------
     n
         Number of keys.
-    causal
-        If True, the query at position i sees only keys j <= i.
-    window
-        Width w >= 1: the query at position i sees only keys j with |i − j| < w. A causal window holds w keys,
-        the query's own among them.
-    mask
-        Boolean matrix, True where the query (row) may see the key (column).
+    causal, window, mask
+        As for :class:`~howsmooth.attention.SelfAttention`.
     offset
         Position of the first query among the keys. The query of row i has position i + offset, by which
         causal order and window are decided.
+    positions
+        Positions s_j of atoms, which need not be sorted: atom i sees the atoms j with s_j <= s_i
+        (Definition 2.6). No other rule may be given beside them.
 
     """
 
@@ -39,13 +38,15 @@ class Visibility:
     window: int | None = None
     mask: Bool[Tensor, "m n_keys"] | None = None
     offset: int = 0
+    positions: Float[Tensor, " n"] | None = None
 
     @property
     def triangle(self) -> bool | None:
-        """True if the mask is the causal order alone, False if nothing is masked, and None if the mask has a
-        window or a boolean matrix.
+        """True if the mask is the causal order of tokens alone, False if nothing is masked, and otherwise
+        None.
         """
-        return self.causal if self.window is None and self.mask is None else None
+        others = self.window, self.mask, self.positions
+        return self.causal if all(rule is None for rule in others) else None
 
     def whole(self, device: torch.device | None = None) -> Bool[Tensor, "m n"] | None:
         """Return the whole mask, True where the query sees the key, or None if nothing is masked."""
@@ -53,44 +54,35 @@ class Visibility:
         return self.block(slice(0, queries), slice(0, self.n), device)
 
     def all_see(self, rows: slice) -> bool:
-        """Return True if the causal order and the window leave at least one visible key to every query in
-        ``rows``.
-        """
+        """Return True if causal order and window leave a visible key to every query in ``rows``."""
         return self.window is None or rows.stop + self.offset < self.n + self.window
 
     def keys(self, rows: slice) -> slice:
-        """Return the range of keys that at least one of the given queries may attend to.
-
-        The queries are ``rows``. Causal order and window are obeyed; a boolean mask is ignored.
-        """
-        first, last, at = 0, self.n, self._positions(rows)
-        if self.causal:
-            last = min(last, at.stop)
-        if self.window is not None:
-            first = max(first, at.start - self.window + 1)
-            last = min(last, at.stop + self.window - 1)
-        return slice(min(first, last), last)
+        """Return the range of keys that at least one query of ``rows`` sees by causal order and window."""
+        return self._between(rows.start, rows.stop - 1)
 
     def shared_keys(self, rows: slice) -> slice:
-        """Return the range of keys that every one of the given queries may attend to.
+        """Return the range of keys that every query of ``rows`` sees by causal order and window."""
+        return self._between(rows.stop - 1, rows.start)
 
-        The queries are ``rows``. Causal order and window are obeyed; a boolean mask is ignored.
-        """
-        first, last, at = 0, self.n, self._positions(rows)
+    def _between(self, first: int, last: int) -> slice:
+        """Return the keys from the first that query ``first`` sees to the last that query ``last`` sees."""
+        start, stop = 0, self.n
         if self.causal:
-            last = min(last, at.start + 1)
+            stop = min(stop, last + self.offset + 1)
         if self.window is not None:
-            first = max(first, at.stop - self.window)
-            last = min(last, at.start + self.window)
-        return slice(min(first, last), last)
+            start = max(start, first + self.offset - self.window + 1)
+            stop = min(stop, last + self.offset + self.window)
+        return slice(min(start, stop), stop)
 
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"] | None:
-        """Return the part of the mask for some queries and some keys, or None if it hides none of these keys.
-
-        The mask is True where a query of ``rows`` sees a key of ``keys``.
+        """Return the part of the mask for some queries and some keys, True where a query sees a key; None if
+        it hides none of these keys.
         """
+        if self.positions is not None:
+            return self.positions[None, keys] <= self.positions[rows, None]
         # Order and window are compared only where they cut through the block.
         at = self._positions(rows)
         after_all = not self.causal or keys.stop <= at.start + 1
@@ -124,6 +116,19 @@ class Visibility:
     def _positions(self, rows: slice) -> slice:
         """Convert a range of queries to the range of the keys that have the same positions."""
         return slice(rows.start + self.offset, rows.stop + self.offset)
+
+
+def check_seen(mask: Bool[Tensor, "*lead m n"], causal: bool, window: int | None) -> None:
+    """Raise ArgumentError if a mask hides all keys from some query."""
+    rules = Visibility(max(mask.shape[-2:]), causal, window).whole(mask.device)
+    blind = torch.nonzero(~(mask if rules is None else mask & rules).any(dim=-1))
+    if len(blind):
+        raise ArgumentError(
+            "mask",
+            expected="at least one visible key for every query",
+            got=f"query {int(blind[0, -1])} sees none",
+            remedy="Remove such tokens (padding) from X.",
+        )
 
 
 def check_window(window: object) -> int | None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention.map import TokenMap, as_parameter
+from howsmooth.attention.scaled_dot_product import Keys, Outputs, Values
 from howsmooth.errors import ArgumentError
 
-__all__ = ["HeadsAttention", "in_heads"]
+__all__ = ["HeadsAttention", "InHeads", "in_heads"]
 
-_TENSORS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
+InHeads = Float[Tensor, "*batch heads n key_dim"]
 
 
 class HeadsAttention(TokenMap):
@@ -28,7 +27,6 @@ class HeadsAttention(TokenMap):
         key: Tensor,
         value: Tensor,
         output: Tensor | None,
-        *,
         query_bias: Tensor | None,
         key_bias: Tensor | None,
         value_bias: Tensor | None,
@@ -73,16 +71,6 @@ class HeadsAttention(TokenMap):
         """Dimension of the map's output tokens."""
         return self.heads * self.value_dim if self.output is None else self.output.shape[0]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the map's parameters."""
-        return self.query.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the map's parameters."""
-        return self.query.device
-
     def _described(self, kind: str, masking: str) -> str:
         heads = f"{self.heads} head{'s' if self.heads > 1 else ''}"
         if self.kv_heads != self.heads:
@@ -90,46 +78,21 @@ class HeadsAttention(TokenMap):
         projected = "with output projection" if self.output is not None else "heads concatenated"
         return f"{kind}, {heads}, {masking}, {projected}"
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return a dict of the parameters of the attention that are set (not None), by name."""
-        given = {name: getattr(self, name) for name in _TENSORS}
-        return {name: tensor for name, tensor in given.items() if tensor is not None}
-
-    def _arguments(
-        self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> dict[str, Any]:
-        """Return the constructor arguments for a copy of the attention in another dtype or on
-        another device.
-        """
-        tensors = {name: t.to(dtype=dtype, device=device) for name, t in self._tensors().items()}
-        return tensors | {"scale": self.scale}
-
     def __repr__(self) -> str:
         sizes = f"d={self.d}, key_dim={self.key_dim}, d_out={self.d_out}"
         return f"{type(self).__name__}({self.describe()}, {sizes})"
 
-    def _project(
-        self, X: Float[Tensor, "*batch n d"]
-    ) -> tuple[
-        Float[Tensor, "*batch heads n key_dim"],
-        Float[Tensor, "*batch kv_heads n key_dim"],
-        Float[Tensor, "*batch kv_heads n value_dim"],
-    ]:
+    def _project(self, X: Float[Tensor, "*batch n d"]) -> tuple[InHeads, Keys, Values]:
         """Return the queries, keys and values of tokens X, biases included."""
         queries = in_heads(X, self.query, self.query_bias)
         keys = in_heads(X, self.key, self.key_bias)
         return queries, keys, in_heads(X, self.value, self.value_bias)
 
     def _grouped(self, q: Tensor) -> Tensor:
-        """Reshape queries so that the heads that share a key head lie along one axis.
-
-        The shape changes from (..., heads, n, key_dim) to (..., kv_heads, group, n, key_dim).
-        """
+        """Reshape queries (..., heads, n, key_dim) to (..., kv_heads, group, n, key_dim)."""
         return q.reshape(*q.shape[:-3], self.kv_heads, self.heads // self.kv_heads, *q.shape[-2:])
 
-    def _projected(
-        self, heads: Float[Tensor, "*batch kv_heads group n value_dim"]
-    ) -> Float[Tensor, "*batch n d_out"]:
+    def _projected(self, heads: Outputs) -> Float[Tensor, "*batch m d_out"]:
         """Concatenate the head outputs, and multiply them by the output projection if there is one."""
         rows = heads.flatten(-4, -3).movedim(-3, -2).flatten(-2)
         if self.output is None:

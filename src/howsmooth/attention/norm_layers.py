@@ -26,21 +26,6 @@ class _OfChannels(TokenMap):
         """Dimension of the tokens, which is the number of channels."""
         return self.weight.shape[0]
 
-    @property
-    def d_out(self) -> int:
-        """Dimension of the output tokens, which is the number of channels."""
-        return self.d
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.weight.device
-
 
 class _Norm(_OfChannels):
     """Base class of the norm layers LayerNorm and RMSNorm, which act on each token separately.
@@ -51,7 +36,7 @@ class _Norm(_OfChannels):
 
     centred: bool
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> None:
         self.weight = as_parameter("weight", weight, ("d",))
         self.bias = None if bias is None else as_parameter("bias", bias, (self.d,), like=self.weight)
         self.eps = float(eps)
@@ -61,11 +46,13 @@ class _Norm(_OfChannels):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
-    def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, for each token, the vector that the norm layer normalises and the length that divides it.
+    def describe(self) -> str:
+        """Return a phrase that describes the map, for messages and reports."""
+        return type(self).__name__
 
-        The vectors h (..., n, d) are the tokens, centred for LayerNorm. The lengths s = √(|h|² + dε) have
-        shape (..., n, 1).
+    def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens h (..., n, d), centred for LayerNorm, and their lengths s = √(|h|² + dε), which
+        divide them, (..., n, 1).
         """
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         return h, torch.sqrt((h * h).sum(dim=-1, keepdim=True) + self.d * self.eps)
@@ -90,18 +77,6 @@ class LayerNorm(_Norm):
 
     centred = True
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> None:
-        super().__init__(weight, bias, eps)
-
-    def describe(self) -> str:
-        """Return a phrase that describes the map, for messages and reports."""
-        return "LayerNorm"
-
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerNorm:
-        """Return the norm layer with its parameters converted to another dtype or device."""
-        bias = None if self.bias is None else self.bias.to(dtype=dtype, device=device)
-        return LayerNorm(self.weight.to(dtype=dtype, device=device), bias, self.eps)
-
 
 class RMSNorm(_Norm):
     """The RMSNorm of each token, as a map of tokens.
@@ -119,14 +94,6 @@ class RMSNorm(_Norm):
 
     def __init__(self, weight: Tensor, eps: float = 1e-6) -> None:
         super().__init__(weight, None, eps)
-
-    def describe(self) -> str:
-        """Return a phrase that describes the map, for messages and reports."""
-        return "RMSNorm"
-
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> RMSNorm:
-        """Return the norm layer with its parameters converted to another dtype or device."""
-        return RMSNorm(self.weight.to(dtype=dtype, device=device), self.eps)
 
 
 class LayerScale(_OfChannels):
@@ -150,10 +117,6 @@ class LayerScale(_OfChannels):
     def describe(self) -> str:
         """Return a phrase that describes the map, for messages and reports."""
         return "layer scale"
-
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerScale:
-        """Return the map with its factors converted to another dtype or device."""
-        return LayerScale(self.weight.to(dtype=dtype, device=device))
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         return self.weight * x

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from howsmooth.attention.map import as_parameter
@@ -53,18 +53,19 @@ class Rotary:
         """Return the rotary embedding with its tables converted to another dtype or device."""
         return Rotary(self.cos.to(dtype=dtype, device=device), self.sin.to(dtype=dtype, device=device))
 
-    def rotate(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:
-        """Rotate each query or key (..., n, dim) by the angles that belong to its position.
+    def at(self, positions: Int[Tensor, " chosen"]) -> Rotary:
+        """Return the embedding of which row i has the angles of position ``positions[i]`` of this one."""
+        return Rotary(self.cos[positions], self.sin[positions])
 
-        The rotation is linear, so it also maps the tangents of queries and keys.
-        """
+    def rotate(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:
+        """Rotate each query or key (..., n, dim), or its tangent, by the angles of its position."""
         n, half = t.shape[-2], self.rot_dim // 2
         turned, rest = t[..., : self.rot_dim], t[..., self.rot_dim :]
         swapped = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
         return torch.cat((turned * self.cos[:n] + swapped * self.sin[:n], rest), dim=-1)
 
     def rotate_adjoint(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:
-        """Apply the transpose of the rotary rotation, a linear map, to vectors (..., n, dim)."""
+        """Apply the transpose of the rotation to vectors (..., n, dim)."""
         n, half = t.shape[-2], self.rot_dim // 2
         turned, rest = t[..., : self.rot_dim], t[..., self.rot_dim :]
         s = turned * self.sin[:n]

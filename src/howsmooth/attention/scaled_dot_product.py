@@ -8,7 +8,6 @@ that share a key head (grouped-query attention) are multiplied with it in one pr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,8 +20,11 @@ from howsmooth.attention.masks import Visibility
 
 __all__ = [
     "NO_FEATURES",
+    "Keys",
+    "Outputs",
+    "Queries",
     "ScoreFeatures",
-    "Visible",
+    "Values",
     "attend",
     "attention_probabilities",
     "attention_scores",
@@ -43,41 +45,27 @@ _FUSED_ABOVE = 1 << 16
 # the masked-out keys that it avoids.
 _ROWS = 64
 
-
-@runtime_checkable
-class Visible(Protocol):
-    """The interface of an attention mask whose entries are computed block by block.
-
-    :class:`~howsmooth.attention.masks.Visibility` implements it for tokens.
-    """
-
-    def keys(self, rows: slice) -> slice:
-        """Return a range of keys that contains all keys to which some query in ``rows`` may attend."""
-
-    def block(
-        self, rows: slice, keys: slice, device: torch.device | None = None
-    ) -> Bool[Tensor, "rows keys"] | None:
-        """Return the part of the mask for some queries and some keys, or None if it hides none of these keys.
-
-        The mask is True where a query of ``rows`` sees a key of ``keys``.
-        """
+Queries = Float[Tensor, "*batch kv_heads group m key_dim"]
+Keys = Float[Tensor, "*batch kv_heads n key_dim"]
+Values = Float[Tensor, "*batch kv_heads n value_dim"]
+Outputs = Float[Tensor, "*batch kv_heads group m value_dim"]
+Scores = Float[Tensor, "*batch kv_heads group m n"]
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreFeatures:
-    """Optional modifications of attention scores: soft cap, bias, sinks, and masks that differ between heads.
+    """Optional features of attention scores.
 
     Parameters
     ----------
     softcap
         The soft cap c > 0: a scaled score s becomes c tanh(s / c). It is applied first.
-    bias
-        Numbers added to the capped scores, (kv_heads or 1, group or 1, m, n). If they differ along the
-        leading axes of the queries, these axes are flattened into one axis in front.
+    bias, seen
+        Numbers added to the capped scores, and masks that differ between heads, True where the query sees the
+        key: (kv_heads or 1, group or 1, m, n). If they differ along the leading axes of the queries, these
+        axes are flattened into one axis in front.
     sinks
         Attention sinks, (kv_heads, group): the score of one further key, without a value, in every row.
-    seen
-        Masks that differ between heads or leading axes, True where the query sees the key; shape as ``bias``.
 
     """
 
@@ -87,15 +75,17 @@ class ScoreFeatures:
     seen: Bool[Tensor, "*s_lead s_heads s_group m n"] | None = None
 
     def __bool__(self) -> bool:
-        """Return whether any modification of the scores is set."""
+        """Return whether there is any feature."""
         return any(t is not None for t in (self.softcap, self.bias, self.sinks, self.seen))
 
-    def block(self, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:
-        """Return the soft cap, bias, sinks and masks of one block of the attention scores.
-
-        ``lead`` and ``heads`` are indices, ``rows`` and ``keys`` ranges.
-        """
-        place = (lead, heads, rows, keys)
+    def block(self, members: slice, kv_heads: int, rows: slice, keys: slice) -> ScoreFeatures:
+        """Return the features of a block of scores, of which ``members`` are the first two axes as one."""
+        if not self:
+            return self
+        device = next((t.device for t in (self.bias, self.sinks, self.seen) if t is not None), None)
+        chosen = torch.arange(members.start, members.stop, device=device)
+        heads = chosen % kv_heads
+        place = (chosen // kv_heads, heads, rows, keys)
         sinks = None if self.sinks is None else self.sinks[heads]
         return ScoreFeatures(self.softcap, _block(self.bias, *place), sinks, _block(self.seen, *place))
 
@@ -138,13 +128,13 @@ def cap_slope(scores: Float[Tensor, "*lead m n"], cap: float) -> Float[Tensor, "
 
 
 def attention_scores(
-    q: Float[Tensor, "*batch kv_heads group m key_dim"],
-    k: Float[Tensor, "*batch kv_heads n key_dim"],
+    q: Queries,
+    k: Keys,
     scale: float,
     visible: Bool[Tensor, "m n"] | None,
     offsets: Float[Tensor, "*#heads n"] | None = None,
     features: ScoreFeatures = NO_FEATURES,
-) -> Float[Tensor, "*batch kv_heads group m n"]:
+) -> Scores:
     """Return the scores scale · q kᵀ + offsets, with −∞ where the query does not see the key.
 
     The softmax of a row of scores is a row of P. ``offsets`` holds one number a key: the log-weights of a
@@ -159,24 +149,21 @@ def attention_scores(
 
 
 def attention_probabilities(
-    q: Float[Tensor, "*batch kv_heads group m key_dim"],
-    k: Float[Tensor, "*batch kv_heads n key_dim"],
+    q: Queries,
+    k: Keys,
     scale: float,
     visible: Bool[Tensor, "m n"] | None,
     offsets: Float[Tensor, "*#heads n"] | None = None,
     features: ScoreFeatures = NO_FEATURES,
-) -> Float[Tensor, "*batch kv_heads group m n"]:
-    """Return the attention probabilities P_ij ∝ exp(scale · ⟨q_i, k_j⟩ + offset_j) over visible keys j.
-
-    These are Definitions 2.1 and C.4 of Castin et al. (2024). With sinks, a row sums to less than one.
+) -> Scores:
+    """Return P_ij ∝ exp(scale · ⟨q_i, k_j⟩ + offset_j) over visible keys j (Definitions 2.1 and C.4 of Castin
+    et al., 2024). With sinks, a row sums to less than one.
     """
     scores = attention_scores(q, k, scale, visible, offsets, features)
     return torch.softmax(features.with_sinks(scores), dim=-1)[..., : scores.shape[-1]]
 
 
-def weighted_values(
-    p: Float[Tensor, "*batch kv_heads group m n"], v: Float[Tensor, "*batch kv_heads n value_dim"]
-) -> Float[Tensor, "*batch kv_heads group m value_dim"]:
+def weighted_values(p: Scores, v: Values) -> Outputs:
     """Return the attention outputs Σ_j P_ij v_j of each head for given probabilities P."""
     return (p.flatten(-3, -2) @ v).reshape(*p.shape[:-1], v.shape[-1])
 
@@ -184,10 +171,9 @@ def weighted_values(
 def row_blocks(
     lead: int, group: int, m: int, n: int, device: torch.device, window: int | None = None
 ) -> list[tuple[slice, list[slice]]]:
-    """Cut the queries into blocks, so that the attention probabilities of one block fit in memory.
+    """Cut probabilities (lead, group, m, n) into blocks of rows, each of a bounded number of probabilities.
 
-    The probabilities have the shape (lead, group, m, n). Each entry of the list is a slice of ``lead`` and
-    the slices of the m rows. A block holds a bounded number of probabilities. Under a ``window`` blocks have
+    Each entry of the list is a slice of ``lead`` and the slices of the m rows. Under a ``window`` blocks have
     few rows, so that the keys visible to a block are not many more than those visible to a row.
     """
     entries = _ENTRIES.get(device.type, _ENTRIES_ELSEWHERE)
@@ -196,19 +182,19 @@ def row_blocks(
     length = max(1, min(longest, entries // (group * keys)))
     heads = max(1, entries // (group * length * keys))
     rows = [slice(i, min(i + length, m)) for i in range(0, m, length)]
-    return [(slice(h, h + heads), rows) for h in range(0, lead, heads)]
+    return [(slice(h, min(h + heads, lead)), rows) for h in range(0, lead, heads)]
 
 
 def attend(
-    q: Float[Tensor, "*batch kv_heads group m key_dim"],
-    k: Float[Tensor, "*batch kv_heads n key_dim"],
-    v: Float[Tensor, "*batch kv_heads n value_dim"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     scale: float,
-    visible: Visible,
+    visible: Visibility,
     offsets: Float[Tensor, "*#heads 1 n"] | None = None,
     *,
     features: ScoreFeatures = NO_FEATURES,
-) -> Float[Tensor, "*batch kv_heads group m value_dim"]:
+) -> Outputs:
     """Return the attention outputs Σ_j P_ij v_j of each head in O(n d) memory, by forming P block by block.
 
     With a window w the time is O(n w). On a CPU, long sequences use PyTorch's fused kernel if no derivative
@@ -216,11 +202,7 @@ def attend(
     all keys are visible or the mask is causal without offsets. A backward pass through this function stores
     the probabilities of all blocks.
     """
-    triangle, window = None, None
-    if isinstance(visible, Visibility):
-        triangle, window = visible.triangle, visible.window
-        if triangle and offsets is not None:
-            triangle = None
+    triangle = None if visible.triangle and offsets is not None else visible.triangle
     group, m, n = q.shape[-3], q.shape[-2], k.shape[-2]
     lead, kv_heads = k.shape[:-2], k.shape[-3]
     if offsets is not None:
@@ -233,32 +215,21 @@ def attend(
     # All results are written into one tensor. Many small results allocated between the large blocks would
     # fragment the memory, and the next block would not fit into the holes.
     out = q.new_empty((len(k), group, m, v.shape[-1]))
-    for some, all_rows in row_blocks(len(k), group, m, n, q.device, window):
-        members = torch.arange(len(k), device=q.device)[some]
-        outer, heads = members // kv_heads, members % kv_heads
+    for some, all_rows in row_blocks(len(k), group, m, n, q.device, visible.window):
         for rows in all_rows:
             keys = visible.keys(rows)
             seen = visible.block(rows, keys, q.device)
             terms = None if offsets is None else offsets[some, ..., keys]
-            part = features.block(outer, heads, rows, keys)
+            part = features.block(some, kv_heads, rows, keys)
             p = attention_probabilities(q[some, :, rows], k[some, keys], scale, seen, terms, part)
             out[some, :, rows] = weighted_values(p, v[some, keys])
     return out.reshape(*lead, group, m, -1)
 
 
 def _fused(
-    q: Float[Tensor, "lead group m key_dim"],
-    k: Float[Tensor, "lead n key_dim"],
-    v: Float[Tensor, "lead n value_dim"],
-    scale: float,
-    offsets: Float[Tensor, "lead group 1 n"] | None,
-    *,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor | None, *, causal: bool
 ) -> Float[Tensor, "lead group m value_dim"]:
-    """Compute softmax attention with PyTorch's flash attention kernel for the CPU.
-
-    The result is the same as that of :func:`attend`.
-    """
+    """Compute what :func:`attend` does with PyTorch's flash attention kernel for the CPU."""
     # The kernel wants keys and values of one dimension: zeros change neither scores nor the kept outputs.
     width, value_dim = max(k.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = (pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
@@ -271,9 +242,8 @@ def _fused(
 
 
 def differentiated(t: Tensor) -> bool:
-    """Return whether PyTorch may have to compute derivatives with respect to the tensor ``t``.
-
-    That is so if ``t`` requires gradients, carries a tangent or is inside a transform of torch.func.
+    """Return whether PyTorch may have to differentiate in the tensor ``t``: if it requires gradients, carries
+    a tangent or is inside a transform of torch.func.
     """
     # The order matters: within torch.func.vmap unpack_dual fails, so wrapped tensors are recognised first.
     return (

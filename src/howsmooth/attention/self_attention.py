@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.attention.atom_weights import EarlierAtoms, Weighting
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import as_parameter
-from howsmooth.attention.masks import Visibility, check_window
-from howsmooth.attention.multi_head_projections import HeadsAttention, in_heads
+from howsmooth.attention.masks import Visibility, check_seen, check_window
+from howsmooth.attention.multi_head_projections import HeadsAttention, InHeads, in_heads
 from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
-from howsmooth.attention.scaled_dot_product import ScoreFeatures, attend
+from howsmooth.attention.scaled_dot_product import Keys, ScoreFeatures, Values, attend
 from howsmooth.errors import ArgumentError
 
 __all__ = ["SelfAttention"]
@@ -101,17 +100,7 @@ class SelfAttention(HeadsAttention):
         query_norm: object = None,
         key_norm: object = None,
     ) -> None:
-        super().__init__(
-            query,
-            key,
-            value,
-            output,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            value_bias=value_bias,
-            output_bias=output_bias,
-            scale=scale,
-        )
+        super().__init__(query, key, value, output, query_bias, key_bias, value_bias, output_bias, scale)
         self.causal = bool(causal)
         self.window = check_window(window)
         self.mask = None if mask is None else _check_mask(mask, self.causal, self.window, self.device)
@@ -164,10 +153,7 @@ class SelfAttention(HeadsAttention):
 
     @property
     def features(self) -> ScoreFeatures:
-        """The settings that modify the attention scores, other than the mask.
-
-        The axis of query heads is split in two: (kv_heads, heads that share one key head).
-        """
+        """The features of the scores, with the axis of heads split in (kv_heads, heads that share one)."""
         bias = self.score_bias
         if bias is not None:
             bias = bias[None] if bias.shape[0] == 1 else bias.unflatten(0, (self.kv_heads, -1))
@@ -175,9 +161,7 @@ class SelfAttention(HeadsAttention):
         return ScoreFeatures(self.softcap, bias, sinks)
 
     def feature_names(self) -> tuple[str, ...]:
-        """Return, for messages, the names of the settings that make the scores differ from plain inner
-        products of queries and keys.
-        """
+        """Return, for messages, the names of what makes scores differ from inner products of projections."""
         named = {
             "a norm of queries": self.query_norm,
             "a norm of keys": self.key_norm,
@@ -199,16 +183,10 @@ class SelfAttention(HeadsAttention):
 
     def check_length(self, n: int) -> None:
         """Raise ArgumentError if the mask, the score bias or the rotary tables do not fit ``n`` tokens."""
-        if self.mask is not None and n != self.mask.shape[0]:
-            raise ArgumentError(
-                "X", expected=f"n = {self.mask.shape[0]} tokens, the length of the mask", got=f"n = {n}"
-            )
-        if self.score_bias is not None and n != self.score_bias.shape[1]:
-            raise ArgumentError(
-                "X",
-                expected=f"n = {self.score_bias.shape[1]} tokens, the length of the score bias",
-                got=f"n = {n}",
-            )
+        for name, rows in (("mask", self.mask), ("score bias", self.score_bias)):
+            if rows is not None and n != rows.shape[-1]:
+                expected = f"n = {rows.shape[-1]} tokens, the length of the {name}"
+                raise ArgumentError("X", expected=expected, got=f"n = {n}")
         if self.rotary is not None and n > self.rotary.n_max:
             raise ArgumentError(
                 "X",
@@ -219,32 +197,14 @@ class SelfAttention(HeadsAttention):
 
     # ---- the map
 
-    def visibility(self, n: int, weighting: Weighting | None = None) -> Visibility | EarlierAtoms:
-        """Return the mask as an object that computes it block by block.
+    def visibility(self, n: int, weighting: Weighting | None = None) -> Visibility:
+        """Return the mask of n tokens or, with a weighting, of the n atoms of a measure.
 
-        It is a mask of n tokens or, with a weighting, of the n atoms of a measure.
-
-        Raises
-        ------
-        ArgumentError
-            If there is a weighting, and the attention has a window, a mask, rotary positions, a score bias or
-            sinks, with which it does not act on measures; or it is causal and the weighting has no positions.
-
+        Raise ArgumentError for a measure if the attention has a window, a mask, rotary positions, a score
+        bias or sinks, or if it is causal and the atoms have no positions.
         """
         if weighting is None:
             return Visibility(n, self.causal, self.window, self.mask)
-        self._check_acts_on_measures()
-        return weighting.visibility(causal=self.causal)
-
-    def visible_keys(self, n: int, weighting: Weighting | None = None) -> Bool[Tensor, "n n"] | None:
-        """Return the mask (n, n), True where the query (row) sees the key (column), or None if nothing is
-        masked.
-
-        Raises the same errors as :meth:`visibility`.
-        """
-        return self.visibility(n, weighting).whole(self.device)
-
-    def _check_acts_on_measures(self) -> None:
         named = {
             "a window": self.window,
             "a boolean mask": self.mask,
@@ -260,21 +220,20 @@ class SelfAttention(HeadsAttention):
                 got=" and ".join(got),
                 remedy="These settings are defined for sequences: call the map on tokens.",
             )
+        return weighting.visibility(causal=self.causal)
 
-    def projections(
-        self, X: Float[Tensor, "*batch n d"]
-    ) -> tuple[
-        Float[Tensor, "*batch heads n key_dim"],
-        Float[Tensor, "*batch kv_heads n key_dim"],
-        Float[Tensor, "*batch kv_heads n value_dim"],
-    ]:
+    def visible_keys(self, n: int, weighting: Weighting | None = None) -> Bool[Tensor, "n n"] | None:
+        """Return that mask as a matrix (n, n), True where the query (row) sees the key (column), or None if
+        nothing is masked. Raises the errors of :meth:`visibility`.
+        """
+        return self.visibility(n, weighting).whole(self.device)
+
+    def projections(self, X: Float[Tensor, "*batch n d"]) -> tuple[InHeads, Keys, Values]:
         """Return the queries, keys and values of tokens X, after biases, norm layers and rotary positions."""
         q, k, v = self._project(X)
         return *self._placed(q, k), v
 
-    def queries_and_keys(
-        self, X: Float[Tensor, "*batch n d"]
-    ) -> tuple[Float[Tensor, "*batch heads n key_dim"], Float[Tensor, "*batch kv_heads n key_dim"]]:
+    def queries_and_keys(self, X: Float[Tensor, "*batch n d"]) -> tuple[InHeads, Keys]:
         """Return the queries and keys of tokens X, after biases, norm layers and rotary positions."""
         return self._placed(in_heads(X, self.query, self.query_bias), in_heads(X, self.key, self.key_bias))
 
@@ -292,44 +251,12 @@ class SelfAttention(HeadsAttention):
 
     # ---- related maps
 
-    def _arguments(
-        self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> dict[str, Any]:
-        mask = None if self.mask is None else self.mask.to(device=device)
-        rotary = None if self.rotary is None else self.rotary.to(dtype=dtype, device=device)
-        bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
-        return super()._arguments(dtype, device) | {
-            "causal": self.causal,
-            "window": self.window,
-            "mask": mask,
-            "rotary": rotary,
-            "score_bias": bias,
-            "softcap": self.softcap,
-            "sinks": None if self.sinks is None else self.sinks.to(dtype=dtype, device=device),
-            "query_norm": None if self.query_norm is None else self.query_norm.to(dtype=dtype, device=device),
-            "key_norm": None if self.key_norm is None else self.key_norm.to(dtype=dtype, device=device),
-        }
-
-    def to(
-        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> SelfAttention:
-        """Return the attention with its parameters converted to another dtype or device."""
-        return SelfAttention(**self._arguments(dtype, device))
-
-    def _rebuilt(self, **changes: object) -> SelfAttention:
-        return SelfAttention(**(self._arguments() | changes))
-
     def without_output(self) -> SelfAttention:
-        """Return the attention without its output projection.
-
-        It outputs the concatenated heads (scope ``heads``).
-        """
+        """Return the attention without its output projection: the concatenated heads (scope ``heads``)."""
         return self._rebuilt(output=None, output_bias=None)
 
     def head(self, h: int) -> SelfAttention:
-        """Return one head as a separate attention layer, without the output projection.
-
-        It has the value projection of head ``h``; scope ``head`` of a capture means this map. This is the
+        """Return one head as a separate attention layer, without the output projection (scope ``head``): the
         single-head attention of Castin et al. (2024).
 
         Raises
@@ -369,9 +296,7 @@ class SelfAttention(HeadsAttention):
         )
 
 
-def _normed(
-    t: Float[Tensor, "*batch heads n key_dim"], norm: LayerNorm | RMSNorm | None
-) -> Float[Tensor, "*batch heads n key_dim"]:
+def _normed(t: InHeads, norm: LayerNorm | RMSNorm | None) -> InHeads:
     """Apply a norm layer to queries or keys, either to each head or to the concatenated heads."""
     if norm is None:
         return t
@@ -398,14 +323,5 @@ def _check_mask(mask: object, causal: bool, window: int | None, device: torch.de
         raise ArgumentError("mask", expected="shape (n, n)", got=f"shape {tuple(mask.shape)}")
     if mask.device != device:
         raise ArgumentError("mask", expected=f"a tensor on {device}, as query", got=str(mask.device))
-    rules = Visibility(n, causal, window).whole(device)
-    seen = mask if rules is None else mask & rules
-    blind = torch.nonzero(~seen.any(dim=1)).flatten()
-    if blind.numel():
-        raise ArgumentError(
-            "mask",
-            expected="at least one visible key for every query",
-            got=f"query {int(blind[0])} sees none",
-            remedy="Remove such tokens (padding) from X.",
-        )
+    check_seen(mask, causal, window)
     return mask

@@ -9,7 +9,14 @@ from torch import Tensor
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.multi_head_projections import HeadsAttention
-from howsmooth.attention.scaled_dot_product import attend, attention_scores, differentiated, row_blocks
+from howsmooth.attention.scaled_dot_product import (
+    Keys,
+    Queries,
+    attend,
+    attention_scores,
+    differentiated,
+    row_blocks,
+)
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["SinkhornAttention"]
@@ -68,17 +75,7 @@ class SinkhornAttention(HeadsAttention):
         tolerance: float = 1e-9,
         max_iterations: int = 1000,
     ) -> None:
-        super().__init__(
-            query,
-            key,
-            value,
-            output,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            value_bias=value_bias,
-            output_bias=output_bias,
-            scale=scale,
-        )
+        super().__init__(query, key, value, output, query_bias, key_bias, value_bias, output_bias, scale)
         if not 1e-13 <= tolerance < 1:
             raise ArgumentError("tolerance", expected="a number from 1e-13 up to 1", got=f"{tolerance:g}")
         if isinstance(max_iterations, bool) or max_iterations < 1:
@@ -89,14 +86,6 @@ class SinkhornAttention(HeadsAttention):
     def describe(self) -> str:
         """Return a phrase that describes the map, for messages and reports."""
         return self._described("Sinkhorn attention", "unmasked")
-
-    def to(
-        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> SinkhornAttention:
-        """Return the attention with its parameters converted to another dtype or device."""
-        return SinkhornAttention(
-            **self._arguments(dtype, device), tolerance=self.tolerance, max_iterations=self.max_iterations
-        )
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         n = x.shape[-2]
@@ -113,17 +102,12 @@ class SinkhornAttention(HeadsAttention):
         return self._projected(attend(q, k, v, self.scale, Visibility(n), offsets.to(x.dtype)))
 
     def _potentials(
-        self,
-        q: Float[Tensor, "*batch kv_heads group n key_dim"],
-        k: Float[Tensor, "*batch kv_heads n key_dim"],
-        log_weights: Float[Tensor, " n"],
+        self, q: Queries, k: Keys, log_weights: Float[Tensor, " n"]
     ) -> Float[Tensor, "*batch kv_heads group 1 n"]:
-        """Find the vectors f, g for which the attention matrix exp(scores + f + g) is doubly stochastic.
+        """Find the vector g in P_ij ∝ a_j exp(S_ij + g_j), with scores S, weights a of the atoms and rows
+        that sum to one, for which Σ_i a_i P_ij = a_j within the tolerance.
 
-        The potentials are the vector g in P_ij ∝ a_j exp(S_ij + g_j), with scores S, weights a of the atoms,
-        and rows of P that sum to one. The equations Σ_i a_i P_ij = a_j hold within the tolerance. One
-        iteration passes over the scores in blocks of rows; if there are several blocks, each is computed anew
-        in every iteration to save memory.
+        If the scores take several blocks of rows, each is computed anew in every iteration to save memory.
         """
         if torch._C._functorch.is_batchedtensor(q):
             raise ArgumentError(
@@ -168,15 +152,14 @@ class SinkhornAttention(HeadsAttention):
 
     def _newton(
         self,
-        q: Float[Tensor, "*batch kv_heads group n key_dim"],
-        k: Float[Tensor, "*batch kv_heads n key_dim"],
+        q: Queries,
+        k: Keys,
         offsets: Float[Tensor, "*batch kv_heads group 1 n"],
         log_weights: Float[Tensor, " n"],
     ) -> Float[Tensor, "*batch kv_heads group 1 n"]:
-        """Improve the potentials of Sinkhorn attention by one Newton step.
+        """Improve log a + g, the ``offsets``, by one Newton step for c_j = 1 with c_j = Σ_i a_i P_ij / a_j.
 
-        The potentials g solve the equations c_j = 1 with c_j = Σ_i a_i P_ij / a_j; the argument ``offsets``
-        and the result are log a + g. The derivative of c is ∂c/∂g = diag(c) − R P, where R_ji = a_i P_ij /
+        The derivative of c is ∂c/∂g = diag(c) − R P, where R_ji = a_i P_ij /
         a_j. This matrix is singular, since a constant added to g does not change P; adding 1 aᵀ makes it
         invertible.
         """

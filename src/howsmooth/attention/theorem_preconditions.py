@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from howsmooth.attention.compositions import Compose, Residual
+from howsmooth.attention.compositions import layers
 from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.l2_attention import L2Attention
 from howsmooth.attention.map import TokenMap
@@ -13,44 +13,24 @@ from howsmooth.errors import ArgumentError
 
 __all__ = ["remedy_for_other_map", "require_formula", "require_plain_scores"]
 
+_MATRICES = "attention given by its matrices: {} cannot use any other"
+
 
 def require_plain_scores(f: object, what: str, *, argument: str = "attention") -> None:
     """Raise ArgumentError if ``f`` is or contains an attention whose scores are not ⟨q_i, k_j⟩. A mask is
     allowed.
 
     Scores with a bias, a soft cap, sinks or norms of queries and keys are refused, and so is attention whose
-    layer is code (:class:`~howsmooth.attention.StagedAttention`).
-
-    Parameters
-    ----------
-    f
-        Any object. If it is a residual or a composition, its parts are checked.
-    what
-        The caller, as the subject of the message, for instance "these bounds".
-    argument
-        Name of the caller's argument, for the message.
-
+    layer is code (:class:`~howsmooth.attention.StagedAttention`). The message is about the caller's
+    ``argument``, and has the caller as its subject: ``what``, for instance "these bounds".
     """
-    match f:
-        case StagedAttention():
-            raise ArgumentError(
-                argument,
-                expected=f"attention given by its matrices: {what} cannot use any other",
-                got="attention in stages, whose layer is code",
-                remedy="local_lipschitz measures such attention at given tokens.",
-            )
-        case SelfAttention() if f.feature_names():
-            raise ArgumentError(
-                argument,
-                expected=f"attention whose scores are ⟨q_i, k_j⟩: {what} cannot use any others",
-                got=" and ".join(f.feature_names()),
-                remedy="local_lipschitz measures such attention at given tokens.",
-            )
-        case Residual():
-            require_plain_scores(f.inner, what, argument=argument)
-        case Compose():
-            require_plain_scores(f.outer, what, argument=argument)
-            require_plain_scores(f.inner, what, argument=argument)
+    for layer in layers(f):
+        match layer:
+            case StagedAttention():
+                raise _refusal(argument, _MATRICES, what, "attention in stages, whose layer is code")
+            case SelfAttention() if layer.feature_names():
+                expected = "attention whose scores are ⟨q_i, k_j⟩: {} cannot use any others"
+                raise _refusal(argument, expected, what, " and ".join(layer.feature_names()))
 
 
 def remedy_for_other_map(given: object) -> str:
@@ -66,25 +46,15 @@ def remedy_for_other_map(given: object) -> str:
 
 
 def require_formula(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError if ``f``, or a part of the composition ``f``, is not one of the maps with a known
-    formula, such as SelfAttention or LayerNorm.
-
-    A module of a model, for example, is given by code instead.
-
-    The parameters are the same as in :func:`require_plain_scores`.
+    """Raise ArgumentError if ``f``, or a part of the composition ``f``, is given by code, as a module of a
+    model is, instead of a known formula. The parameters are those of :func:`require_plain_scores`.
     """
-    match f:
-        case Residual():
-            require_formula(f.inner, what, argument=argument)
-        case Compose():
-            require_formula(f.outer, what, argument=argument)
-            require_formula(f.inner, what, argument=argument)
-        case SelfAttention() | L2Attention() | SinkhornAttention() | LayerNorm() | RMSNorm() | LayerScale():
-            pass
-        case TokenMap():
-            raise ArgumentError(
-                argument,
-                expected=f"attention given by its matrices: {what} cannot use any other",
-                got=f.describe(),
-                remedy="local_lipschitz measures such attention at given tokens.",
-            )
+    known = SelfAttention | L2Attention | SinkhornAttention | LayerNorm | RMSNorm | LayerScale
+    for layer in layers(f):
+        if isinstance(layer, TokenMap) and not isinstance(layer, known):
+            raise _refusal(argument, _MATRICES, what, layer.describe())
+
+
+def _refusal(argument: str, expected: str, what: str, got: str) -> ArgumentError:
+    remedy = "local_lipschitz measures such attention at given tokens."
+    return ArgumentError(argument, expected=expected.format(what), got=got, remedy=remedy)

@@ -4,8 +4,8 @@ The closed form of attention rests on one derivative, whose formulas stand in ``
 schedule around it, and gives the same numbers up to rounding:
 
 - ``softmax``: P is kept in memory; at a measure (the atoms of which have weights) a second, weighted P too.
-- ``packed_sequences`` and ``padded_jacobian_batch``: several sequences of unequal lengths with P kept, which
-  share the projections, or are padded with zeros to one length.
+- ``unequal_lengths``: several sequences with P kept, which share the projections, or are padded with zeros to
+  one length.
 - ``streamed_softmax``, cut by ``tiling``: P is formed tile by tile in each product, in memory O(n d).
 - ``fused_softmax``: the same in Triton kernels on a CUDA device, where tiles stay on the chip.
 - :mod:`howsmooth.functional`: blocks of rows, as a function that PyTorch differentiates to every order.
@@ -19,7 +19,4 @@ attention, and its variants".
 from howsmooth.jacobian.autodiff import AutodiffJacobian
 from howsmooth.jacobian.closed_form import closed_form_jacobian
 
-__all__ = [
-    "AutodiffJacobian",
-    "closed_form_jacobian",
-]
+__all__ = ["AutodiffJacobian", "closed_form_jacobian"]

@@ -1,14 +1,14 @@
 """The Jacobian of multi-head self-attention, with attention probabilities that are kept in memory or
 recomputed tile by tile.
 
-Both operators project tangents of tokens to tangents of queries, keys and values, apply the derivative of the
+Both operators project tangents of tokens to those of queries, keys and values, apply the derivative of the
 softmax to each head, and project the heads to the output. They differ in that derivative, and in how many
 projected tensors are in memory at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import torch
@@ -17,19 +17,18 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.atom_weights import Weighting
-from howsmooth.attention.masks import Visibility
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.fused_softmax import fused
-from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
-from howsmooth.jacobian.projections import Projection, Projections
-from howsmooth.jacobian.rounding_bounds import attention_error
+from howsmooth.jacobian.norm_layers import NormJacobian, query_and_key_norms
+from howsmooth.jacobian.projections import Projection
+from howsmooth.jacobian.rounding_bounds import AttentionRounding
 from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative, weighted_softmax_derivative
 from howsmooth.jacobian.streamed_softmax import StreamedDerivative, streamed_derivative
 from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.operator import ProductError
 
-__all__ = ["AttentionJacobian", "StreamedAttentionJacobian"]
+__all__ = ["AttentionJacobian", "StreamedAttentionJacobian", "attention_jacobians"]
 
 Norms = tuple[NormJacobian | None, NormJacobian | None]
 """Jacobians of the norm of the queries and of the norm of the keys, where the layer has them."""
@@ -40,8 +39,8 @@ class _MultiHeadJacobian(LinearOperator):
 
     def __init__(
         self,
-        projection: Projection,
         core: SoftmaxDerivative | StreamedDerivative,
+        projection: Projection,
         norms: Norms,
         proved: ProductError | None = None,
     ) -> None:
@@ -62,13 +61,11 @@ class _MultiHeadJacobian(LinearOperator):
         rows = (members.to(self.device)[:, None] * kv_heads + heads).flatten()
         query_norm, key_norm = (None if norm is None else norm.select(members) for norm in self.norms)
         proved = None if self.proved is None else self.proved.select(members)
-        return type(self)(self.projection, self.core.select(rows), (query_norm, key_norm), proved)
+        return type(self)(self.core.select(rows), self.projection, (query_norm, key_norm), proved)
 
     def _to_heads(self, part: int, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "b m width"]:
         """Split projected tangents, of queries (``part`` 0), keys (1) or values (2) in all heads, into one
-        matrix for each key head.
-
-        The derivatives of the norm layer and the rotation, which follow the projection, are applied here.
+        matrix for each key head, and apply the derivatives of the norm layer and the rotation that follow.
         """
         f, (b, n, _) = self.projection.attention, rows.shape
         heads, norm = (f.heads, f.kv_heads, f.kv_heads)[part], (*self.norms, None)[part]
@@ -116,63 +113,10 @@ def _side_by_side(
     return out
 
 
-def _norms(f: SelfAttention, x: Tensor, dtype: torch.dtype) -> Norms:
-    return (
-        norm_jacobian(f.query_norm, x, f.query, f.query_bias, dtype),
-        norm_jacobian(f.key_norm, x, f.key, f.key_bias, dtype),
-    )
-
-
 class AttentionJacobian(_MultiHeadJacobian):
     """The Jacobian of multi-head self-attention with all probabilities in memory, n² for each head."""
 
     core: SoftmaxDerivative
-
-    @classmethod
-    def at(
-        cls,
-        f: SelfAttention,
-        x: Float[Tensor, "batch n d"],
-        off: Float[Tensor, "batch n"] | None,
-        weighting: Weighting | None,
-        projections: Sequence[Projections],
-        norms: MatrixNorms,
-    ) -> list[LinearOperator]:
-        """Return the Jacobian of a float64 layer at float64 tokens, one operator for each of ``projections``.
-
-        Parameters
-        ----------
-        f, x
-            The layer and its tokens.
-        off
-            Upper bound of |x̂ − x| of each token, x̂ the exact token; None if no error is to be proved.
-        weighting
-            The weights of a measure whose atoms the tokens are, or None.
-        projections
-            The projections of the map in each dtype.
-        norms
-            Norms of the layer's matrices, for the proof of the error.
-
-        """
-        visible = f.visible_keys(x.shape[1], weighting)
-        operands = Operands.of_tokens(f, x)
-        # The derivative in float64 holds all other dtypes, so that scores are formed once.
-        double = any(made.dtype == torch.float64 for made in projections) and weighting is None
-        exact = softmax_derivative(operands, visible, torch.float64) if double else None
-
-        def in_dtype(made: Projections) -> AttentionJacobian:
-            if weighting is not None:
-                weighted = weighted_softmax_derivative(operands, visible, weighting, made.dtype)
-                return cls(made.of(f), weighted, _norms(f, x, made.dtype))
-            core = (
-                softmax_derivative(operands, visible, made.dtype) if exact is None else exact.to(made.dtype)
-            )
-            proved = None
-            if off is not None and core.moments is not None:
-                proved = attention_error(f, x, off, operands, core.moments, core.mean, norms)
-            return cls(made.of(f), core, _norms(f, x, made.dtype), proved)
-
-        return [in_dtype(made) for made in projections]
 
     def _product(self, e: Tensor) -> Tensor:
         return self.projection.out(self.heads(self.projection.into(e)))
@@ -218,39 +162,6 @@ class StreamedAttentionJacobian(_MultiHeadJacobian):
 
     core: StreamedDerivative
 
-    @classmethod
-    def at(
-        cls,
-        f: SelfAttention,
-        x: Float[Tensor, "batch n d"],
-        dtype: torch.dtype,
-        *,
-        off: Float[Tensor, "batch n"] | None = None,
-        norms: MatrixNorms | None = None,
-        allowance: float | None = None,
-    ) -> StreamedAttentionJacobian:
-        """Return the Jacobian of a float64 layer at float64 tokens.
-
-        Parameters
-        ----------
-        f, x, dtype
-            The layer, its tokens, and the dtype of the products.
-        off, norms
-            As for :meth:`AttentionJacobian.at`.
-        allowance
-            Relative rounding error that the products may have.
-
-        """
-        projection, of_rows = Projection.of(f, dtype, x.shape[0] * x.shape[1]), _norms(f, x, dtype)
-        visibility = f.visibility(x.shape[1])
-        assert isinstance(visibility, Visibility)  # the visibility of measures has another type
-        operands = Operands.of_tokens(f, x)
-        derivative, proved = streamed_derivative(operands, visibility, dtype), None
-        if off is not None and derivative.moments is not None:
-            mean = derivative.mean.flatten(1, 2)
-            proved = attention_error(f, x, off, operands, derivative.moments, mean, norms or MatrixNorms())
-        return cls(projection, fused(derivative, allowance), of_rows, proved)
-
     def _product(self, e: Tensor) -> Tensor:
         return self.projection.out(self._concatenated(self.core.product(*self._tangents(e))))
 
@@ -282,3 +193,48 @@ class StreamedAttentionJacobian(_MultiHeadJacobian):
         out.addmm_(self._from_heads(1, dk).flatten(0, 1), key)
         out.addmm_(self._from_heads(2, dv).flatten(0, 1), value)
         return out.view(self.batch, *self.in_shape)
+
+
+def attention_jacobians(
+    f: SelfAttention,
+    x: Float[Tensor, "batch n d"],
+    made: Mapping[torch.dtype, Callable[[SelfAttention], Projection]],
+    off: Float[Tensor, "batch n"] | None,
+    norms: MatrixNorms,
+    weighting: Weighting | None = None,
+    *,
+    streamed: bool = False,
+    allowance: float | None = None,
+) -> list[LinearOperator]:
+    """Return the Jacobian of a float64 layer at float64 tokens, one operator for each dtype of ``made``.
+
+    The tokens may be the atoms of a measure of this weighting. ``off`` is an upper bound of the distance of
+    each token from its exact value, or None if no error is to be proved; ``norms``, for that proof, holds
+    norms of the layer's matrices. ``streamed`` and ``allowance`` are as for ``closed_form_jacobian``.
+    """
+    visibility, operands = f.visibility(x.shape[1], weighting), Operands.of_tokens(f, x)
+    streamed = streamed and weighting is None
+    visible = None if streamed else visibility.whole(f.device)
+    # The derivative in float64 holds all other dtypes, so that scores are formed once.
+    exact: SoftmaxDerivative | None = None
+    if not streamed and weighting is None and torch.float64 in made:
+        exact = softmax_derivative(operands, visible, torch.float64)
+
+    def kept(dtype: torch.dtype) -> SoftmaxDerivative:
+        if weighting is not None:
+            return weighted_softmax_derivative(operands, visible, weighting, dtype)
+        return softmax_derivative(operands, visible, dtype) if exact is None else exact.to(dtype)
+
+    found: list[LinearOperator] = []
+    for dtype, matrices in made.items():
+        core = streamed_derivative(operands, visibility, dtype) if streamed else kept(dtype)
+        proved = None
+        if off is not None and core.moments is not None:
+            mean = core.mean.flatten(1, -2)
+            proved = AttentionRounding(f, x, off, operands, norms).product_error(core.moments, mean)
+        parts = matrices(f), query_and_key_norms(f, x, dtype), proved
+        if isinstance(core, StreamedDerivative):
+            found.append(StreamedAttentionJacobian(fused(core, allowance), *parts))
+        else:
+            found.append(AttentionJacobian(core, *parts))
+    return found

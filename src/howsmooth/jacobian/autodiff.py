@@ -92,14 +92,12 @@ class AutodiffJacobian(LinearOperator):
     batch_dims
         Number of leading axes of ``x`` that are batch axes; by default all axes but the last two.
     start
-        The start vectors (members, ...) of a solver, along which the derivatives are checked; by default
-        Gaussian vectors of the operator's own.
+        Vectors (members, ...) along which the derivatives are checked; by default Gaussian ones.
     rounding
-        The relative rounding error of the products for each member, if it is known: then ``f`` was checked
-        before, in another dtype, and is not checked again.
+        The relative rounding error of the products for each member, if ``f`` was checked before, in another
+        dtype; then it is not checked again.
     float64_bytes
-        How many bytes a float64 operator of the same map may use, which judges what is found with this one; 0
-        if there is none.
+        How many bytes a float64 operator of the same map may use, which judges what is found with this one.
 
     Attributes
     ----------
@@ -109,7 +107,7 @@ class AutodiffJacobian(LinearOperator):
         Whether a float64 operator fits into ``float64_bytes``. If so, rounding is estimated from a single
         repeated product.
     powers
-        The powers of two by which the checks multiplied the products to bring them into that range.
+        The powers of two by which the checks multiplied the products to bring them into range.
 
     Raises
     ------
@@ -139,8 +137,14 @@ class AutodiffJacobian(LinearOperator):
         lead = x.shape[: x.ndim - 2 if batch_dims is None else batch_dims]
         self._f = f
         self._x = x
-        self._lead = len(lead)
-        self._linearise()
+        # Estimating the rounding needs a second graph, and each is followed by that of its derivative.
+        most = memory_budget(None, x.device) // _GRAPHS if x.shape[len(lead)] < _LONG else 0
+        try:
+            with as_derivative_errors("reverse"):
+                self._kept = Linearisation(f, x, most, watched=True)
+        except Exception:
+            self._refuse_failing()
+            raise
         y: object = self._kept.y
         if not isinstance(y, Tensor) or y.shape[: len(lead)] != lead or y.ndim == len(lead):
             tensor = isinstance(y, Tensor)
@@ -173,17 +177,6 @@ class AutodiffJacobian(LinearOperator):
         self.powers = PowersOfTwo.ones(self.batch)
         if rounding is None:
             self._check_derivatives(y, start)
-
-    def _linearise(self) -> None:
-        """Evaluate f at x and keep the autograd graph, along which the products are computed."""
-        # Estimating the rounding needs a second graph, and each is followed by that of its derivative.
-        most = memory_budget(None, self._x.device) // _GRAPHS if self._x.shape[self._lead] < _LONG else 0
-        try:
-            with as_derivative_errors("reverse"):
-                self._kept = Linearisation(self._f, self._x, most, watched=True)
-        except Exception:
-            self._refuse_failing()
-            raise
 
     def _refuse_other_outputs(self, again: Tensor | None) -> None:
         """Raise ArgumentError if f gives different outputs for x; ``again`` is a second one, or None."""
@@ -252,12 +245,11 @@ class AutodiffJacobian(LinearOperator):
         return y, tangent.reshape(self.batch, *self.out_shape)
 
     def _conditioning(self, u: Tensor, jtu: Tensor) -> Tensor:
-        """Estimate the relative error of a product Jᵀu that is caused by rounding inside f.
+        """Estimate the relative error of Jᵀu, which is ``jtu``, that is caused by rounding inside f.
 
-        Rounding inside f acts like a rounding error of its input. So Jᵀu, which is ``jtu``, is computed four
-        more times, at tokens moved by one machine epsilon each, and sixteen times the largest relative change
-        is the estimate. Each time u is multiplied by another number, which changes the rounding of terms that
-        cancel. For Gaussian vectors such changes of J are as large in Jᵀu as in J e, which takes longer.
+        Rounding inside f acts like a rounding error of its input. So Jᵀu is computed four more times, at
+        tokens moved by one machine epsilon each and for multiples of u, which round terms that cancel
+        otherwise. For Gaussian vectors such changes of J are as large in Jᵀu as in J e, which takes longer.
         Where the result is judged in float64, one repetition and a larger factor are enough if the estimate
         is small. If not, the finer estimate is made, because a map that loses all digits is refused by it.
         """
@@ -278,10 +270,7 @@ class AutodiffJacobian(LinearOperator):
 
     def _check_derivatives(self, y: Tensor, start: Tensor | None) -> None:
         """Check derivatives of f along ``start`` (None: a random tangent) against each other and against
-        finite differences, and estimate their rounding errors.
-
-        The argument ``y`` is f(x). Products that leave the range in which all digits are kept are checked
-        with other powers of two.
+        finite differences, and estimate their rounding errors; ``y`` is f(x).
         """
         # Not the seed of a start, as ⟨J e, e⟩ = ⟨e, Jᵀe⟩ shows less than two independent vectors.
         generator = torch.Generator().manual_seed(_CHECK_SEED)
@@ -338,46 +327,41 @@ class AutodiffJacobian(LinearOperator):
             )
 
     def _refuse_out_of_range(self, e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> None:
-        """Raise NonFiniteError if a product is zero, or far from one, because numbers inside f leave the
-        range of their dtype.
-
-        The arguments ``je`` and ``jtu`` are products of the scaled map with ``e`` and ``u``. A map whose
-        Jacobian is zero passes.
+        """Raise NonFiniteError if a product of the scaled map, ``je`` or ``jtu``, is zero, or far from one,
+        because numbers inside f leave the range of their dtype. A map whose Jacobian is zero passes.
         """
         lost = ~(_nonzero(je) & _nonzero(jtu))
         scaled = torch.from_numpy(self.powers.total != 0).to(lost.device)
         if bool(lost.any()):
             there = lost.view(-1, *(1,) * (u.ndim - 1)), lost.view(-1, *(1,) * (e.ndim - 1))
-            u = torch.where(there[0], shifted(u, self.powers.adjoint_before), 0.0).reshape(self._y_shape)
-            e = torch.where(there[1], shifted(e, self.powers.before), 0.0).reshape(self._x.shape)
-            with one_backend():
-                if self._kept.underflows(e, u):
-                    raise self._out_of_range("products that underflow to zero inside f")
-        if self._kept.infinite and _true_of(overflows, self._f, self._x):
+            if self._underflows(torch.where(there[1], e, 0.0), torch.where(there[0], u, 0.0)):
+                raise self._out_of_range("products that underflow to zero inside f")
+        if self._kept.infinite and overflows(self._f, self._x):
             raise self._out_of_range("numbers that overflow inside f")
         # Members of any other size are none of this, and are replaced by one of these.
         if bool((lost | scaled).any()):
             x = self._x.reshape(self.batch, *self.in_shape)
             chosen = (lost | scaled).view(-1, *(1,) * (x.ndim - 1))
             x = torch.where(chosen, x, x[lost | scaled][:1]).reshape(self._x.shape)
-            if _true_of(values_out_of_range, self._f, x):
+            if values_out_of_range(self._f, x):
                 raise self._out_of_range("numbers that underflow or overflow inside f")
 
     @contextmanager
     def _range_first(self, e: Tensor, u: Tensor) -> Iterator[None]:
-        """Convert a DerivativeError to a NonFiniteError if numbers inside f leave the range of their dtype,
-        as then its derivative need not be wrong.
-        """
+        """Make a NonFiniteError of a DerivativeError if numbers inside f leave the range of their dtype."""
         try:
             yield
         except DerivativeError as error:
-            u = shifted(u, self.powers.adjoint_before).reshape(self._y_shape)
-            e = shifted(e, self.powers.before).reshape(self._x.shape)
-            with one_backend():
-                lost = self._kept.underflows(e, u, digits=True)
-            if lost or _true_of(values_out_of_range, self._f, self._x):
+            lost = self._underflows(e, u, digits=True)
+            if lost or values_out_of_range(self._f, self._x):
                 raise self._out_of_range("numbers that underflow or overflow inside f") from error
             raise
+
+    def _underflows(self, e: Tensor, u: Tensor, *, digits: bool = False) -> bool:
+        u = shifted(u, self.powers.adjoint_before).reshape(self._y_shape)
+        e = shifted(e, self.powers.before).reshape(self._x.shape)
+        with one_backend():
+            return self._kept.underflows(e, u, digits=digits)
 
     def _out_of_range(self, got: str) -> NonFiniteError:
         return NonFiniteError(
@@ -390,10 +374,8 @@ class AutodiffJacobian(LinearOperator):
         )
 
     def keeps_rows_apart(self) -> bool:
-        """Return True if the map acts on each token separately, so that row i of J E depends only on row i of
-        E.
-
-        The result is False for J = 0 and for fewer than two tokens. The operator must have one member.
+        """Return True if row i of J E depends only on row i of E, in an operator of one member. The result is
+        False for J = 0 and for fewer than two tokens.
         """
         rows = self.in_shape[0]
         if rows < 2 or self.out_shape[:1] != (rows,):
@@ -547,16 +529,6 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float =
     return allowed * torch.where(size > 0, change / size, 0.0).cpu()
 
 
-def _true_of(
-    question: Callable[[Callable[[Tensor], Tensor], Tensor], bool], f: Callable[[Tensor], Tensor], x: Tensor
-) -> bool:
-    try:
-        with one_backend():
-            return question(f, x)
-    except Exception:  # of a map that cannot be evaluated step by step nothing is known
-        return False
-
-
 def _nonzero(t: Tensor) -> Tensor:
     """Say of each member of a batch whether it is not zero."""
     return t.flatten(1).any(dim=1)
@@ -573,10 +545,9 @@ def _length(t: Tensor) -> float:
 
 
 def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor, reverse: Tensor) -> None:
-    """Raise DerivativeError unless the products with a Jacobian J satisfy ⟨J e, u⟩ = ⟨e, Jᵀu⟩ up to rounding,
-    for Gaussian e and u.
+    """Raise DerivativeError unless ⟨J e, u⟩ = ⟨e, Jᵀu⟩ up to rounding, for Gaussian e and u; ``forward`` and
+    ``reverse`` are the estimated relative rounding errors of J e and Jᵀ u for each member.
 
-    ``forward`` and ``reverse`` are the estimated relative rounding errors of J e and Jᵀ u for each member.
     A relative error δ of J e, independent of u, changes ⟨J e, u⟩ by about δ ‖J e‖, and likewise for Jᵀ u.
     """
     left, right = (je * u).sum(dtype=torch.float64), (e * jtu).sum(dtype=torch.float64)
@@ -594,9 +565,8 @@ def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor
 
 def _adjoint_defect(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> Tensor:
     """Estimate for each member of a batch the relative rounding error of products that are not adjoint to
-    each other, which those of saturated softmax are not. It is zero for all others.
-
-    A softmax with the weights 1 and p has products p (e₁ − e₂) that rounding sets to zero in its first entry.
+    each other. Those of a softmax with the weights 1 and p are not: rounding sets the first entry of
+    p (e₁ − e₂) to zero. It is zero for all others.
     """
     left, right = ((a * b).flatten(1).sum(dim=1, dtype=torch.float64) for a, b in ((je, u), (e, jtu)))
     size = torch.maximum(je.double().flatten(1).norm(dim=1), jtu.double().flatten(1).norm(dim=1))
@@ -613,16 +583,15 @@ def check_against_differences(
     rounding: float,
     je: Tensor | None = None,
 ) -> None:
-    """Raise DerivativeError if the derivative ``product`` of ``f`` at ``x`` contradicts finite differences.
+    """Raise DerivativeError if the derivative ``product`` of ``f`` at ``x`` contradicts finite differences
+    along ``e``. The arguments ``y`` and ``je`` are f(x) and, if it is known, the product with e.
 
-    A ``detach`` or ``no_grad`` inside f cuts off forward and reverse mode of automatic differentiation alike,
-    so only the values of f show it. Finite differences are taken along e. A single value of f is enough if
-    its difference from f(x) is explained. Differences count as evidence only if those for three step lengths
-    agree with each other, and if forward and backward differences agree, which rules out a kink. Differences
-    that rounding explains are allowed: the rounding of the values of f, and the relative error ``rounding``
-    of the products. If f refuses inputs near x, for instance because x is on the boundary of the ball where f
-    is defined, the steps are taken towards the inside of the ball. The arguments ``y`` and ``je`` are f(x)
-    and, if it is known, the product with e.
+    A ``detach`` or ``no_grad`` inside f cuts off forward and reverse mode alike, so only the values of f show
+    it. A single value is enough if its difference from f(x) is explained. Differences count as evidence only
+    if those for three step lengths agree, and if forward and backward differences agree, which rules out a
+    kink. Differences that rounding explains are allowed: the rounding of the values of f, and the relative
+    error ``rounding`` of the products. If f refuses inputs near x, for instance because x is on the boundary
+    of the ball where f is defined, the steps are taken towards the inside of the ball.
     """
     scale = _length(x) / math.sqrt(x.numel()) or 1.0
     # Shorter steps than those at the smallest normal number have few digits, or are zero.
@@ -669,11 +638,9 @@ def check_against_differences(
 def _differences(
     f: Callable[[Tensor], Tensor], x: Tensor, at: Tensor, e: Tensor, steps: Sequence[float]
 ) -> tuple[Tensor, list[Tensor], float] | None:
-    """Return a direction, finite differences of ``f`` along it for each step length, and the change of slope
-    at ``x``: the difference between the two one-sided differences for the first step length.
-
-    The direction is ``e`` unless f refuses the inputs along it. The result is None if f refuses all inputs
-    near ``x``. The argument ``at`` is f(x).
+    """Return a direction, ``e`` unless f refuses the inputs along it, finite differences of ``f`` along it
+    for each step length, and how the one-sided differences for the first one differ; or None if f refuses all
+    inputs near ``x``. The argument ``at`` is f(x).
     """
     try:
         sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]
@@ -692,15 +659,10 @@ def _differences(
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
     """Return the Jacobian of a float64 map at a measure, with the blocks √(a_i/a_j) ∂y_i/∂x_j for atoms x_i
-    (n, d) of weights a_i and images y_i.
+    (n, d) of weights a_i and images y_i. Raise ArgumentError if a weight is below e^-600, or the map does not
+    act on such a measure.
 
     It is the Jacobian of Y ↦ √a ∘ f(Y / √a) at Y = √a ∘ X, so the checks of :class:`AutodiffJacobian` apply.
-
-    Raises
-    ------
-    ArgumentError
-        If a weight is below e^-600, or the map does not act on such a measure.
-
     """
     smallest = float(weighting.log_weights.min())
     if smallest < _LEAST_LOG_WEIGHT:

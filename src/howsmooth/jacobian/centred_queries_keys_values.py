@@ -24,20 +24,10 @@ __all__ = ["Operands"]
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """The queries, keys and values of one softmax attention.
+    """The scaled queries, the keys and the values of one softmax attention.
 
-    Parameters
-    ----------
-    q
-        Scaled queries.
-    k, v
-        Keys and values, each less its shift. If the scores have a cap, the key shift is zero: the derivative
-        of the cap differs within a row, so the softmax would not forget the shift.
-    key_shift, value_shift
-        The vectors that were subtracted from keys and values.
-    features
-        Cap, biases, masks and sinks of the scores.
-
+    ``key_shift`` and ``value_shift`` were subtracted from keys and values. If the scores have a cap, the key
+    shift is zero: the derivative of the cap differs within a row, so the softmax would not forget the shift.
     """
 
     q: Float[Tensor, "batch kv_heads group m key_dim"]

@@ -7,8 +7,9 @@ dtype that the caller asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,12 +25,13 @@ from howsmooth.attention import (
     TokenMap,
 )
 from howsmooth.attention.atom_weights import Weighting
+from howsmooth.attention.compositions import layers
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian.attention import AttentionJacobian, StreamedAttentionJacobian
+from howsmooth.jacobian.attention import attention_jacobians
 from howsmooth.jacobian.custom_code_attention import StagedJacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, ScaleJacobian
-from howsmooth.jacobian.projections import Projections
-from howsmooth.jacobian.rounding_bounds import composed_error, image_off, provable, residual_error
+from howsmooth.jacobian.projections import Projection, projections
+from howsmooth.jacobian.rounding_bounds import composed_error, image_off, residual_error
 from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator
 
@@ -38,30 +40,23 @@ __all__ = [
     "closed_form_jacobians",
     "has_closed_form",
     "in_double",
-    "layers",
     "runs_members_alone",
 ]
+
+_Map = TypeVar("_Map", bound=TokenMap)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Arguments of :func:`closed_form_jacobian`, and the norms of matrices for proofs of rounding errors."""
+    """How all layers of a map are linearised: for which dtypes, with the arguments of
+    :func:`closed_form_jacobian`, and with norms of matrices for proofs of rounding errors.
+    """
 
+    made: Mapping[torch.dtype, Callable[[SelfAttention], Projection]]
+    weighting: Weighting | None = None
     streamed: bool = False
     allowance: float | None = None
     norms: MatrixNorms = field(default_factory=MatrixNorms)
-
-
-def layers(f: object) -> Iterator[object]:
-    """Yield the layers of which residual connections and compositions make the map ``f``."""
-    match f:
-        case Residual():
-            yield from layers(f.inner)
-        case Compose():
-            yield from layers(f.outer)
-            yield from layers(f.inner)
-        case _:
-            yield f
 
 
 def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
@@ -98,7 +93,7 @@ def closed_form_jacobian(
     weighting
         Weights and positions of the tokens as atoms of a measure; None for a sequence of tokens.
     dtype
-        Dtype of the products, float32 or float64; by default the dtype of ``x``.
+        Dtype of the products; by default that of ``x``.
     streamed
         If True, probabilities are not kept but formed anew in each product, in memory O(n d) instead of
         O(n²). Attention at a measure ignores it.
@@ -115,54 +110,38 @@ def closed_form_jacobian(
 
     """
     dtype = dtype or x.dtype
-    (of_dtype,) = _linearised(f, [x], weighting, (dtype,), _Form(streamed, allowance))
-    return of_dtype[dtype]
+    form = {"weighting": weighting, "streamed": streamed, "allowance": allowance}
+    return closed_form_jacobians(f, [x], (dtype,), **form)[0][dtype]
 
 
 def closed_form_jacobians(
-    f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+    f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype], **form: Any
 ) -> list[dict[torch.dtype, LinearOperator]]:
     """Return, for each of the batches ``xs`` (batch, n, d) of lengths of their own, the Jacobian of ``f`` in
     each dtype, as :func:`closed_form_jacobian` returns it.
 
     Jacobians of one dtype share their projections, and each batch is linearised once for all dtypes.
     """
-    return _linearised(f, xs, None, dtypes, _Form())
-
-
-def _linearised(
-    f: TokenMap,
-    xs: Sequence[Tensor],
-    weighting: Weighting | None,
-    dtypes: Sequence[torch.dtype],
-    form: _Form,
-) -> list[dict[torch.dtype, LinearOperator]]:
     if not has_closed_form(f):
         raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
     for x in xs:
         f.check_length(x.shape[-2])
     double, rows = in_double(f), sum(x.shape[0] * x.shape[1] for x in xs)
-    made = [Projections(dtype, rows) for dtype in dtypes]
-    # Rounding errors are proved for float64 products only, and not at measures. The tokens count as exact, so
-    # the proof begins with an error of zero.
-    exact = weighting is None and torch.float64 in dtypes and provable(f)
-    # The map is linearised at each batch once, for all dtypes.
+    how = _Form(projections(dtypes, rows), **form)
+    # Rounding errors are proved for float64 products only, and not at measures or of layers that are code.
+    # The tokens count as exact, so the proof begins with an error of zero.
+    exact = how.weighting is None and torch.float64 in dtypes and not runs_members_alone(f)
     found = []
     for x in xs:
         tokens = x.double()
         off = tokens.new_zeros(tokens.shape[:-1]) if exact else None
-        found.append(_linearise(double, tokens, off, weighting, made, form))
+        found.append(_linearise(double, tokens, off, how))
     return [dict(zip(dtypes, operators, strict=True)) for operators in found]
 
 
-def in_double(f: TokenMap) -> TokenMap:
-    """Return the map converted to float64, the dtype in which Jacobians are formed.
-
-    Raises
-    ------
-    ArgumentError
-        If the map is on an MPS device, which has no float64.
-
+def in_double(f: _Map) -> _Map:
+    """Return the map converted to float64, the dtype in which Jacobians are formed. Raise ArgumentError if it
+    is on an MPS device, which has no float64.
     """
     if f.device.type == "mps":
         raise ArgumentError(
@@ -174,28 +153,18 @@ def in_double(f: TokenMap) -> TokenMap:
     return f if f.dtype == torch.float64 else f.to(dtype=torch.float64)
 
 
-def _linearise(
-    f: TokenMap,
-    x: Tensor,
-    off: Tensor | None,
-    weighting: Weighting | None,
-    made: Sequence[Projections],
-    form: _Form,
-) -> list[LinearOperator]:
-    """Return the Jacobian of a float64 map at float64 tokens, one operator for each dtype of ``made``.
+def _linearise(f: TokenMap, x: Tensor, off: Tensor | None, form: _Form) -> list[LinearOperator]:
+    """Return the Jacobian of a float64 map at float64 tokens, one operator for each dtype of the form.
 
     ``off`` (batch, n) bounds the distance of each token from its exact value; if it is None, no bound on the
     rounding error is proved.
     """
-    dtypes = [projections.dtype for projections in made]
+    weighting, dtypes = form.weighting, tuple(form.made)
     match f:
-        case SelfAttention() if form.streamed and weighting is None:
-            return [
-                StreamedAttentionJacobian.at(f, x, dtype, off=off, norms=form.norms, allowance=form.allowance)
-                for dtype in dtypes
-            ]
         case SelfAttention():
-            return AttentionJacobian.at(f, x, off, weighting, made, form.norms)
+            return attention_jacobians(
+                f, x, form.made, off, form.norms, weighting, streamed=form.streamed, allowance=form.allowance
+            )
         case StagedAttention():
             f.refuse_measures(weighting)
             return [StagedJacobian.at(f, x, dtype, streamed=form.streamed) for dtype in dtypes]
@@ -205,32 +174,23 @@ def _linearise(
         case LayerScale():
             return [ScaleJacobian(f.weight.to(dtype), x.shape[0], x.shape[1]) for dtype in dtypes]
         case Residual():
-            inner = _linearise(f.inner, x, off, weighting, made, form)
-            return [ResidualJacobian(operator) for operator in inner]
+            return [ResidualJacobian(operator) for operator in _linearise(f.inner, x, off, form)]
         case Compose():
             # The outer Jacobian is taken at the image of the inner map, whose error bound is carried on.
             image = f.inner._forward(x, weighting)
             moved = None if off is None else image_off(f.inner, x, off, form.norms, image)
-            outer = _linearise(f.outer, image, moved, weighting, made, form)
-            inner = _linearise(f.inner, x, off, weighting, made, form)
+            outer, inner = _linearise(f.outer, image, moved, form), _linearise(f.inner, x, off, form)
             return [ComposedJacobian(*parts) for parts in zip(outer, inner, strict=True)]
-        case _:  # pragma: no cover - the callers have asked has_closed_form
-            raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
+    raise AssertionError(type(f))  # pragma: no cover - the caller has asked has_closed_form
 
 
 class ResidualJacobian(LinearOperator):
     """The Jacobian I + J of a residual connection, where J is the Jacobian of the residual branch."""
 
     def __init__(self, inner: LinearOperator) -> None:
-        super().__init__(
-            inner.batch,
-            inner.in_shape,
-            inner.out_shape,
-            inner.dtype,
-            inner.device,
-            inner.rounding,
-            None if inner.proved is None else residual_error(inner.proved),
-        )
+        proved = None if inner.proved is None else residual_error(inner.proved)
+        shapes, placed = (inner.in_shape, inner.out_shape), (inner.dtype, inner.device)
+        super().__init__(inner.batch, *shapes, *placed, inner.rounding, proved)
         self.inner = inner
 
     def _product(self, e: Tensor) -> Tensor:
@@ -248,17 +208,11 @@ class ComposedJacobian(LinearOperator):
     """The Jacobian of a composition of two maps, which is the product of their Jacobians."""
 
     def __init__(self, outer: LinearOperator, inner: LinearOperator) -> None:
-        super().__init__(
-            inner.batch,
-            inner.in_shape,
-            outer.out_shape,
-            inner.dtype,
-            inner.device,
-            inner.rounding + outer.rounding,
-            None
-            if outer.proved is None or inner.proved is None
-            else composed_error(outer.proved, inner.proved),
-        )
+        proved = None
+        if outer.proved is not None and inner.proved is not None:
+            proved = composed_error(outer.proved, inner.proved)
+        shapes, placed = (inner.in_shape, outer.out_shape), (inner.dtype, inner.device)
+        super().__init__(inner.batch, *shapes, *placed, inner.rounding + outer.rounding, proved)
         self.outer = outer
         self.inner = inner
 

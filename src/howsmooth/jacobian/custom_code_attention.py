@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,20 +55,12 @@ class StagedJacobian(LinearOperator):
     ) -> StagedJacobian:
         """Return the Jacobian of a float64 layer at float64 tokens (batch, n, d), with products in ``dtype``.
 
-        If ``streamed``, the softmaxes keep no probabilities: memory O(n d) instead of O(n²).
-
-        Raises
-        ------
-        ArgumentError
-            If the layer gives different outputs for one input, or does not call its softmaxes as declared.
-        DerivativeError
-            If the layer cannot be differentiated, or if its derivatives contradict each other or its values.
-        NonFiniteError
-            If an output is not finite.
-
+        If ``streamed``, the softmaxes keep no probabilities. Raise ArgumentError if the layer breaks its
+        contract, DerivativeError if its derivatives contradict each other or its values, NonFiniteError if
+        an output is not finite.
         """
         rounded = f.to(dtype=dtype)
-        return cls(tuple(_Member.at(f, rounded, member, dtype, streamed=streamed) for member in x))
+        return cls(tuple(_Member(f, rounded, member, dtype, streamed=streamed) for member in x))
 
     def _product(self, e: Tensor) -> Tensor:
         return torch.stack([member.product(part) for member, part in zip(self.members, e, strict=True)])
@@ -81,12 +74,19 @@ class StagedJacobian(LinearOperator):
 
 
 class _Member:
-    """The Jacobian of a layer ``f`` with softmaxes ``cores`` at one sequence ``x``, all in one dtype."""
+    """The Jacobian of a float64 layer ``f`` at one float64 sequence ``x``, with products in ``dtype``;
+    ``rounded`` is the layer in that dtype.
+    """
 
-    def __init__(self, f: StagedAttention, cores: tuple[_CoreAt, ...], x: Tensor) -> None:
-        self.f = f
-        self.cores = cores
-        self.x = x.detach()
+    def __init__(
+        self, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool
+    ) -> None:
+        cores: list[_CoreAt] = []
+
+        def exact(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o = f.cores[i].attend(q, k, v)
+            cores.append(_CoreAt.at(f.cores[i], q, k, v, o, dtype, streamed=streamed))
+            return o
 
         def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o: Tensor = _Linearised.apply(q, k, v, cores[i])  # type: ignore[no-untyped-call]
@@ -94,34 +94,20 @@ class _Member:
 
         def tangent(x: Tensor, e: Tensor) -> Tensor:
             with torch.no_grad(), one_backend(), as_derivative_errors("forward"), forward_ad.dual_level():
-                y, moved = forward_ad.unpack_dual(f.run(forward_ad.make_dual(x, e), core))
+                y, moved = forward_ad.unpack_dual(rounded.run(forward_ad.make_dual(x, e), core))
             return torch.zeros_like(y) if moved is None else moved
 
+        with torch.no_grad(), one_backend():
+            y = f.run(x, exact)
+        if not bool(torch.isfinite(y).all()):
+            raise NonFiniteError("f", expected="finite outputs at x", got="NaN or infinity")
+        self.x, self.cores = x.detach().to(dtype), cores
         self.forward_product = tangent
         with as_derivative_errors("reverse"):
             # PyTorch refuses in-place changes of a leaf. A layer may change its input, so it gets a copy.
-            self.kept = Linearisation(lambda x: f.run(x * 1, core), self.x, math.inf, forward=tangent)
-        self.rounding = torch.zeros((), dtype=torch.float64)
-
-    @classmethod
-    def at(
-        cls, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool
-    ) -> _Member:
-        """Return the Jacobian at one float64 sequence; ``rounded`` is the float64 layer in ``dtype``."""
-        found: list[_CoreAt] = []
-
-        def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = f.cores[i].attend(q, k, v)
-            found.append(_CoreAt.at(f.cores[i], q, k, v, o, dtype, streamed=streamed))
-            return o
-
-        with torch.no_grad(), one_backend():
-            y = f.run(x, core)
-        if not bool(torch.isfinite(y).all()):
-            raise NonFiniteError("f", expected="finite outputs at x", got="NaN or infinity")
-        member = cls(rounded, tuple(found), x.to(dtype))
-        member._check(y)
-        return member
+            self.kept = Linearisation(lambda x: rounded.run(x * 1, core), self.x, math.inf, forward=tangent)
+        own = torch.stack([core.derivative.rounding(1).amax() for core in cores]).amax()
+        self.rounding = self._checked(rounded, y, own)
 
     def product(self, e: Tensor) -> Tensor:
         with one_backend(), as_derivative_errors("reverse"):
@@ -131,10 +117,9 @@ class _Member:
         with one_backend(), as_derivative_errors("reverse"):
             return self.kept.adjoint_product(u)
 
-    def _check(self, y: Tensor) -> None:
-        """Check that forward mode, reverse mode and finite differences agree, and estimate the rounding.
-
-        ``y`` is the output in float64.
+    def _checked(self, f: StagedAttention, y: Tensor, own: Tensor) -> Tensor:
+        """Check that forward mode, reverse mode and finite differences agree, and estimate the rounding, of
+        which ``own`` is that of the softmaxes. ``y`` is the output in float64.
         """
         dtype = self.x.dtype
         # The run with the graph must reproduce the float64 run, up to rounding.
@@ -161,17 +146,15 @@ class _Member:
         # Without a valid graph of the adjoint, products are computed in forward mode.
         if not self._twice_gives(e, je):
             self.kept.twice = False
-        core = torch.stack([core.rounding for core in self.cores]).amax()
-        self.rounding = core + torch.maximum(forward, reverse)[0]
-        check_against_differences(
-            self._value,
-            self.x,
-            self._value(self.x),
-            e,
-            lambda e: self.forward_product(self.x, e),
-            float(self.rounding),
-            je,
-        )
+        rounding = own + torch.maximum(forward, reverse)[0]
+
+        def value(x: Tensor) -> Tensor:
+            with torch.no_grad(), one_backend():
+                return f._forward(x)
+
+        product = partial(self.forward_product, self.x)
+        check_against_differences(value, self.x, value(self.x), e, product, float(rounding), je)
+        return rounding
 
     def _twice_gives(self, e: Tensor, je: Tensor) -> bool:
         """Return True if double reverse mode gives the product ``je`` of forward mode."""
@@ -181,23 +164,16 @@ class _Member:
             return False
         return bool(off <= 1e4 * torch.finfo(e.dtype).eps * je.norm())
 
-    def _value(self, x: Tensor) -> Tensor:
-        with torch.no_grad(), one_backend():
-            return self.f._forward(x)
-
 
 @dataclass(frozen=True, eq=False)
 class _CoreAt:
-    """One softmax attention at given queries, keys and values: its output and its derivative.
-
-    Products take tangents and cotangents in the shapes of the layer's own queries, keys and values, whose
-    leading axes may be anything; queries are unscaled.
+    """One softmax attention at given queries, keys and values: its output and its derivative, with products
+    in the shapes of the layer's own queries, keys and values; queries are unscaled.
     """
 
     output: Tensor
     derivative: SoftmaxDerivative | StreamedDerivative
     scale: float
-    rounding: Tensor
 
     @classmethod
     def at(
@@ -227,7 +203,7 @@ class _CoreAt:
             derivative = streamed_derivative(operands, visible, dtype)
         else:
             derivative = softmax_derivative(operands, visible.whole(q.device), dtype)
-        return cls(o.detach().to(dtype, copy=True), derivative, core.scale, derivative.rounding(1).amax())
+        return cls(o.detach().to(dtype, copy=True), derivative, core.scale)
 
     def product(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         rows = self.derivative.k.shape[0]

@@ -8,7 +8,6 @@ mean-field attention".
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -17,8 +16,10 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap
 from howsmooth.attention.atom_weights import Weighting
+from howsmooth.attention.compositions import layers
 from howsmooth.attention.scaled_dot_product import attention_probabilities, cap_slope
 from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.norm_layers import NormJacobian
 from howsmooth.jacobian.softmax_tile import derivative_in_own_query
 
 __all__ = ["frozen_derivatives"]
@@ -35,13 +36,8 @@ Rows = Callable[[slice], Tensor]
 def frozen_derivatives(
     f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
 ) -> Iterator[Float[Tensor, "block d_out d"]]:
-    """Yield D Γ_μ(x_i) of a float64 map ``f`` at float64 atoms x_i, for one block of atoms at a time.
-
-    Raises
-    ------
-    ArgumentError
-        If the map does not act on such a measure.
-
+    """Yield D Γ_μ(x_i) of a float64 map ``f`` at float64 atoms x_i, for one block of atoms at a time. Raise
+    ArgumentError if the map does not act on such a measure.
     """
     n = x.shape[0]
     rows = _rows(f, x, weighting)
@@ -52,15 +48,10 @@ def frozen_derivatives(
 
 def _width(f: TokenMap) -> int:
     """Return how many numbers are in memory for each pair of an atom of a block and an atom that it sees."""
-    match f:
-        case SelfAttention():
-            return f.heads * (f.key_dim + f.value_dim)
-        case Residual():
-            return _width(f.inner)
-        case Compose():
-            return max(_width(f.outer), _width(f.inner))
-        case _:
-            return f.d + f.d_out
+    attention = [
+        one.heads * (one.key_dim + one.value_dim) for one in layers(f) if isinstance(one, SelfAttention)
+    ]
+    return max(attention, default=f.d + f.d_out)
 
 
 def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
@@ -68,7 +59,10 @@ def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
         case SelfAttention() if f.query_norm is None and f.key_norm is None:
             return _attention(f, x, weighting)
         case LayerNorm() | RMSNorm():
-            return _norm(f, x)
+            # Each atom is a sequence of its own, whose products with the unit vectors are columns.
+            at, unit = NormJacobian.at(f, x[:, None], x.dtype), torch.eye(f.d, dtype=x.dtype, device=x.device)
+            numbers = torch.arange(len(x), device=x.device)
+            return lambda rows: at.select(numbers[rows])._product(unit).mT
         case Residual():
             inner, eye = _rows(f.inner, x, weighting), torch.eye(f.d, dtype=x.dtype, device=x.device)
             return lambda rows: inner(rows) + eye
@@ -104,19 +98,6 @@ def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
         spread = derivative_in_own_query(p, slope, values, keys).flatten(0, 1)
         moved = spread @ (f.scale * f.query)[:, None]
         return torch.einsum("ohv,hbvd->bod", output, moved)
-
-    return derivatives
-
-
-def _norm(f: LayerNorm | RMSNorm, x: Tensor) -> Rows:
-    h, s = f.direction_and_length(x)
-    unit, factor = h / s, math.sqrt(f.d) / s
-    eye = torch.eye(f.d, dtype=x.dtype, device=x.device)
-    centring = eye - 1.0 / f.d if f.centred else eye
-
-    def derivatives(rows: slice) -> Tensor:
-        u = unit[rows]
-        return f.weight[:, None] * factor[rows, :, None] * (centring - u[:, :, None] * u[:, None, :])
 
     return derivatives
 

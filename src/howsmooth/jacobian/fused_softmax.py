@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from howsmooth.jacobian.softmax_tile import OfKeys, OfOutputs, OfQueries, OfValues
 from howsmooth.jacobian.streamed_softmax import StreamedDerivative, Through
 from howsmooth.triton_launch import Tile, launch, padded_width
 
@@ -67,12 +68,7 @@ class FusedDerivative(StreamedDerivative):
             return torch.finfo(torch.float32).eps * (64.0 + 2.0 * self.kappa)
         return 2.0**-16 * (4.0 + self.kappa / 8.0)
 
-    def product(
-        self,
-        dq: Float[Tensor, "b rows key_dim"],
-        dk: Float[Tensor, "b n key_dim"],
-        dv: Float[Tensor, "b n value_dim"],
-    ) -> Float[Tensor, "b rows value_dim"]:
+    def product(self, dq: OfQueries, dk: OfKeys, dv: OfValues) -> OfOutputs:
         """Return the tangent of the outputs, for tangents of the scaled queries, keys and values."""
         # Imported here, so that the package works without Triton.
         from howsmooth.jacobian import fused_kernels
@@ -94,9 +90,7 @@ class FusedDerivative(StreamedDerivative):
         )  # fmt: skip
         return out.flatten(1, 2)
 
-    def adjoint(
-        self, do: Float[Tensor, "b rows value_dim"]
-    ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
+    def adjoint(self, do: OfOutputs) -> tuple[OfQueries, OfKeys, OfValues]:
         """Return the cotangents of the scaled queries, keys and values, for a cotangent of the outputs."""
         from howsmooth.jacobian import fused_kernels
 
@@ -117,12 +111,8 @@ class FusedDerivative(StreamedDerivative):
         return dq.flatten(1, 2), dk, dv
 
     def gram(
-        self,
-        dq: Float[Tensor, "b rows key_dim"],
-        dk: Float[Tensor, "b n key_dim"],
-        dv: Float[Tensor, "b n value_dim"],
-        through: Through,
-    ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
+        self, dq: OfQueries, dk: OfKeys, dv: OfValues, through: Through
+    ) -> tuple[OfQueries, OfKeys, OfValues]:
         """Return Jᵀ(T(J(dq, dk, dv))), where T is ``through``, called once for each input of the batch."""
         # The kernels keep no tiles, so the product is completed before the adjoint begins.
         do = self.product(dq, dk, dv).view(self.mean.shape)

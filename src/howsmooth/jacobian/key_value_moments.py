@@ -22,29 +22,16 @@ class Moments:
 
     Axes: b = batch member times key/value head, m = query rows of all its query heads.
 
-    Parameters
-    ----------
-    total
-        Σ_j P_ij over the keys without the sink.
-    sink
-        The probability of the sink.
-    keys
-        (Σ_j P_ij |k_j − c_i|²)^½, sink included, c_i the average of the keys under P. If the scores have a
-        cap, keys are not shifted and c_i is zero.
-    values
-        (Σ_j P_ij |v_j − O_i|²)^½, sink included.
-    squares
-        (Σ_j P_ij²)^½ over the keys without the sink.
-    spread
-        The spectral norm ‖P‖.
     """
 
-    total: Float[Tensor, "b m"]
-    sink: Float[Tensor, "b m"]
+    total: Float[Tensor, "b m"]  # Σ_j P_ij over the keys without the sink
+    sink: Float[Tensor, "b m"]  # the probability of the sink
+    # (Σ_j P_ij |k_j − c_i|²)^½, sink included, c_i the average of the keys under P. If the scores have a cap,
+    # keys are not shifted and c_i is zero.
     keys: Float[Tensor, "b m"]
-    values: Float[Tensor, "b m"]
-    squares: Float[Tensor, "b m"]
-    spread: Float[Tensor, " b"]
+    values: Float[Tensor, "b m"]  # (Σ_j P_ij |v_j − O_i|²)^½, sink included
+    squares: Float[Tensor, "b m"]  # (Σ_j P_ij²)^½ over the keys without the sink
+    spread: Float[Tensor, " b"]  # the spectral norm ‖P‖
 
     @classmethod
     def of(
@@ -56,10 +43,9 @@ class Moments:
         sink: Float[Tensor, "b m"],
         p: Float[Tensor, "b m n"] | None = None,
     ) -> Moments:
-        """Compute the bounds from the averages under P of the columns that :func:`moment_columns` returns.
-
-        ``mean`` are the outputs, shifted as the values are. Without P itself, which streamed products do not
-        keep, ``squares`` and ``spread`` are bounded by the row sums.
+        """Compute the bounds from the averages under P of :func:`moment_columns` and of the shifted values,
+        ``mean``. Without P itself, which streamed products do not keep, row sums bound ``squares`` and
+        ``spread``.
         """
         key_dim, n = operands.k.shape[-1], operands.k.shape[2]
         centre = averages[..., :key_dim]

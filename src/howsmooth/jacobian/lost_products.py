@@ -7,10 +7,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["overflows", "underflows", "values_out_of_range"]
@@ -39,7 +41,12 @@ def underflows(y: Tensor, x: Tensor, u: Tensor, digits: bool = False) -> bool:
     repeated with numbers multiplied by a power of two, which shows whether they remain zero.
     """
     found: list[bool] = []
-    hooks = [node.register_hook(_Watch(node, found, digits)) for node in _nodes(y)]
+
+    def watch(node: Any, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
+        if not found and _lost_in(node, made, given, digits=digits):
+            found.append(True)
+
+    hooks = [node.register_hook(partial(watch, node)) for node in _nodes(y)]
     try:
         torch.autograd.grad(y, x, u, retain_graph=True, allow_unused=True)
     finally:
@@ -52,21 +59,17 @@ def overflows(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Return True if some number inside the map ``f`` becomes infinite at ``x`` although its exact value is
     not, as the square of a large number does in a norm of it.
     """
-    seen = _Values()
-    with torch.enable_grad(), seen:
-        f(x.detach().requires_grad_())
-    return seen.overflow
+    seen, y = _evaluated(f, x)
+    return y is not None and seen.overflow
 
 
 def values_out_of_range(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Return True if the derivative of ``f`` at ``x`` is made of numbers that have overflowed, or of products
     that have underflowed to zero or to a number with few digits.
     """
-    seen = _Values()
-    with torch.enable_grad(), seen:
-        y = f(x.detach().requires_grad_())
-    if seen.overflow or not seen.lost:
-        return seen.overflow
+    seen, y = _evaluated(f, x)
+    if y is None or seen.overflow or not seen.lost:
+        return y is not None and seen.overflow
     lost = {_storage(t) for t in seen.lost}
     for node in _nodes(y):
         if node.name().startswith(_MULTIPLY):
@@ -74,6 +77,14 @@ def values_out_of_range(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
             if any(isinstance(t, Tensor) and _storage(t) in lost for t in factors):
                 return True
     return False
+
+
+def _evaluated(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[_Values, Tensor | None]:
+    """Evaluate ``f``; the result is None for a map that cannot be evaluated step by step."""
+    seen, y = _Values(), None
+    with contextlib.suppress(Exception), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), seen:
+        y = f(x.detach().requires_grad_())
+    return seen, y
 
 
 def _nodes(y: Tensor) -> Iterator[Any]:
@@ -160,31 +171,25 @@ def _times(t: Any, exponent: int) -> Any:
     return t
 
 
-class _Watch:
-    """A hook of one step of an autograd graph, which appends to ``found`` if numbers underflow in it."""
-
-    def __init__(self, node: Any, found: list[bool], digits: bool) -> None:
-        self._node = node
-        self._found = found
-        self._digits = digits
-
-    def __call__(self, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
-        numbers = [g for g in given if g is not None and g.numel()]
-        largest = max((float(g.abs().max()) for g in numbers), default=0.0)
-        if self._found or not 0.0 < largest < math.inf or all(self._ordinary(m) for m in made):
-            return
-        exponent = math.frexp(torch.finfo(numbers[0].dtype).max)[1] * 3 // 4 - math.frexp(largest)[1]
-        again: Any = tuple(g if g is None else _times(g, exponent) for g in given)
-        with contextlib.suppress(Exception):  # some steps cannot be called alone
-            again = self._node(*again)
-            pairs = zip(again if isinstance(again, tuple) else (again,), made, strict=True)
-            if any(bool(((m == 0) & (a != 0)).any()) for a, m in pairs if a is not None and m is not None):
-                self._found.append(True)
-
-    def _ordinary(self, made: Tensor | None) -> bool:
-        """Return True unless the step may have lost numbers; note that it has lost digits."""
-        if made is None or not made.numel():
-            return True
-        if self._digits and 0.0 < float(made.abs().max()) < torch.finfo(made.dtype).tiny:
-            self._found.append(True)
-        return bool(made.all())
+def _lost_in(
+    node: Any, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], *, digits: bool
+) -> bool:
+    """Return True if numbers underflow in a step of an autograd graph, which has made ``made`` of ``given``;
+    or, with ``digits``, if they lose digits below the smallest normal number.
+    """
+    numbers = [g for g in given if g is not None and g.numel()]
+    largest = max((float(g.abs().max()) for g in numbers), default=0.0)
+    results = [m for m in made if m is not None and m.numel()]
+    if not 0.0 < largest < math.inf:
+        return False
+    if digits and any(0.0 < float(m.abs().max()) < torch.finfo(m.dtype).tiny for m in results):
+        return True
+    if all(bool(m.all()) for m in results):
+        return False
+    exponent = math.frexp(torch.finfo(numbers[0].dtype).max)[1] * 3 // 4 - math.frexp(largest)[1]
+    again: Any = tuple(g if g is None else _times(g, exponent) for g in given)
+    with contextlib.suppress(Exception):  # some steps cannot be called alone
+        again = node(*again)
+        pairs = zip(again if isinstance(again, tuple) else (again,), made, strict=True)
+        return any(bool(((m == 0) & (a != 0)).any()) for a, m in pairs if a is not None and m is not None)
+    return False

@@ -1,16 +1,15 @@
-"""The memory in bytes of a closed-form Jacobian, with attention probabilities kept in memory or recomputed
-tile by tile.
-"""
+"""The memory in bytes of a closed-form Jacobian, with probabilities kept or recomputed tile by tile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention
-from howsmooth.jacobian.closed_form import layers
+from howsmooth.attention.compositions import layers
+from howsmooth.attention.custom_code_attention import CoreShape
 from howsmooth.jacobian.fused_softmax import PARTS_BYTES
 from howsmooth.jacobian.tiling import parts_for_threads, working_bytes
 from howsmooth.triton_launch import padded_width
@@ -25,26 +24,29 @@ _IN_GRAPHS = 64
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
     """Return the largest number of bytes that n × n tensors take at one time: probabilities, and temporary
-    tensors of a product. For layers written as PyTorch code, autograd graphs are counted too.
-
-    If ``dtype`` is float32, the tensors are counted in float32 and in float64, because the result of a
-    float32 computation is computed again in float64 while the float32 operator is in memory.
+    tensors of a product; and autograd graphs, for layers written as PyTorch code. Float32 results are checked
+    in float64 while the float32 operator is in memory, so that both are counted.
     """
     single = dtype.itemsize if dtype != torch.float64 else 0
-
-    def of_pairs(pairs: int, softcap: float | None) -> int:
-        copies = 1 if softcap is None else 2  # P, and P∘D beside it under a cap
-        return pairs * (copies * single + (copies + 2) * _DOUBLE)
-
     found = 0
     for layer in layers(f):
-        if isinstance(layer, SelfAttention):
-            found += of_pairs(layer.heads * n * n, layer.softcap)
-        elif isinstance(layer, StagedAttention):
+        if isinstance(layer, StagedAttention):
             found += _IN_GRAPHS * n * max(layer.d, layer.d_out) * (single + _DOUBLE)
-            for shape, core in zip(layer.core_shapes(), layer.cores, strict=True):
-                found += of_pairs(shape.lead * shape.heads * shape.m * shape.n, core.softcap)
+        if isinstance(layer, SelfAttention | StagedAttention):
+            for shape, capped in _softmaxes(layer, n):
+                pairs = shape.lead * shape.heads * shape.m * shape.n
+                copies = 2 if capped else 1  # P, and P∘D beside it under a cap
+                found += pairs * (copies * single + (copies + 2) * _DOUBLE)
     return found
+
+
+def _softmaxes(f: SelfAttention | StagedAttention, n: int) -> Iterator[tuple[CoreShape, bool]]:
+    """Yield the sizes of each softmax of a layer at n tokens, and whether its scores have a cap."""
+    if isinstance(f, SelfAttention):
+        yield CoreShape(1, f.heads, f.kv_heads, n, n, f.key_dim, f.value_dim), f.softcap is not None
+    else:
+        capped = [core.softcap is not None for core in f.cores]
+        yield from zip(f.core_shapes(), capped, strict=True)
 
 
 def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -80,14 +82,11 @@ def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, devi
 
 
 def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, device: torch.device) -> int:
+    ((shape, capped),) = _softmaxes(f, n)
+    queries, keys, rows, means = _entries(shape)
     size = dtype.itemsize
-    queries, keys = n * f.heads * f.key_dim, n * f.kv_heads * f.key_dim
-    rows = queries + keys + n * f.kv_heads * f.value_dim
-    means = n * f.heads * f.value_dim
     # What the derivative keeps: q, k, v, the means, and the logarithms of the denominators.
-    kept = (rows + means) * size + n * f.heads * _DOUBLE
-    if dtype != torch.float64:  # float64 queries and keys, if scores are formed in float64
-        kept += (queries + keys) * _DOUBLE
+    kept = (rows + means) * size + n * f.heads * _DOUBLE + _exact(queries + keys, dtype)
     # Tangents and cotangents, two rotated copies of queries, the image and the result.
     product = (2 * rows + 2 * queries + n * (f.d + f.d_out)) * size
     # If each thread has rows of its own, it has its own cotangents of all keys and values too.
@@ -96,25 +95,29 @@ def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, devi
     columns = f.value_dim + (f.key_dim + 4 if dtype == torch.float64 else 1)
     averages = n * (f.heads + f.kv_heads) * columns
     linearising = (2 * n * f.d + 2 * rows + averages) * _DOUBLE + (rows + means) * size
-    tiles = working_bytes(f.heads, n, n, size, device, capped=f.softcap is not None)
-    return max(kept + product, linearising) + tiles
+    return max(kept + product, linearising) + working_bytes(f.heads, n, n, size, device, capped=capped)
 
 
 def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, device: torch.device) -> int:
-    size, tiles = dtype.itemsize, 0
+    size, tiles, linearising = dtype.itemsize, 0, 0
     # The graphs that PyTorch keeps of the layer and of its adjoint.
-    kept = _IN_GRAPHS * n * max(f.d, f.d_out) * size
-    linearising = 0
-    for shape, core in zip(f.core_shapes(), f.cores, strict=True):
-        queries = shape.lead * shape.heads * shape.m * shape.key_dim
-        keys = shape.lead * shape.kv_heads * shape.n * shape.key_dim
-        rows = queries + keys + shape.lead * shape.kv_heads * shape.n * shape.value_dim
-        means = shape.lead * shape.heads * shape.m * shape.value_dim
-        kept += (2 * rows + 2 * means) * size
-        if dtype != torch.float64:  # float64 queries and keys, if scores are formed in float64
-            kept += (queries + keys) * _DOUBLE
-        kept += (parts_for_threads(shape.kv_heads, device) - 1) * (rows - queries) * size
+    total = _IN_GRAPHS * n * max(f.d, f.d_out) * size
+    for shape, capped in _softmaxes(f, n):
+        queries, keys, rows, means = _entries(shape)
+        total += (2 * rows + 2 * means) * size + _exact(queries + keys, dtype)
+        total += (parts_for_threads(shape.kv_heads, device) - 1) * (rows - queries) * size
         linearising = max(linearising, (3 * rows + 3 * means + queries) * _DOUBLE)
-        capped = core.softcap is not None
         tiles = max(tiles, working_bytes(shape.heads, shape.m, shape.n, size, device, capped=capped))
-    return kept + linearising + tiles
+    return total + linearising + tiles
+
+
+def _entries(shape: CoreShape) -> tuple[int, int, int, int]:
+    """Return the numbers of entries of queries, of keys, of these and values together, and of outputs."""
+    heads, kv_heads = shape.lead * shape.heads * shape.m, shape.lead * shape.kv_heads * shape.n
+    queries, keys = heads * shape.key_dim, kv_heads * shape.key_dim
+    return queries, keys, queries + keys + kv_heads * shape.value_dim, heads * shape.value_dim
+
+
+def _exact(entries: int, dtype: torch.dtype) -> int:
+    """Return the bytes of float64 queries and keys, if scores are formed in float64."""
+    return 0 if dtype == torch.float64 else entries * _DOUBLE

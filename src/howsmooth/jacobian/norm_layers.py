@@ -7,59 +7,42 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.attention import LayerNorm, RMSNorm
+from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
+from howsmooth.attention.multi_head_projections import in_heads
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.rounding_bounds import norm_error, scale_error
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.operator import ProductError
 
-__all__ = ["NormJacobian", "ScaleJacobian", "norm_jacobian"]
+__all__ = ["NormJacobian", "ScaleJacobian", "query_and_key_norms"]
 
 
-def norm_jacobian(
-    norm: LayerNorm | RMSNorm | None, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> NormJacobian | None:
-    """Return the Jacobian of the norm of the queries or keys of an attention layer, or None without a norm.
-
-    Its rows are the tokens if the norm is over all heads side by side, else the pairs of token and head.
+def query_and_key_norms(
+    f: SelfAttention, x: Tensor, dtype: torch.dtype
+) -> tuple[NormJacobian | None, NormJacobian | None]:
+    """Return the Jacobians of the norms of queries and of keys of an attention layer, None where it has none,
+    with a row for each token if a norm is over all heads side by side, else for each pair of token and head.
     """
-    if norm is None:
-        return None
-    rows = x @ weight.flatten(0, 1).mT
-    if bias is not None:
-        rows = rows + bias.flatten()
-    return NormJacobian.at(norm, rows.reshape(x.shape[0], -1, norm.d), dtype)
+
+    def at(norm: LayerNorm | RMSNorm | None, weight: Tensor, bias: Tensor | None) -> NormJacobian | None:
+        if norm is None:
+            return None
+        rows = in_heads(x, weight, bias).movedim(-3, -2).reshape(x.shape[0], -1, norm.d)
+        return NormJacobian.at(norm, rows, dtype)
+
+    return at(f.query_norm, f.query, f.query_bias), at(f.key_norm, f.key, f.key_bias)
 
 
 class NormJacobian(LinearOperator):
     """The Jacobian of LayerNorm or RMSNorm at a batch of sequences, with one d × d matrix for each token.
 
-    The matrix is (√d/s) Γ (H − h hᵀ/s²). Here h = H x is the token, which H centres in LayerNorm and leaves
-    alone in RMSNorm, s² = |h|² + d eps, and Γ is the diagonal matrix of the gains.
-
-    Parameters
-    ----------
-    gain
-        Gains (d,).
-    unit
-        h / s, (batch, n, d).
-    factor
-        √d / s, (batch, n, 1).
-    proved
-        Proved bounds of the rounding error, if there are any.
-    centred
-        True for LayerNorm.
-
+    The matrix is (√d/s) Γ (H − h hᵀ/s²). Here h = H x is the token, which H centres in LayerNorm
+    (``centred``) and leaves alone in RMSNorm, s² = |h|² + d eps, and Γ is the diagonal matrix of the gains.
+    ``unit`` is h / s, (batch, n, d), and ``factor`` √d / s, (batch, n, 1).
     """
 
     def __init__(
-        self,
-        gain: Tensor,
-        unit: Tensor,
-        factor: Tensor,
-        proved: ProductError | None = None,
-        *,
-        centred: bool,
+        self, gain: Tensor, unit: Tensor, factor: Tensor, proved: ProductError | None = None, *, centred: bool
     ) -> None:
         batch, n, d = unit.shape
         super().__init__(batch, (n, d), (n, d), unit.dtype, unit.device, proved=proved)
@@ -75,12 +58,7 @@ class NormJacobian(LinearOperator):
         """Return the Jacobian of a float64 layer at float64 tokens, with products in ``dtype``.
 
         ``off`` (batch, n) bounds the distance of each token from its exact value, for a proof of the error.
-
-        Raises
-        ------
-        ArgumentError
-            If s is zero at a token, where the norm is not differentiable.
-
+        Raise ArgumentError if s is zero at a token, where the norm is not differentiable.
         """
         h, s = f.direction_and_length(x)
         if bool((s == 0).any()):
@@ -105,6 +83,11 @@ class NormJacobian(LinearOperator):
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         return self._symmetric(self.gain * u)
+
+    def to(self, dtype: torch.dtype) -> NormJacobian:
+        """Return the Jacobian with products in another dtype, for which nothing about rounding is proved."""
+        gain, unit, factor = (t.to(dtype) for t in (self.gain, self.unit, self.factor))
+        return NormJacobian(gain, unit, factor, centred=self.centred)
 
     def select(self, members: Tensor) -> NormJacobian:
         """Return the Jacobians at the chosen sequences of the batch."""

@@ -6,8 +6,9 @@ A projection acts on each token by itself, so the tokens of many sequences can g
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import torch
 from jaxtyping import Float
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.attention import Rotary, SelfAttention
 
-__all__ = ["Projection", "Projections"]
+__all__ = ["Projection", "projections"]
 
 # Number of products with JᵀJ that a measurement usually takes.
 _EXPECTED_STEPS = 32
@@ -25,21 +26,10 @@ _EXPECTED_STEPS = 32
 class Projection:
     """The matrices of one attention layer.
 
-    Parameters
-    ----------
-    attention
-        The layer, in float64; its sizes are read from here.
-    weight
-        The input projections as one matrix, whose rows are those of the queries, the keys and the values of
-        all heads. The scale of the scores is multiplied into the rows of the queries. A batch of single
-        heads has one such matrix for each.
-    output
-        The output projection W_O; None if the heads are concatenated only.
-    rotary
-        Rotations of queries and keys by position, if there are any.
-    tokens
-        Number of tokens that go through the projections in one product.
-
+    The rows of ``weight`` are those of the queries, with the scale of the scores multiplied in, the keys and
+    the values of all heads; a batch of single heads has one such matrix for each. ``output`` is W_O, or None
+    if the heads are concatenated only. Of the float64 layer ``attention`` the sizes are read. So many
+    ``tokens`` go through the projections in one product.
     """
 
     attention: SelfAttention
@@ -112,19 +102,10 @@ class Projection:
         return self.output.mT @ self.output if 2.0**-30 < largest < 2.0**30 else None
 
 
-class Projections:
-    """The matrices of every attention layer of a map, each converted once to the dtype of the products.
-
-    ``tokens`` is the number of tokens of all sequences together.
+def projections(
+    dtypes: Iterable[torch.dtype], tokens: int
+) -> dict[torch.dtype, Callable[[SelfAttention], Projection]]:
+    """Return, for each dtype, the function that gives the matrices of a layer, each converted once, for
+    products of so many tokens.
     """
-
-    def __init__(self, dtype: torch.dtype, tokens: int) -> None:
-        self.dtype = dtype
-        self.tokens = tokens
-        self._made: dict[int, Projection] = {}
-
-    def of(self, f: SelfAttention) -> Projection:
-        """Return the matrices of the attention layer ``f``, which must outlive this object."""
-        if id(f) not in self._made:
-            self._made[id(f)] = Projection.of(f, self.dtype, self.tokens)
-        return self._made[id(f)]
+    return {dtype: cache(partial(Projection.of, dtype=dtype, tokens=tokens)) for dtype in dtypes}

@@ -15,7 +15,7 @@ of rows.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -23,20 +23,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, SelfAttention, TokenMap
+from howsmooth.attention.multi_head_projections import in_heads
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.key_value_moments import Moments
 from howsmooth.rounding import LOST, MatrixNorms, U, above, gamma, up
 from howsmooth.spectral.operator import ProductError
 
-__all__ = [
-    "attention_error",
-    "composed_error",
-    "image_off",
-    "norm_error",
-    "provable",
-    "residual_error",
-    "scale_error",
-]
+__all__ = ["AttentionRounding", "composed_error", "image_off", "norm_error", "residual_error", "scale_error"]
 
 # Largest relative error for which the bounds hold; for a larger error they are infinite.
 _LARGEST = 0.1
@@ -45,28 +38,16 @@ _SMALLEST = 2.0**-1074
 # A probability below e^-760 is zero in float64.
 _NEGLIGIBLE = 760.0
 
+_Norm = LayerNorm | RMSNorm
+
 Off = Float[Tensor, "batch n"]
 """Upper bound of the distance of each computed token from its exact value."""
-
-
-def provable(f: TokenMap) -> bool:
-    """Return True if proved bounds on the rounding errors of the Jacobian of the map ``f`` are available.
-
-    They are available for all maps with a closed form, except StagedAttention.
-    """
-    match f:
-        case Residual():
-            return provable(f.inner)
-        case Compose():
-            return provable(f.outer) and provable(f.inner)
-        case _:
-            return isinstance(f, SelfAttention | LayerNorm | RMSNorm | LayerScale)
 
 
 # ---- parts that act on tokens one by one, and what is made of parts
 
 
-def norm_error(f: LayerNorm | RMSNorm, x: Float[Tensor, "batch n d"], off: Off) -> ProductError:
+def norm_error(f: _Norm, x: Float[Tensor, "batch n d"], off: Off) -> ProductError:
     """Return bounds on the rounding errors of products with the Jacobian of LayerNorm or RMSNorm.
 
     The tokens ``x`` are known up to errors of at most ``off``.
@@ -76,11 +57,9 @@ def norm_error(f: LayerNorm | RMSNorm, x: Float[Tensor, "batch n d"], off: Off) 
     return ProductError(*(_covered(t, turned).amax(dim=1).cpu() for t in bounds))
 
 
-def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]:
-    """Return, for each token, a bound on the norm of the Jacobian of a norm layer, and a bound on the
-    relative error of this Jacobian.
-
-    The first bound is (√d/s) max|γ|, where γ are the gains.
+def _norm_slopes(f: _Norm, x: Tensor, off: Off) -> tuple[Off, Off]:
+    """Return, for each token, the bound (√d/s) max|γ| on the norm of the Jacobian of a norm layer, where γ
+    are the gains, and a bound on the relative error of this Jacobian.
     """
     s = f.direction_and_length(x)[1].squeeze(-1)
     moved = off + _centring(f, x)
@@ -90,10 +69,8 @@ def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]
     return math.sqrt(f.d) * gain / s, 6 * length
 
 
-def _centring(f: LayerNorm | RMSNorm, x: Tensor) -> Off:
-    """Return a bound on the rounding error of subtracting the mean of each token in LayerNorm, and zero for
-    RMSNorm.
-    """
+def _centring(f: _Norm, x: Tensor) -> Off:
+    """Return a bound on the rounding error of the mean that LayerNorm subtracts, and zero for RMSNorm."""
     size: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return gamma(f.d + 4) * size if f.centred else torch.zeros_like(size)
 
@@ -149,15 +126,13 @@ def image_off(
             middle = f.inner._forward(x)
             return image_off(f.outer, middle, image_off(f.inner, x, off, norms, middle), norms)
         case SelfAttention():
-            return _Attention(f, x, off, Operands.of_tokens(f, x), norms).image_off()
+            return AttentionRounding(f, x, off, Operands.of_tokens(f, x), norms).image_off()
     raise AssertionError(type(f))  # pragma: no cover - closed forms only
 
 
 def _covered(error: Tensor, relative: Tensor) -> Tensor:
-    """Round up an error bound so that it covers terms of higher order; return infinity where the relative
-    error exceeds 0.1.
-
-    For a ``relative`` error above 0.1 the analysis does not hold.
+    """Round up an error bound so that it covers terms of higher order; return infinity where the ``relative``
+    error is too large for the analysis to hold.
     """
     return torch.where(relative < _LARGEST, up(error * (1 + 4 * relative)), math.inf)
 
@@ -165,57 +140,26 @@ def _covered(error: Tensor, relative: Tensor) -> Tensor:
 # ---- attention
 
 
-def attention_error(
-    f: SelfAttention,
-    x: Float[Tensor, "batch n d"],
-    off: Off,
-    operands: Operands,
-    moments: Moments,
-    mean: Float[Tensor, "b m value_dim"],
-    norms: MatrixNorms,
-) -> ProductError:
-    """Return bounds on the rounding errors of products with the Jacobian of an attention layer.
-
-    Parameters
-    ----------
-    f, x
-        The layer in float64, and the computed tokens.
-    off
-        Upper bound of the error of each token.
-    operands, moments, mean
-        Queries, keys and values; moments under P; and the outputs, shifted as the values are.
-    norms
-        Norms of the layer's matrices.
-
-    """
-    return _Attention(f, x, off, operands, norms).product_error(moments, mean)
-
-
 @dataclass(frozen=True)
 class _Rows:
     """Bounds on the rounding errors of the queries, keys or values of each token and of their derivative with
     respect to the tokens.
 
-    Parameters
-    ----------
-    off
-        Bound of the error of each row.
-    size
-        Bound of the norm of the derivative, for each key head.
-    slip
-        Bound of the rounding error of a product with the derivative, divided by the length of the tangent.
-    model
-        Bound of the error of the derivative itself, in the spectral norm; zero unless there is a norm layer.
     """
 
-    off: Float[Tensor, "batch kv_heads *rows"]
-    size: Float[Tensor, "batch kv_heads"]
-    slip: Float[Tensor, "batch kv_heads"]
-    model: Float[Tensor, "batch kv_heads"]
+    off: Float[Tensor, "batch *rows"]  # of the error of each row
+    size: Float[Tensor, "batch kv_heads"]  # of the norm of the derivative
+    slip: Float[Tensor, "batch kv_heads"]  # of the rounding of its product with a tangent of length one
+    model: Float[Tensor, "batch kv_heads"]  # of its own error in the spectral norm; zero without a norm
+
+    def times(self, factor: float) -> _Rows:
+        """Return the bounds after a rotation and a factor, of the norm ``factor`` together."""
+        slip = self.slip + gamma(8) * self.size
+        return _Rows(factor * self.off, factor * self.size, factor * slip, factor * self.model)
 
 
-class _Attention:
-    """Bounds on the rounding errors of one attention layer and of its Jacobian at given tokens."""
+class AttentionRounding:
+    """Bounds on the rounding errors of a float64 attention layer and of its Jacobian at computed tokens."""
 
     def __init__(self, f: SelfAttention, x: Tensor, off: Off, operands: Operands, norms: MatrixNorms) -> None:
         self.f = f
@@ -237,53 +181,59 @@ class _Attention:
 
     @cached_property
     def queries(self) -> _Rows:
-        """Bounds on the rounding errors of the scaled queries of an attention layer."""
+        """Bounds on the rounding errors of the scaled queries."""
         f = self.f
-        scale = abs(f.scale)
-        grouped = f.query.reshape(f.kv_heads, -1, f.d)
-        off = scale * self._projected(f.query, f.query_bias, self.off, self.length)
-        size = scale * self.norms.spectral(grouped).expand(self.batch, -1)
-        slip = scale * self.rounding * self.norms.absolute(grouped).expand(self.batch, -1)
-        model = torch.zeros_like(size)
-        if f.query_norm is not None:
-            raw = self._projected(f.query, f.query_bias, self.off, self.length)
-            off, size, slip, model = self._normed(f.query_norm, f.query, f.query_bias, raw, size, slip, scale)
-            off = scale * off
-        turn = _turn(f)
-        off = turn * off.unflatten(1, (f.kv_heads, -1))
-        return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
+        rows = self._rows(f.query, f.query_bias, f.query_norm, self.off, self.length)
+        rows = rows.times(_turn(f) * abs(f.scale))
+        return replace(rows, off=rows.off.unflatten(1, (f.kv_heads, -1)))
 
     def keys(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of the keys of an attention layer, from which their mean is
-        subtracted if ``shifted`` is True.
+        """Return bounds on the rounding errors of the keys, from which their mean is subtracted if
+        ``shifted``.
         """
         f = self.f
-        size = self.norms.spectral(f.key).expand(self.batch, -1)
-        slip = self.rounding * self.norms.absolute(f.key).expand(self.batch, -1)
-        model = torch.zeros_like(size)
         if f.key_norm is None and f.rotary is None and shifted and f.softcap is None:
-            off = self._projected(f.key, None, self.off + 2 * U * self.centred, self.centred)
-            return _Rows(off, size, slip, model)
+            return self._centred(f.key)
         # Unshifted keys may be the sum of the shift and the shifted keys, whose lengths both count.
-        off = self._projected(f.key, f.key_bias, self.off, self.length + self.centred + self.mean_length)
-        if f.key_norm is not None:
-            off, size, slip, model = self._normed(f.key_norm, f.key, f.key_bias, off, size, slip, 1.0)
-        turn = _turn(f)
-        off = turn * off + 4 * U * torch.linalg.vector_norm(self.at.whole_keys, dim=-1)
-        return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
+        longest = self.length + self.centred + self.mean_length
+        rows = self._rows(f.key, f.key_bias, f.key_norm, self.off, longest).times(_turn(f))
+        return replace(rows, off=rows.off + 4 * U * torch.linalg.vector_norm(self.at.whole_keys, dim=-1))
 
     def values(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of the values of an attention layer, from which their mean is
-        subtracted if ``shifted`` is True.
-        """
-        f = self.f
-        size = self.norms.spectral(f.value).expand(self.batch, -1)
-        slip = self.rounding * self.norms.absolute(f.value).expand(self.batch, -1)
+        """Return bounds on the rounding errors of the values, likewise."""
         if shifted:
-            off = self._projected(f.value, None, self.off + 2 * U * self.centred, self.centred)
-        else:
-            off = self._projected(f.value, f.value_bias, self.off, self.length)
-        return _Rows(off, size, slip, torch.zeros_like(size))
+            return self._centred(self.f.value)
+        return self._rows(self.f.value, self.f.value_bias, None, self.off, self.length)
+
+    def _centred(self, weight: Tensor) -> _Rows:
+        return self._rows(weight, None, None, self.off + 2 * U * self.centred, self.centred)
+
+    def _rows(
+        self, weight: Tensor, bias: Tensor | None, norm: _Norm | None, off: Tensor, length: Tensor
+    ) -> _Rows:
+        """Return bounds on the rounding errors of W x + b, and of a norm layer after it, for each head and
+        token x, before rotations and scales. ``off`` and ``length`` are as for :meth:`_projected`.
+        """
+        heads, dim, d = weight.shape
+        grouped = weight.reshape(self.f.kv_heads, -1, d)
+        off = self._projected(weight, bias, off, length)
+        if norm is not None and norm.d != dim:  # over all heads side by side
+            grouped = weight.reshape(1, -1, d)
+        size, slip = (
+            bound.expand(self.batch, self.f.kv_heads)
+            for bound in (self.norms.spectral(grouped), self.rounding * self.norms.absolute(grouped))
+        )
+        if norm is None:
+            return _Rows(off, size, slip, torch.zeros_like(size))
+        raw = in_heads(self.x, weight, bias).movedim(-3, -2).reshape(self.batch, -1, norm.d)
+        rows = off.transpose(1, 2).flatten(1, 2) if norm.d == dim else off.square().sum(dim=1).sqrt()
+        of_norm = norm_error(norm, raw, rows)
+        after = image_off(norm, raw, rows, self.norms).view(self.batch, self.n, -1).transpose(1, 2)
+        factor, lost, model = (
+            t.to(size.device)[:, None] for t in (of_norm.size, of_norm.rounding, of_norm.model)
+        )
+        after = after.expand(-1, heads, -1)
+        return _Rows(after, factor * size, factor * slip + lost * (size + slip), model * size)
 
     def _projected(
         self, weight: Tensor, bias: Tensor | None, off: Tensor, length: Tensor
@@ -297,49 +247,10 @@ class _Attention:
         summed = self.norms.absolute(weight)[:, None] * length[:, None] + beside[:, None]
         return self.norms.spectral(weight)[:, None] * off[:, None] + self.rounding * summed
 
-    def _normed(
-        self,
-        norm: LayerNorm | RMSNorm,
-        weight: Tensor,
-        bias: Tensor | None,
-        off: Tensor,
-        size: Tensor,
-        slip: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return bounds on the rounding errors of queries or keys after their norm layer.
-
-        They are ``off``, ``size``, ``slip`` and ``model`` of :class:`_Rows`.
-
-        The norm layer is over each head, or over all heads side by side. ``off``, ``size`` and ``slip`` are
-        the bounds before it; ``scale`` multiplies the tangents.
-        """
-        heads, dim, _ = weight.shape
-        raw = self.x @ weight.flatten(0, 1).mT
-        if bias is not None:
-            raw = raw + bias.flatten()
-        if norm.d == dim:
-            raw, rows = raw.unflatten(-1, (heads, dim)).flatten(1, 2), off.transpose(1, 2).flatten(1, 2)
-        else:
-            rows = off.square().sum(dim=1).sqrt()
-            whole = weight.reshape(1, -1, weight.shape[-1])
-            size = scale * self.norms.spectral(whole).expand_as(size)
-            slip = scale * (self.rounding * self.norms.absolute(whole)).expand_as(slip)
-        of_norm = norm_error(norm, raw, rows)
-        after = image_off(norm, raw, rows, self.norms)
-        after = after.view(self.batch, self.n, -1).transpose(1, 2).expand(-1, heads, -1)
-        factor, lost, model = (
-            t.to(size.device)[:, None] for t in (of_norm.size, of_norm.rounding, of_norm.model)
-        )
-        return after, factor * size, factor * slip + lost * (size + slip), model * size
-
     # ---- probabilities
 
     def score_off(self) -> Float[Tensor, "batch kv_heads group n"]:
-        """Return a bound on the rounding error of the attention scores of each query.
-
-        Scores of negligible probability are left out.
-        """
+        """Return a bound on the rounding error of the scores of each query that are not negligible."""
         f, at = self.f, self.at
         q, keys = torch.linalg.vector_norm(at.q, dim=-1), self.keys(shifted=f.sinks is None)
         longest = torch.linalg.vector_norm(at.score_keys, dim=-1).amax(dim=-1)[..., None, None]
@@ -354,9 +265,7 @@ class _Attention:
         return up(found + gamma(12) * added)
 
     def _largest_bias(self, reach: float) -> Tensor:
-        """Return the largest absolute score bias of each query.
-
-        Keys of negligible probability are left out.
+        """Return the largest absolute score bias of each query, keys of negligible probability left out.
 
         ``reach`` bounds the difference of two scores of a row without bias, plus the range of exponents.
         """
@@ -373,11 +282,14 @@ class _Attention:
     # ---- the bounds
 
     def image_off(self) -> Off:
-        """Return a bound on the error of each output token of an attention layer, which is computed in
-        float64 from inexact tokens.
-        """
+        """Return a bound on the error of each output token, computed in float64 from inexact tokens."""
         f, at = self.f, self.at
-        relative = torch.expm1(2 * (self.score_off() + self._unshifted())) + gamma(self.n + 30)
+        # The map itself forms scores from keys with their mean, but its Jacobian does not.
+        keys = self.keys(shifted=False).off.amax(dim=-1)[..., None, None]
+        shift = torch.linalg.vector_norm(at.key_shift, dim=-1)[..., None]
+        q = torch.linalg.vector_norm(at.q, dim=-1)
+        unshifted = q * keys + (self.queries.off + gamma(f.key_dim + 12) * q) * (shift + keys)
+        relative = torch.expm1(2 * (self.score_off() + unshifted)) + gamma(self.n + 30)
         rows = self.values(shifted=False)
         largest = torch.linalg.vector_norm(at.whole_values, dim=-1).amax(dim=-1)[..., None, None]
         spread = 2 * torch.linalg.vector_norm(at.v, dim=-1).amax(dim=-1)[..., None, None]
@@ -393,21 +305,9 @@ class _Attention:
             heads = self.norms.spectral(f.output) * heads + self.rounding * summed
         return _covered(heads, relative.flatten(1, 2).amax(dim=1))
 
-    def _unshifted(self) -> Tensor:
-        """Return a bound on the additional rounding errors of the scores if the mean of the keys is not
-        subtracted.
-
-        They add to the errors of :meth:`score_off`. The map itself forms scores from uncentred keys, but
-        its Jacobian does not.
-        """
-        keys = self.keys(shifted=False).off.amax(dim=-1)[..., None, None]
-        shift = torch.linalg.vector_norm(self.at.key_shift, dim=-1)[..., None]
-        q = torch.linalg.vector_norm(self.at.q, dim=-1)
-        found: Tensor = q * keys + (self.queries.off + gamma(self.f.key_dim + 12) * q) * (shift + keys)
-        return found
-
     def product_error(self, moments: Moments, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
-        """Return bounds on the rounding errors of products with the Jacobian of an attention layer.
+        """Return bounds on the rounding errors of products with the Jacobian, where ``mean`` are the outputs,
+        shifted as the values are.
 
         The derivative is the sum of three maps: from the tangents of queries, of keys and of values. Each is
         bounded by moments of P for each key head, and then multiplied by the bounds of its projection.
@@ -497,9 +397,7 @@ class _Attention:
 
 
 def _turn(f: SelfAttention) -> float:
-    """Return an upper bound, at least 1, on the spectral norms of the rotations of rotary position
-    embeddings.
-    """
+    """Return an upper bound, at least 1, on the spectral norms of the rotations of rotary positions."""
     if f.rotary is None:
         return 1.0
     half = f.rotary.rot_dim // 2
@@ -508,8 +406,6 @@ def _turn(f: SelfAttention) -> float:
 
 
 def _longest(rows: Tensor) -> Float[Tensor, " b"]:
-    """Return, for each sequence and key head, the largest norm of a row of the tensor ``rows`` (batch,
-    kv_heads, …, dim).
-    """
+    """Return the largest norm of a row (batch, kv_heads, …, dim) of each sequence and key head."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1).flatten(0, 1).flatten(1)
     return lengths.amax(dim=-1)

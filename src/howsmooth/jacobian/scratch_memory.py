@@ -15,13 +15,8 @@ __all__ = ["Scratch"]
 _LEFT = 1 << 23
 
 
-class _KeptMemory(threading.local):
-    """Temporary memory that one product with a Jacobian leaves to the next product in the same thread."""
-
-    memory: dict[object, Tensor] | None = None
-
-
-_left = _KeptMemory()
+# What a pass leaves to the next one in the same thread, as the attribute ``memory``.
+_left = threading.local()
 
 
 class Scratch:
@@ -32,8 +27,8 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self.memory: dict[object, Tensor]
-        self.memory, _left.memory = _left.memory or {}, None
+        self.memory: dict[object, Tensor] = getattr(_left, "memory", {})
+        _left.memory = {}
 
     def empty(self, name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor, in memory of that name if there is enough."""

@@ -16,7 +16,7 @@ from howsmooth.attention.scaled_dot_product import attention_scores, cap_slope, 
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.key_value_moments import Moments, moment_columns
-from howsmooth.jacobian.softmax_tile import Tile
+from howsmooth.jacobian.softmax_tile import OfKeys, OfOutputs, OfQueries, OfValues, Tile
 
 __all__ = [
     "Sink",
@@ -34,19 +34,10 @@ class Sink:
     """An attention sink: one further key of each head, with value zero and a constant score.
 
     The other keys are shifted by a constant vector. The softmax forgets a shift only if all keys have it, so
-    the sink's zero key is shifted too.
-
-    Parameters
-    ----------
-    p
-        The probability of the sink in each row of queries, (b, *rows).
-    k
-        The shifted key of the sink, (b, key_dim).
-    away
-        The value of the sink less the output O of each row, which is −O, (b, *rows, value_dim). It is kept
-        by itself: if the sink takes nearly all of a row, O is far smaller than the shift of the values, and
-        a difference of shifted values would be rounding only.
-
+    the sink's zero key is shifted too, to ``k``. ``p`` is the probability of the sink in each row of queries,
+    and ``away`` its value less the output O, which is −O. That is kept by itself: if the sink takes nearly
+    all of a row, O is far smaller than the shift of the values, and a difference of shifted values would be
+    rounding only.
     """
 
     p: Float[Tensor, "b *rows"]
@@ -84,10 +75,8 @@ class SoftmaxDerivative(Tile):
 
     Parameters
     ----------
-    q, k, v, p, slope, slope_of_keys
-        As for :class:`~howsmooth.jacobian.softmax_tile.Tile`.
     mean
-        Outputs O (b, m, value_dim), shifted as the values are.
+        The outputs O, shifted as the values are.
     sink
         One further key of each head, or None.
     moments
@@ -97,14 +86,13 @@ class SoftmaxDerivative(Tile):
 
     """
 
-    mean: Float[Tensor, "b m value_dim"]
+    mean: OfOutputs
     sink: Sink | None = None
     moments: Moments | None = None
     log_range: float | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each sequence, the relative rounding error of the norm of the attention Jacobian when
-        the norm is computed with this derivative.
+        """Estimate, for each sequence, the relative rounding error of the norm of the attention Jacobian.
 
         Entries of dS are as large as κ = max|q| max|k| for a unit tangent, and the softmax keeps differences
         of order one. Measured errors stay below eps (2 + κ / 100), for saturated and unsaturated, causal and
@@ -120,12 +108,7 @@ class SoftmaxDerivative(Tile):
             return found
         return found + 4.0 * torch.finfo(torch.float64).eps * (kappa + self.log_range)
 
-    def product(
-        self,
-        dq: Float[Tensor, "b m key_dim"],
-        dk: Float[Tensor, "b n key_dim"],
-        dv: Float[Tensor, "b n value_dim"],
-    ) -> Float[Tensor, "b m value_dim"]:
+    def product(self, dq: OfQueries, dk: OfKeys, dv: OfValues) -> OfOutputs:
         """Return the tangent of the outputs, for tangents of the scaled queries, keys and values."""
         out, total = self.tangent(dq, dk, dv)
         # Σ_j T_ij (v_j − O_i), with the sum of T taken once instead of n differences.
@@ -134,9 +117,7 @@ class SoftmaxDerivative(Tile):
             self.sink.add_tangent(out, dq)
         return out
 
-    def adjoint(
-        self, do: Float[Tensor, "b m value_dim"]
-    ) -> tuple[Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
+    def adjoint(self, do: OfOutputs) -> tuple[OfQueries, OfKeys, OfValues]:
         """Return the cotangents of the scaled queries, keys and values, for a cotangent of the outputs."""
         # Σ_j P_ij ⟨do_i, v_j⟩ is ⟨do_i, O_i⟩, so no sum over n² numbers is needed.
         of_queries, of_keys = self.scores_adjoint(do, (do * self.mean).sum(dim=-1, keepdim=True))
@@ -167,10 +148,8 @@ class SoftmaxDerivative(Tile):
 def softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, dtype: torch.dtype
 ) -> SoftmaxDerivative:
-    """Return the derivative at float64 queries, keys and values, with products in ``dtype``.
-
-    Probabilities are formed in float64, one block of rows after the other, and stored in ``dtype``: all n²
-    of them are in memory once.
+    """Return the derivative at float64 queries, keys and values, with products in ``dtype``. Probabilities
+    are formed in float64, one block of rows after the other, and stored in ``dtype``.
     """
     q, k, score_keys, v = (t.flatten(0, 1) for t in (operands.q, operands.k, operands.score_keys, operands.v))
     heads, group, m, _ = q.shape
@@ -183,9 +162,8 @@ def softmax_derivative(
     averages = q.new_empty((heads, group, m, table.shape[-1]))
     total, sink_p = q.new_ones((heads, group, m)), q.new_zeros((heads, group, m))
     for some, all_rows in row_blocks(heads, group, m, n, q.device):
-        members = torch.arange(heads, device=q.device)[some]
         for rows in all_rows:
-            part = features.block(members // kv_heads, members % kv_heads, rows, slice(n))
+            part = features.block(some, kv_heads, rows, slice(n))
             seen = None if visible is None else visible[rows]
             scores = attention_scores(q[some, :, rows], score_keys[some], 1.0, seen, None, part)
             # A sink is a last column of the scores; its probability is taken off again.
@@ -212,15 +190,9 @@ def weighted_softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, weighting: Weighting, dtype: torch.dtype
 ) -> SoftmaxDerivative:
     """Return the derivative at float64 queries, keys and values of the atoms of a measure, with products in
-    ``dtype``.
+    ``dtype``. All numbers are formed from logarithms, so that no weight is too small.
 
-    All numbers are formed from logarithms, so that no weight is too small.
-
-    Raises
-    ------
-    NonFiniteError
-        If an entry √(a_i/a_j) P_ij is out of the range of ``dtype``.
-
+    Raise NonFiniteError if an entry √(a_i/a_j) P_ij is out of the range of ``dtype``.
     """
     # The keys are centred: their common shift adds a constant to each row of scores, which the softmax
     # forgets, and smaller scores lose fewer digits.
@@ -268,10 +240,7 @@ def outputs_and_sink(
 
 
 def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
-    """Return κ = max|q| max|k|, the largest over the heads of each sequence, in float64 on the CPU.
-
-    No absolute score is larger.
-    """
+    """Return κ = max|q| max|k| over the heads of each sequence, in float64 on the CPU: no score is larger."""
     longest_q, longest_k = (
         torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).flatten(1).amax(dim=-1).view(batch, -1)
         for t in (q, k)

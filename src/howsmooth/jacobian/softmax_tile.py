@@ -25,7 +25,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Tile", "WholeRows", "derivative_in_own_query"]
+__all__ = ["OfKeys", "OfOutputs", "OfQueries", "OfValues", "Tile", "WholeRows", "derivative_in_own_query"]
+
+# Tangents and cotangents, in batches b of matrices, with m rows of queries and n of keys.
+OfQueries = Float[Tensor, "b m key_dim"]
+OfKeys = Float[Tensor, "b n key_dim"]
+OfValues = Float[Tensor, "b n value_dim"]
+OfOutputs = Float[Tensor, "b m value_dim"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,21 +53,21 @@ class Tile:
 
     """
 
-    q: Float[Tensor, "b r key_dim"]
-    k: Float[Tensor, "b n key_dim"]
-    v: Float[Tensor, "b n value_dim"]
-    p: Float[Tensor, "b r n"]
-    slope: Float[Tensor, "b r n"]
-    slope_of_keys: Float[Tensor, "b r n"]
+    q: OfQueries
+    k: OfKeys
+    v: OfValues
+    p: Float[Tensor, "b m n"]
+    slope: Float[Tensor, "b m n"]
+    slope_of_keys: Float[Tensor, "b m n"]
 
     def tangent(
         self,
-        dq: Float[Tensor, "b r key_dim"],
-        dk: Float[Tensor, "b n key_dim"],
-        dv: Float[Tensor, "b n value_dim"],
+        dq: OfQueries,
+        dk: OfKeys,
+        dv: OfValues,
         onto: tuple[Tensor, Tensor] | None = None,
         memory: Tensor | None = None,
-    ) -> tuple[Float[Tensor, "b r value_dim"], Float[Tensor, "b r 1"]]:
+    ) -> tuple[OfOutputs, Float[Tensor, "b m 1"]]:
         """Return T v + P dv and rowsum(T), added to ``onto``; T is written to ``memory`` if that is given."""
         t = torch.bmm(dq, self.k.mT, out=memory)
         if self.slope_of_keys is self.slope:
@@ -74,11 +80,8 @@ class Tile:
         return onto[0].baddbmm_(t, self.v).baddbmm_(self.p, dv), onto[1].add_(total)
 
     def scores_adjoint(
-        self,
-        u: Float[Tensor, "b r value_dim"],
-        common: Float[Tensor, "b r 1"],
-        memory: Tensor | None = None,
-    ) -> tuple[Float[Tensor, "b r n"], Float[Tensor, "b r n"]]:
+        self, u: OfOutputs, common: Float[Tensor, "b m 1"], memory: Tensor | None = None
+    ) -> tuple[Float[Tensor, "b m n"], Float[Tensor, "b m n"]]:
         """Return D∘G for the cotangents q̄ = (D∘G) k, and for k̄ = (D∘G)ᵀ q, given ⟨U, O⟩ as ``common``.
 
         The two differ at a measure only. The first is written to ``memory`` if that is given.
@@ -100,16 +103,13 @@ class WholeRows:
 
     Parameters
     ----------
-    x
-        ``q`` (scaled), ``k`` and ``v``; further tensors that enter the scores are read from ``d`` only.
+    x, p
+        ``q`` (scaled), ``k`` and ``v``, where further tensors that enter the scores are read from ``d`` only;
+        and P, whose rows are zero where they see no key.
     scale
         The factor of q in the scores, by which tangents and cotangents of ``q`` are multiplied.
-    p
-        P; rows that see no key are zero.
-    softcap, tanh
-        c and tanh(s / c); None without a cap.
-    sink
-        Probability of the sink in each row, (…, rows, 1); None without sinks.
+    softcap, tanh, sink
+        c and tanh(s / c); the probability of the sink in each row, (…, rows, 1). None where there is none.
     dropout
         The constant matrix M, of the entries 0 and 1/(1 − p), by which dropout multiplies P where it meets
         the values; None without dropout. Then O = (P∘M) v, A = (U vᵀ)∘M and v̄ = (P∘M)ᵀ U.

@@ -1,16 +1,16 @@
 """The derivative of softmax attention without n × n matrices in memory, where each product recomputes the
 probabilities tile by tile.
 
-The tensors that are kept have n rows: q, k, v,
-the outputs P v, and the logarithm of the denominator of each row's softmax. From these a tile of P takes one
-matrix product and one exponential. Rows of queries do not depend on each other, so JᵀJ is computed one block
-of rows after the other, and each tile of P is formed once: nine matrix products a tile. The derivation is on
-the documentation page "The Jacobian of attention in closed form".
+The tensors that are kept have n rows: q, k, v, the outputs P v, and the logarithm of the denominator of each
+row's softmax. From these a tile of P takes one matrix product and one exponential. Rows of queries do not
+depend on each other, so JᵀJ is computed one block of rows after the other, and each tile of P is formed once:
+nine matrix products a tile. Derivation: documentation page "The Jacobian of attention in closed form".
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,7 @@ from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.key_value_moments import Moments, moment_columns
 from howsmooth.jacobian.scratch_memory import Scratch
 from howsmooth.jacobian.softmax import Sink, largest_score, outputs_and_sink, rounding_of
-from howsmooth.jacobian.softmax_tile import Tile
+from howsmooth.jacobian.softmax_tile import OfKeys, OfOutputs, OfQueries, OfValues, Tile
 from howsmooth.jacobian.tiling import Block, Piece, Tiling
 
 __all__ = ["SINGLE_SCORES", "StreamedDerivative", "streamed_derivative"]
@@ -51,34 +51,25 @@ class StreamedDerivative:
     """The derivative of softmax attention that recomputes the probabilities in each product.
 
     Axes: b = batch member times key/value head, group = query heads that share the key head, m = query rows,
-    n = keys. Tangents and cotangents of queries and outputs are (b, group · m, width).
+    n = keys. Tangents and cotangents have the queries of all heads of a group on one axis.
+
+    The fields ``q``, ``k``, ``v``, ``mean``, ``sink`` and ``moments`` are those of
+    :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
 
     Parameters
     ----------
-    q
-        Scaled queries.
-    k, v
-        Keys and values, centred as for :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
     lse
         log Σ_j e^{S_ij}, the logarithm of the denominator of each row's softmax, float64.
-    mean
-        The outputs O, shifted as the values are.
     exact
         Queries and keys in float64, from which scores are formed; None if ``q`` and ``k`` serve. If scores
         are large, their rounding in float32 would be an error in the exponent. If there is a sink, these
         keys are unshifted.
-    sink
-        One further key of each head, or None.
     kappa
         κ = max|q| max|k| of each member, float64 on the CPU.
-    visibility
-        Rules that say which keys a query sees.
-    features
-        Cap, biases, masks and sinks of the scores.
+    visibility, features
+        Rules that say which keys a query sees; cap, biases, masks and sinks of the scores.
     kv_heads
         Key heads of a member.
-    moments
-        Moments under P in float64, for the proof of the rounding error; None in float32.
 
     """
 
@@ -96,22 +87,14 @@ class StreamedDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each sequence, the relative rounding error of the norm of the attention Jacobian when
-        the norm is computed with this derivative.
-
-        It is the error of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`, and κ machine epsilons more
-        if scores are formed in float32.
+        """Estimate what :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative` does: the same error, and κ
+        machine epsilons more if scores are formed in float32.
         """
         eps = torch.finfo(self.q.dtype).eps
         single = 0.0 if self.exact is not None or self.q.dtype == torch.float64 else eps
         return rounding_of(self.kappa, self.q.dtype) + single * self.kappa
 
-    def product(
-        self,
-        dq: Float[Tensor, "b rows key_dim"],
-        dk: Float[Tensor, "b n key_dim"],
-        dv: Float[Tensor, "b n value_dim"],
-    ) -> Float[Tensor, "b rows value_dim"]:
+    def product(self, dq: OfQueries, dk: OfKeys, dv: OfValues) -> OfOutputs:
         """Return the tangent of the outputs, for tangents of the scaled queries, keys and values."""
         dq = dq.view(self.q.shape)
         out, tiles = torch.empty_like(self.mean), _Tiles(self, keep=False)
@@ -120,9 +103,7 @@ class StreamedDerivative:
         tiles.scratch.leave()
         return out.flatten(1, 2)
 
-    def adjoint(
-        self, do: Float[Tensor, "b rows value_dim"]
-    ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
+    def adjoint(self, do: OfOutputs) -> tuple[OfQueries, OfKeys, OfValues]:
         """Return the cotangents of the scaled queries, keys and values, for a cotangent of the outputs."""
         do = do.view(self.mean.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=False)
@@ -132,23 +113,18 @@ class StreamedDerivative:
         return parts.taken()
 
     def gram(
-        self,
-        dq: Float[Tensor, "b rows key_dim"],
-        dk: Float[Tensor, "b n key_dim"],
-        dv: Float[Tensor, "b n value_dim"],
-        through: Through,
-    ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return Jᵀ(T(J(dq, dk, dv))) in one pass over blocks of rows, where T is ``through``.
-
-        T is called once for each input of the batch and block of rows, with all heads. It must map each row
-        by itself.
+        self, dq: OfQueries, dk: OfKeys, dv: OfValues, through: Through
+    ) -> tuple[OfQueries, OfKeys, OfValues]:
+        """Return Jᵀ(T(J(dq, dk, dv))) in one pass over blocks of rows, where T is ``through``, which must map
+        each row by itself.
         """
         dq = dq.view(self.q.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=True)
         for whole in tiles.tiling.blocks():
             heads = tiles.tiling.heads_at_once(whole)
             blocks = whole.cut(heads)
-            do = _joined([tiles.product(block, dq, dk, dv) for block in blocks])
+            first, *others = (tiles.product(block, dq, dk, dv) for block in blocks)
+            do = torch.cat((first, *others)) if others else first
             do = through(whole.heads.start // self.kv_heads, whole.rows, do)
             # ``through`` needs all heads of a row, so the adjoint begins when all heads have their products.
             for block, own in zip(blocks, do.split(heads), strict=True):
@@ -180,19 +156,6 @@ class StreamedDerivative:
         scores = self.visibility, bool(self.features)
         return Tiling(members, self.kv_heads, group, m, n, self.q.itemsize, self.q.device, *scores)
 
-    def _features(self, block: Block, keys: slice) -> ScoreFeatures:
-        if not self.features:
-            return self.features
-        heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
-        member = torch.full_like(heads, block.heads.start // self.kv_heads)
-        return self.features.block(member, heads, block.rows, keys)
-
-
-# The name under which a tile is kept until the adjoint: the number of its piece in the block, its number in
-# the piece, and its first head within the member. Tiles that are not kept share one name and its memory.
-_Place = tuple[int, int, int]
-_ONE_PLACE = (0, 0, 0)
-
 
 @dataclass(frozen=True)
 class _Scored:
@@ -216,18 +179,15 @@ class _Cotangents:
     def __init__(self, at: StreamedDerivative) -> None:
         self.queries = torch.empty_like(at.q)
         tiling = at.tiling
-        self.spans, self.columns = tiling.spans(), tiling.columns
+        self.spans, self.columns = tiling.tiles(slice(0, tiling.n)), tiling.columns
+        lengths = [span.stop - span.start for span in self.spans]
         self.keys, self.values = (
-            [t.new_zeros(len(t), tiling.batches, t.shape[2], len(span)) for span in self.spans]
+            [t.new_zeros(len(t), tiling.batches, t.shape[2], length) for length in lengths]
             for t in (at.k, at.v)
         )
 
     def add(
-        self,
-        block: Block,
-        keys: slice,
-        left: tuple[Tensor, Tensor],
-        right: tuple[Tensor, Tensor],
+        self, block: Block, keys: slice, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
     ) -> None:
         """Add left[0] @ right[0] and left[1] @ right[1] to the cotangents of a tile's keys and values."""
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
@@ -260,15 +220,15 @@ class _Cotangents:
 
 
 class _Tiles:
-    """One pass over all tiles. With ``keep``, :meth:`product` keeps the tiles of a block of rows until
-    :meth:`add_adjoint`.
+    """One pass over all tiles. With ``keep``, :meth:`product` keeps its tiles for :meth:`add_adjoint`, which
+    then takes blocks in the same order.
     """
 
     def __init__(self, at: StreamedDerivative, *, keep: bool) -> None:
         self.at = at
         self.tiling = at.tiling
         self.keep = keep
-        self.kept: dict[_Place, Tile | None] = {}
+        self.kept: deque[Tile | None] = deque()
         self.scratch = Scratch()
         self.views: dict[tuple[int, ...], Tensor] = {}
 
@@ -281,7 +241,7 @@ class _Tiles:
         self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "heads group rows value_dim"]:
         """Return the tangents of the outputs of one block of query rows."""
-        out = self._of_pieces(block, lambda number, piece: self._image(number, piece, dq, dk, dv))
+        out = self._of_pieces(block, lambda piece: self._image(piece, dq, dk, dv))
         if self.at.sink is not None:
             own = self.at.sink.of_rows(block.heads, block.rows)
             own.add_tangent(out, dq[block.heads, :, block.rows])
@@ -291,22 +251,20 @@ class _Tiles:
         self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> None:
         """Write the cotangents of the queries of one block to ``parts``, and add those of keys and values."""
-
-        def of_piece(number: int, piece: Piece) -> Tensor:
-            return self._cotangent(number, piece, piece.block.part_of(do, block), parts)
-
-        out = self._of_pieces(block, of_piece)
+        out = self._of_pieces(
+            block, lambda piece: self._cotangent(piece, piece.block.part_of(do, block), parts)
+        )
         if self.at.sink is not None:
             self.at.sink.of_rows(block.heads, block.rows).add_adjoint(out, do)
         parts.queries[block.heads, :, block.rows] = out
 
     def _of_pieces(
-        self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
+        self, block: Block, of_piece: Callable[[Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
         """Return the sum of what ``of_piece`` returns for all pieces of one block of query rows."""
         group, out = self.at.q.shape[1], None
-        for number, piece in enumerate(self.tiling.pieces(block)):
-            part = piece.block.grid(of_piece(number, piece), group)
+        for piece in self.tiling.pieces(block):
+            part = piece.block.grid(of_piece(piece), group)
             if out is None:
                 if piece.block is block:
                     out = part
@@ -316,19 +274,17 @@ class _Tiles:
         assert out is not None  # blocks have rows
         return out
 
-    def _image(
-        self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
-    ) -> Float[Tensor, "b r value_dim"]:
+    def _image(self, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor) -> Float[Tensor, "b r value_dim"]:
         """Return what the keys of one piece contribute to the tangents of the outputs of its query rows."""
         at, block = self.at, piece.block
         q, dq, mean = (block.of_rows(t) for t in (at.q, dq, at.mean))
         scored = self._scored(block)
         sums = torch.zeros_like(mean), q.new_zeros(*q.shape[:2], 1)
-        for i, keys in enumerate(piece.keys):
-            place = self._place((number, i), block)
-            tile = self._tile(place, block, keys, q, scored)
+        for keys in piece.keys:
+            # Tiles that are not kept overwrite each other.
+            tile = self._tile(len(self.kept), block, keys, q, scored)
             if self.keep:
-                self.kept[place] = tile
+                self.kept.append(tile)
             if tile is not None:
                 dk_here, dv_here = self._keys(dk, block, keys), self._keys(dv, block, keys)
                 tile.tangent(dq, dk_here, dv_here, sums, self._empty("ds", tile.p.shape, tile.p.dtype))
@@ -337,7 +293,7 @@ class _Tiles:
         return out.addcmul_(total, mean, value=-1)
 
     def _cotangent(
-        self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
+        self, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
         """Return what the keys of one piece contribute to the cotangents of its queries; add to ``parts``
         those of keys and values.
@@ -350,18 +306,15 @@ class _Tiles:
         # ⟨do_i, O_i⟩ = Σ_j P_ij ⟨do_i, v_j⟩ is known before the first tile.
         common = (do * mean).sum(dim=-1, keepdim=True)
         out = torch.zeros_like(q)
-        for i, keys in enumerate(piece.keys):
-            place = self._place((number, i), block)
-            tile = self._tile(place, block, keys, q, scored) if scored else self.kept[place]
+        for keys in piece.keys:
+            tile = self._tile(0, block, keys, q, scored) if scored else self.kept.popleft()
             if tile is not None:
                 ds, _ = tile.scores_adjoint(do, common, self._empty("ds", tile.p.shape, tile.p.dtype))
                 out.baddbmm_(ds, tile.k)
                 parts.add(block, keys, left, (ds, tile.p))
         return out
 
-    def _keys(
-        self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
-    ) -> Float[Tensor, "b keys width"]:
+    def _keys(self, t: Float[Tensor, "heads n width"], block: Block, keys: slice) -> Tensor:
         """Return the rows of a range of keys, as a view that is made once and kept."""
         name = (id(t), keys.start, keys.stop, *block.keys_of)
         view = self.views.get(name)
@@ -369,16 +322,12 @@ class _Tiles:
             view = self.views[name] = block.of_keys(t, keys)
         return view
 
-    def _place(self, place: tuple[int, int], block: Block) -> _Place:
-        """Return the name of the memory of a tile; tiles that are not kept overwrite each other."""
-        return (*place, block.heads.start % self.at.kv_heads) if self.keep else _ONE_PLACE
-
-    def _tile(self, place: _Place, block: Block, keys: slice, q: Tensor, scored: _Scored) -> Tile | None:
+    def _tile(self, place: int, block: Block, keys: slice, q: Tensor, scored: _Scored) -> Tile | None:
         """Form one tile of P in the memory ``place``, or return None if all of its keys are hidden."""
         at = self.at
         # Scores in the dtype of the products are turned into P in place, so they need the memory of the tile.
         # Float64 scores of float32 products are temporary, and share one memory.
-        found = self._scores(place if scored.q.dtype == at.q.dtype else _ONE_PLACE, block, keys, scored)
+        found = self._scores(place if scored.q.dtype == at.q.dtype else 0, block, keys, scored)
         if found is None:
             return None
         p, slope = found
@@ -399,15 +348,13 @@ class _Tiles:
         return _Scored(block.of_rows(q), k, less)
 
     def _scores(
-        self, place: _Place, block: Block, keys: slice, scored: _Scored
+        self, place: int, block: Block, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
-        """Return the scores of one tile times log₂ e, less ``scored.less``, and the derivative of a soft cap.
-
-        The rules of ``visibility`` are not applied to them. The result is None if a mask hides all keys of
-        the tile from all of its queries.
+        """Return the scores of one tile times log₂ e, less ``scored.less``, without the rules of
+        ``visibility``, and the derivative of a soft cap; or None if a mask hides the whole tile.
         """
         at = self.at
-        features, mask = at._features(block, keys), at.visibility.mask
+        features, mask = at.features.block(block.heads, at.kv_heads, block.rows, keys), at.visibility.mask
         shown = None if mask is None else mask[block.rows, keys]
         if not all(t is None or bool(t.any()) for t in (shown, features.seen)):
             return None
@@ -433,9 +380,8 @@ class _Tiles:
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
         """Write log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
-        probabilities of the sinks to the block's part of ``lse``, ``averages`` and ``sink_p``.
-
-        The tiles are formed once; running sums are scaled when a row finds a larger score.
+        probabilities of the sinks to the block's part of ``lse``, ``averages`` and ``sink_p``. Running sums
+        are scaled when a row finds a larger score.
         """
         at, sinks = self.at, self.at.features.sinks
         q, v = at.q[block.heads, :, block.rows], table[block.heads]
@@ -464,7 +410,7 @@ class _Tiles:
 
         scored = self._scored(block, normalised=False)
         for keys in self.tiling.tiles(at.visibility.keys(block.rows)):
-            found = self._scores(_ONE_PLACE, block, keys, scored)
+            found = self._scores(0, block, keys, scored)
             if found is None:
                 continue
             grid = block.grid(found[0], at.q.shape[1])
@@ -472,17 +418,14 @@ class _Tiles:
             add(grid if seen is None else grid.masked_fill_(~seen, float("-inf")), v[:, keys])
         score: Tensor | None = None
         if sinks is not None:
-            score = sinks[self._own(block), :, None].double().expand(total.shape[:-1])
+            first = block.heads.start % at.kv_heads
+            score = sinks[first : first + len(q), :, None].double().expand(total.shape[:-1])
             add(_LOG2_E * score[..., None], v.new_zeros(len(v), 1, v.shape[-1]))
         found_lse = ((total.log2() if bounded else top + total.log2()) / _LOG2_E)[..., 0]
         if score is not None:
             sink_p[block.heads, :, block.rows] = (score - found_lse).exp()
         lse[block.heads, :, block.rows] = found_lse
         averages[block.heads, :, block.rows] = out / total
-
-    def _own(self, block: Block) -> slice:
-        first = block.heads.start % self.at.kv_heads
-        return slice(first, first + block.heads.stop - block.heads.start)
 
     def _empty(self, name: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.scratch.empty(name, shape, dtype, self.at.q.device)
@@ -533,10 +476,6 @@ def streamed_derivative(operands: Operands, visibility: Visibility, dtype: torch
         of_moments = averages[..., -columns[-1].shape[-1] :]
         moments = Moments.of(operands, *(t.flatten(1, 2) for t in (of_moments, mean, total, sink_p)))
     return replace(at, mean=mean.to(dtype).contiguous(), sink=sink, moments=moments)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _of_members(t: Tensor | None, members: Tensor) -> Tensor | None:

@@ -21,25 +21,24 @@ from howsmooth.attention.masks import Visibility
 
 __all__ = ["Block", "DiagonalSquares", "Piece", "Tiling", "parts_for_threads", "shifted", "working_bytes"]
 
-# Largest number of entries of a tile: enough for the full rate of matrix products, and on a CPU few enough
-# for its caches.
+# Most entries of a tile, enough for the full rate of matrix products, and on a CPU few enough for its caches;
+# and most keys (columns) of a tile.
 _TILE = {"cpu": 1 << 19}
 _TILE_ELSEWHERE = 1 << 26
-# Largest number of keys (columns) of a tile.
 _COLUMNS = {"cpu": 512}
 _COLUMNS_ELSEWHERE = 8192
 # Fewest rows of a block, unless _PANEL asks for fewer. Every block reads all keys and writes their
 # cotangents, so a tile has fewer heads rather than fewer rows.
 _ROWS = 256
-# Largest size, in bytes, of the tiles of one block of rows, which are kept between J and Jᵀ. Rows are reduced
-# for it, but not below the number that follows.
+# Most bytes of the tiles of one block of rows, which are kept between J and Jᵀ. Rows are reduced for it, but
+# not below the number that follows.
 _PANEL = {"cpu": 1 << 30}
 _PANEL_ELSEWHERE = 1 << 32
 _FEWEST_ROWS = 16
 # Rows of a strip. Half of its square at the diagonal is formed for nothing.
 _STRIP = 256
-# If each thread has rows of its own: the fewest rows of a thread, and the most threads, because each thread
-# has its own cotangents of all keys.
+# If each thread has rows of its own: the fewest rows of a thread, and the most threads, as each has its own
+# cotangents of all keys.
 _FEWEST_ROWS_APART = 64
 _MOST_THREADS_APART = 4
 
@@ -55,10 +54,8 @@ def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tupl
 
 
 def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.device, *, capped: bool) -> int:
-    """Return an upper bound on the bytes of all tiles that are in memory at once.
-
-    ``itemsize`` is the size of a probability in bytes. A cap needs P∘D beside P. Scores are counted in
-    float64.
+    """Return an upper bound on the bytes of all tiles that are in memory at once, for probabilities of
+    ``itemsize`` bytes. A cap needs P∘D beside P. Scores are counted in float64.
     """
     _, rows, columns = _tile_shape(heads, n, itemsize, device)
     kept, formed = (2 if capped else 1) * n * itemsize, 4 * columns * 8
@@ -66,9 +63,9 @@ def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.devic
 
 
 def parts_for_threads(kv_heads: int, device: torch.device) -> int:
-    """Return the number of equal parts into which the query rows of one head are cut.
+    """Return the number of equal parts into which the query rows of one head are cut: 1 unless there is a
+    single key head, on a CPU with two to four threads, of which each then has a part.
 
-    It is 1 unless there is a single key head, on a CPU with two to four threads: then each thread has a part.
     The threads share one matrix product with few columns badly, because each writes memory that another reads
     next. Parts of the rows make a batch of products instead, each with its own cotangents of all keys.
     """
@@ -83,20 +80,10 @@ def shifted(rows: slice, by: int) -> slice:
 
 @dataclass(frozen=True)
 class Block:
-    """A range of query rows with all keys, for some key heads of one sequence.
+    """A range of query rows with all keys, for a range of key heads of one sequence.
 
     Matrix products are batched over the heads or, if there is one head, over ``batches`` equal parts of the
     rows. In the shapes below, b is the number of heads times ``batches``, and r = group · rows / batches.
-
-    Parameters
-    ----------
-    heads
-        Range of the axis b of the derivative: key heads of one member.
-    rows
-        Range of the queries.
-    batches
-        Number of parts of the rows; more than 1 for one head only.
-
     """
 
     heads: slice
@@ -137,9 +124,7 @@ class Block:
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Convert a range of keys to pairs of products of a batched matrix product, and the keys that they
-        have in the whole sequence. An integer stands for one product, a slice for several.
-        """
+        """Return which products of a batched one have which keys of the sequence, for a range of keys."""
         return [(slice(self.batches), keys)]
 
 
@@ -147,15 +132,8 @@ class Block:
 class DiagonalSquares(Block):
     """The same range of rows in each of several equal squares on the causal diagonal, one for each thread.
 
-    ``rows`` and keys are numbered from the first row and key of their square.
-
-    Parameters
-    ----------
-    origin
-        Number of the first row, and of the first key, of the first square.
-    side
-        Rows, and keys, of a square.
-
+    ``rows`` and keys are numbered from the first row and key of their square. The first square begins at row
+    and key ``origin``; each has ``side`` rows and keys.
     """
 
     origin: int = 0
@@ -163,11 +141,11 @@ class DiagonalSquares(Block):
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A tuple that is equal for blocks with the same keys."""
+        """The same for squares."""
         return *super().keys_of, self.origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the rows of this block's queries."""
+        """Return the rows of the queries in each square."""
         start, _, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
@@ -193,7 +171,7 @@ class DiagonalSquares(Block):
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
     ) -> Float[Tensor, "b own width"]:
         """Return the rows ``own`` of each square as one view of ``t``, whose strides are ``row`` and
-        ``entry``. ``start`` is the offset of the head, ``origin`` the first row of the first square.
+        ``entry``, from the row ``origin`` of the head that begins at ``start`` on.
         """
         # One operation instead of four: at 2048 tokens the time to start operations matters.
         shape, strides = (self.batches, own.stop - own.start, t.shape[-1]), (self.side * row, row, entry)
@@ -218,21 +196,9 @@ class Piece:
 class Tiling:
     """The rules by which the scores of m queries and n keys are cut into blocks, pieces and tiles.
 
-    Parameters
-    ----------
-    members, kv_heads, group
-        Number of batch members, of key heads of a member, and of query heads that share a key head.
-    m, n
-        Number of queries, and of keys.
-    itemsize
-        Bytes of a probability.
-    device
-        Device of the tiles.
-    visibility
-        Rules that say which keys a query sees.
-    features
-        Whether the scores have a cap, a bias, sinks or masks of their own.
-
+    Each of ``members`` sequences has ``kv_heads`` key heads, each shared by ``group`` query heads. A
+    probability has ``itemsize`` bytes. ``features`` says whether the scores have a cap, a bias, sinks or
+    masks of their own.
     """
 
     members: int
@@ -247,19 +213,13 @@ class Tiling:
 
     @cached_property
     def columns(self) -> int:
-        """The largest number of keys in one tile. Tiles begin and end at multiples of it, or at the first and
-        last key that is seen.
-        """
+        """The most keys of a tile, which begins and ends at multiples of it, or where the seen keys do."""
         return _tile_shape(1, self.n, self.itemsize, self.device)[2]
 
     @property
     def batches(self) -> int:
         """The number of equal parts into which the query rows of one head are cut."""
         return parts_for_threads(self.kv_heads, self.device)
-
-    def spans(self) -> list[range]:
-        """Return the ranges of keys, one for each tile, of one row of scores."""
-        return [range(i, min(i + self.columns, self.n)) for i in range(0, self.n, self.columns)]
 
     def blocks(self) -> Iterator[Block]:
         """Yield blocks that cover all scores, each for all key heads of one sequence."""
@@ -289,10 +249,8 @@ class Tiling:
         return [self._block(block.heads, i, min(i + length, last)) for i in range(first, last, length)]
 
     def pieces(self, block: Block) -> list[Piece]:
-        """Divide a block of query rows into pieces, such that few masked scores are computed.
-
-        One piece has the keys that all rows of the block see. Each strip of rows is another piece, with the
-        further keys that its rows see.
+        """Divide a block of query rows into pieces, such that few masked scores are computed: one with the
+        keys that all of its rows see, and one for each strip of rows, with the further keys that these see.
         """
         strips = self.strips(block)
         # Squares at the diagonal, one for each thread, preceded by the keys before the block's first row.
@@ -324,15 +282,11 @@ class Tiling:
         """Return pieces that cover a block's scores from the key of its first row to the causal diagonal.
 
         The rows of each thread form one piece with the keys before their own first row, and a square at the
-        diagonal with the other keys that they see. The squares are cut into strips, and the same strip of all
-        squares is one piece.
+        diagonal, which is cut into strips. The same strip of all squares is one piece.
         """
         first, side = block.rows.start, block.length // block.batches
         below = [
-            Piece(
-                self._block(block.heads, i, i + side),
-                self.tiles(slice(first, i)),
-            )
+            Piece(self._block(block.heads, i, i + side), self.tiles(slice(first, i)))
             for i in range(first + side, block.rows.stop, side)
         ]
         strips = [slice(i, min(i + self._strip, side)) for i in range(0, side, self._strip)]

@@ -12,9 +12,9 @@ diagonal have a further term, because the query of a token moves too:
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float, Int
@@ -30,9 +30,10 @@ from howsmooth.attention import (
     SelfAttention,
     TokenMap,
 )
+from howsmooth.attention.compositions import layers
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, closed_form_jacobian
-from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
+from howsmooth.jacobian.norm_layers import NormJacobian, query_and_key_norms
 from howsmooth.jacobian.projections import Projection
 from howsmooth.jacobian.softmax import softmax_derivative
 from howsmooth.jacobian.softmax_tile import derivative_in_own_query
@@ -41,29 +42,25 @@ from howsmooth.spectral import LinearOperator
 __all__ = ["DenseBlocks", "TokenBlocks", "token_blocks"]
 
 
-class TokenBlocks(abc.ABC):
-    """The blocks J_ij = ∂y_i/∂x_j of a Jacobian at one sequence, for a group of pairs (i, j) at a time."""
+@dataclass(frozen=True, eq=False)
+class TokenBlocks:
+    """The blocks J_ij = ∂y_i/∂x_j of a Jacobian at one sequence, for a group of pairs (i, j) at a time.
 
-    @abc.abstractmethod
-    def weights(self) -> Float[Tensor, "n n"]:
-        """Return for each block a rough estimate of its norm, which is zero if the block is zero.
+    Parameters
+    ----------
+    weights
+        A rough estimate of the norm of each block, which is zero if the block is zero. Off the diagonal it is
+        the largest P_ij of all heads, without the norms of matrices and tokens.
+    tile
+        A function of the tokens i and j of some pairs, a factor for each, and dtypes. For each dtype it
+        returns the blocks of the pairs times the factors, as operators (1, d) -> (1, d_out). Either all pairs
+        lie on the diagonal i = j, or none does. With the reciprocals of the weights as factors, the blocks
+        stay in the range of the dtypes.
 
-        Off the diagonal it is the largest P_ij of all heads, without the norms of matrices and tokens.
-        """
+    """
 
-    @abc.abstractmethod
-    def tile(
-        self,
-        i: Int[Tensor, " pairs"],
-        j: Int[Tensor, " pairs"],
-        factor: Float[Tensor, " pairs"],
-        dtypes: Sequence[torch.dtype],
-    ) -> list[LinearOperator]:
-        """For each dtype, return the blocks of pairs times ``factor``, as operators (1, d) -> (1, d_out).
-
-        Either all pairs lie on the diagonal i = j, or none does. With the reciprocals of :meth:`weights` as
-        factors, the blocks stay in the range of the dtypes.
-        """
+    weights: Float[Tensor, "n n"]
+    tile: Callable[[Tensor, Tensor, Tensor, Sequence[torch.dtype]], list[LinearOperator]]
 
 
 def token_blocks(f: TokenMap, x: Float[Tensor, "n d"]) -> TokenBlocks | None:
@@ -73,29 +70,26 @@ def token_blocks(f: TokenMap, x: Float[Tensor, "n d"]) -> TokenBlocks | None:
     and layer scales around it, or consists of these without attention.
     """
     if _acts_on_tokens(f):
-        return _Diagonal(f, x)
+        return _diagonal(f, x)
     match f:
         case SelfAttention():
-            return _AttentionBlocks(f, x)
+            attention = _AttentionBlocks(f, x)
+            return TokenBlocks(attention.weights(), attention.tile)
         case Residual():
             inner = token_blocks(f.inner, x)
-            return None if inner is None else _ResidualBlocks(inner)
+            return None if inner is None else _residual(inner)
         case Compose() if _acts_on_tokens(f.outer) or _acts_on_tokens(f.inner):
             image = f.inner._forward(x)
             outer, inner = token_blocks(f.outer, image), token_blocks(f.inner, x)
-            return None if outer is None or inner is None else _ComposedBlocks(outer, inner)
+            if outer is None or inner is None:
+                return None
+            return _composed(outer, inner, mixes_last=_acts_on_tokens(f.inner))
         case _:
             return None
 
 
 def _acts_on_tokens(f: TokenMap) -> bool:
-    match f:
-        case Residual():
-            return _acts_on_tokens(f.inner)
-        case Compose():
-            return _acts_on_tokens(f.outer) and _acts_on_tokens(f.inner)
-        case _:
-            return isinstance(f, LayerNorm | RMSNorm | LayerScale)
+    return all(isinstance(layer, LayerNorm | RMSNorm | LayerScale) for layer in layers(f))
 
 
 class DenseBlocks(LinearOperator):
@@ -120,70 +114,47 @@ class DenseBlocks(LinearOperator):
 # ---- norms, layer scales, residuals and compositions
 
 
-class _Diagonal(TokenBlocks):
-    """The blocks of a map that acts on each token separately: zero for i ≠ j."""
+def _diagonal(f: TokenMap, x: Float[Tensor, "n d"]) -> TokenBlocks:
+    """Return the blocks of a map that acts on each token separately: zero for i ≠ j."""
 
-    def __init__(self, f: TokenMap, x: Float[Tensor, "n d"]) -> None:
-        self._f, self._x = f, x
-        self._made: dict[torch.dtype, LinearOperator] = {}
+    @cache
+    def made(dtype: torch.dtype) -> LinearOperator:
+        # Each token is a sequence of its own.
+        return closed_form_jacobian(f, x[:, None], dtype=dtype)
 
-    def weights(self) -> Tensor:
-        return torch.eye(len(self._x), dtype=torch.float64, device=self._x.device)
-
-    def tile(
-        self, i: Tensor, j: Tensor, factor: Tensor, dtypes: Sequence[torch.dtype]
-    ) -> list[LinearOperator]:
-        for dtype in dtypes:
-            if dtype not in self._made:
-                # Each token is a sequence of its own.
-                self._made[dtype] = closed_form_jacobian(self._f, self._x[:, None], dtype=dtype)
-        return [self._made[dtype].select(i) for dtype in dtypes]
+    weights = torch.eye(len(x), dtype=torch.float64, device=x.device)
+    return TokenBlocks(weights, lambda i, j, factor, dtypes: [made(dtype).select(i) for dtype in dtypes])
 
 
-class _ResidualBlocks(TokenBlocks):
-    """The blocks of a residual connection: those of its branch, plus the identity for i = j."""
-
-    def __init__(self, inner: TokenBlocks) -> None:
-        self._inner = inner
-
-    def weights(self) -> Tensor:
-        return self._inner.weights().fill_diagonal_(1.0)
-
-    def tile(
-        self, i: Tensor, j: Tensor, factor: Tensor, dtypes: Sequence[torch.dtype]
-    ) -> list[LinearOperator]:
-        inner = self._inner.tile(i, j, factor, dtypes)
+def _residual(inner: TokenBlocks) -> TokenBlocks:
+    def tile(i: Tensor, j: Tensor, factor: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
+        parts = inner.tile(i, j, factor, dtypes)
         # The weights of the diagonal are one, and so are the factors.
-        return [ResidualJacobian(part) for part in inner] if bool((i == j).all()) else inner
+        return [ResidualJacobian(part) for part in parts] if bool((i == j).all()) else parts
+
+    return TokenBlocks(inner.weights.fill_diagonal_(1.0), tile)
 
 
-class _ComposedBlocks(TokenBlocks):
-    """The blocks of a composition of two maps, one of which acts on each token separately."""
+def _composed(outer: TokenBlocks, inner: TokenBlocks, *, mixes_last: bool) -> TokenBlocks:
+    """Return the blocks of a composition of two maps, of which the inner one acts on each token separately
+    if ``mixes_last``, and otherwise the outer one.
+    """
 
-    def __init__(self, outer: TokenBlocks, inner: TokenBlocks) -> None:
-        self._outer, self._inner = outer, inner
-
-    def weights(self) -> Tensor:
-        mixing = self._inner if isinstance(self._outer, _Diagonal) else self._outer
-        return mixing.weights()
-
-    def tile(
-        self, i: Tensor, j: Tensor, factor: Tensor, dtypes: Sequence[torch.dtype]
-    ) -> list[LinearOperator]:
+    def tile(i: Tensor, j: Tensor, factor: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
         # The map that treats each token by itself acts at the input token, or at the output token.
-        if isinstance(self._inner, _Diagonal):
-            inner = self._inner.tile(j, j, torch.ones_like(factor), dtypes)
-            outer = self._outer.tile(i, j, factor, dtypes)
-        else:
-            outer = self._outer.tile(i, i, torch.ones_like(factor), dtypes)
-            inner = self._inner.tile(i, j, factor, dtypes)
-        return [ComposedJacobian(*parts) for parts in zip(outer, inner, strict=True)]
+        mixed, own = (i, j, factor), j if mixes_last else i
+        alone = own, own, torch.ones_like(factor)
+        last, first = (mixed, alone) if mixes_last else (alone, mixed)
+        parts = zip(outer.tile(*last, dtypes), inner.tile(*first, dtypes), strict=True)
+        return [ComposedJacobian(*pair) for pair in parts]
+
+    return TokenBlocks(outer.weights if mixes_last else inner.weights, tile)
 
 
 # ---- attention
 
 
-class _AttentionBlocks(TokenBlocks):
+class _AttentionBlocks:
     def __init__(self, f: SelfAttention, x: Float[Tensor, "n d"]) -> None:
         self._f, n = f, len(x)
         tokens = x[None]
@@ -196,8 +167,7 @@ class _AttentionBlocks(TokenBlocks):
         # The key head that each query head uses
         self._group = torch.arange(f.heads, device=f.device) // (f.heads // f.kv_heads)
         self._k, self._v = core.k[self._group], core.v[self._group]
-        self._query_norm = norm_jacobian(f.query_norm, tokens, f.query, f.query_bias, torch.float64)
-        self._key_norm = norm_jacobian(f.key_norm, tokens, f.key, f.key_bias, torch.float64)
+        self._query_norm, self._key_norm = query_and_key_norms(f, tokens, torch.float64)
         self._projections: dict[torch.dtype, Projection] = {}
 
     def weights(self) -> Tensor:
@@ -223,7 +193,7 @@ class _AttentionBlocks(TokenBlocks):
             p, moved, read = (t.to(dtype).contiguous() for t in parts)
             digits = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
             rounding = digits * self._core.rounding(1).expand(len(i))
-            query = None if own is None else own.to(dtype)
+            query = None if own is None else _OwnQuery(own.matrices.to(dtype), own.placed.to(dtype))
             found.append(_AttentionTile(self._projections[dtype], p, moved, read, owners, query, rounding))
         return found
 
@@ -236,20 +206,17 @@ class _AttentionBlocks(TokenBlocks):
             queries, owners = torch.unique_consecutive(i, return_inverse=True)
             t = self._q[:, queries].transpose(0, 1)
             return owners, torch.einsum("phk,hkd->phd", t, f.key[self._group])
-        return torch.arange(len(i), device=i.device), self._read_at_keys(i, j)
-
-    def _read_at_keys(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
-        f, t = self._f, self._q[:, i].transpose(0, 1)
-        pairs, weight, n = len(i), f.key, self._p.shape[1]
+        t, pairs, weight, n = self._q[:, i].transpose(0, 1), len(i), f.key, self._p.shape[1]
+        owners = torch.arange(pairs, device=i.device)
         if f.key_norm is None or f.key_norm.d == f.key_dim:
             placed = _Placed.at(self._key_norm, f.rotary, n, j, self._group)
-            return torch.einsum("phk,hkd->phd", placed.adjoint(t), weight[self._group])
+            return owners, torch.einsum("phk,hkd->phd", placed.adjoint(t), weight[self._group])
         # The norm mixes all key heads, so the cotangent of one score has entries in all of them.
         of_all = t.new_zeros(pairs, f.heads, f.kv_heads, f.key_dim)
         of_all[:, torch.arange(f.heads), self._group] = t
         placed = _Placed.at(self._key_norm, f.rotary, n, j.repeat_interleave(f.heads))
         rows = placed.adjoint(of_all.flatten(0, 1)).reshape(pairs, f.heads, -1)
-        return rows @ weight.flatten(0, 1)
+        return owners, rows @ weight.flatten(0, 1)
 
     def _own_query(self, i: Tensor, factor: Tensor) -> _OwnQuery:
         n, heads, sink = self._p.shape[1], [], self._core.sink
@@ -268,9 +235,7 @@ class _AttentionBlocks(TokenBlocks):
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """The derivatives of the norm layer and the rotary embedding that follow the query or key projection, at
-    one token of each pair.
-    """
+    """The derivatives of norm and rotation after a query or key projection, at a token of each pair."""
 
     norm: NormJacobian | None
     rotary: Rotary | None
@@ -284,9 +249,8 @@ class _Placed:
         tokens: Int[Tensor, " pairs"],
         heads: Int[Tensor, " heads"] | None = None,
     ) -> _Placed:
-        """Return the derivatives at the given tokens.
-
-        The rows of ``norm`` are all n tokens, or pairs of token and head, of which ``heads`` chooses some.
+        """Return the derivatives at the given tokens. The rows of ``norm`` are all n tokens, or pairs of
+        token and head, of which ``heads`` chooses some.
         """
         if norm is not None:
             unit, factor = (t.view(n, -1, t.shape[-1])[tokens] for t in (norm.unit, norm.factor))
@@ -294,7 +258,7 @@ class _Placed:
                 unit, factor = unit[:, heads], factor[:, heads]
             norm = NormJacobian(norm.gain, unit, factor, centred=norm.centred)
         if rotary is not None:
-            rotary = Rotary(rotary.cos[tokens], rotary.sin[tokens])
+            rotary = rotary.at(tokens)
         return cls(norm, rotary)
 
     def product(self, t: Float[Tensor, "pairs heads key_dim"]) -> Float[Tensor, "pairs heads key_dim"]:
@@ -310,17 +274,12 @@ class _Placed:
         return self.norm.adjoint_product(t.reshape(len(t), *self.norm.in_shape)).reshape(t.shape)
 
     def to(self, dtype: torch.dtype) -> _Placed:
-        norm = self.norm
-        if norm is not None:
-            gain, unit, factor = (t.to(dtype) for t in (norm.gain, norm.unit, norm.factor))
-            norm = NormJacobian(gain, unit, factor, centred=norm.centred)
+        norm = None if self.norm is None else self.norm.to(dtype)
         return _Placed(norm, None if self.rotary is None else self.rotary.to(dtype=dtype))
 
     def select(self, members: Tensor) -> _Placed:
-        norm, rotary = self.norm, self.rotary
-        if rotary is not None:
-            rotary = Rotary(rotary.cos[members], rotary.sin[members])
-        return _Placed(None if norm is None else norm.select(members), rotary)
+        norm = None if self.norm is None else self.norm.select(members)
+        return _Placed(norm, None if self.rotary is None else self.rotary.at(members))
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,9 +288,6 @@ class _OwnQuery:
 
     matrices: Float[Tensor, "pairs heads value_dim key_dim"]
     placed: _Placed
-
-    def to(self, dtype: torch.dtype) -> _OwnQuery:
-        return _OwnQuery(self.matrices.to(dtype), self.placed.to(dtype))
 
     def select(self, members: Tensor) -> _OwnQuery:
         return _OwnQuery(self.matrices[members], self.placed.select(members))
@@ -347,21 +303,8 @@ class _OwnQuery:
 class _AttentionTile(LinearOperator):
     """The blocks of multi-head self-attention for a group of pairs.
 
-    Parameters
-    ----------
-    projection
-        The matrices of the layer.
-    p
-        The weights P_ij of each head.
-    moved
-        P_ij D_ij (v_j − O_i) of each head.
-    read, owners
-        The vectors b_ij of each head, each distinct one once, and the index in ``read`` for each pair.
-    own
-        The further term of blocks on the diagonal; None for other blocks.
-    rounding
-        Relative rounding error of a product.
-
+    For each head, ``p`` is P_ij and ``moved`` P_ij D_ij (v_j − O_i); ``read`` has the distinct vectors b_ij,
+    and ``owners`` the index of each pair's. ``own`` is the further term of blocks on the diagonal.
     """
 
     def __init__(

@@ -152,7 +152,7 @@ def _of_tiles(
     solver: Solver,
     told: Callable[[float, int], None],
 ) -> BlockNorms:
-    weights = blocks.weights()[outputs]
+    weights = blocks.weights[outputs]
     norms = BlockNorms.zeros(*weights.shape)
     row, j = torch.nonzero(weights, as_tuple=True)
     i, weights = outputs[row], weights[row, j]

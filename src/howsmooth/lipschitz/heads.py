@@ -17,10 +17,10 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.batching import footprint
-from howsmooth.jacobian.attention import AttentionJacobian
+from howsmooth.jacobian.attention import AttentionJacobian, attention_jacobians
 from howsmooth.jacobian.closed_form import in_double
-from howsmooth.jacobian.padded_jacobian_batch import joined
-from howsmooth.jacobian.projections import Projections
+from howsmooth.jacobian.projections import projections
+from howsmooth.jacobian.unequal_lengths import joined
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.local import local_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
@@ -82,7 +82,6 @@ def head_lipschitz(
         basis = _EXPECTED_STEPS * x.itemsize + _VERDICT_VECTORS * torch.float64.itemsize
         most = max(1, budget // (one.size + n * (first.d + first.d_out) * basis))
         double = in_double(attention)
-        assert isinstance(double, SelfAttention)
         parts = [_together(double, x, heads, solver) for heads in torch.arange(attention.heads).split(most)]
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return LipschitzEstimate(
@@ -145,8 +144,8 @@ def heads_jacobians(
     off = tokens.new_zeros(tokens.shape[:-1]) if torch.float64 in dtypes else None
     of_heads = []
     for h in heads:
-        projections = [Projections(dtype, x.shape[0]) for dtype in dtypes]
-        of_heads.append(AttentionJacobian.at(f.head(h), tokens, off, None, projections, norms))
+        made = projections(dtypes, x.shape[0])
+        of_heads.append(attention_jacobians(f.head(h), tokens, made, off, norms))
     return dict(zip(dtypes, map(HeadsJacobian.of_heads, zip(*of_heads, strict=True)), strict=True))
 
 
@@ -169,7 +168,7 @@ class HeadsJacobian(AttentionJacobian):
         replaced by ``weight``.
         """
         projection = replace(whole.projection, weight=weight)
-        return cls(projection, whole.core, whole.norms, whole.proved)
+        return cls(whole.core, projection, whole.norms, whole.proved)
 
     def reduced(self) -> tuple[HeadsJacobian, Float[Tensor, "heads d r"]]:
         """Return, for each head, a smaller Jacobian with the same singular values, and an orthonormal basis
@@ -181,7 +180,7 @@ class HeadsJacobian(AttentionJacobian):
         weight = self.projection.weight.double()
         bases, triangles = torch.linalg.qr(weight.mT)
         projection = replace(self.projection, weight=triangles.mT.to(self.dtype).contiguous())
-        return HeadsJacobian(projection, self.core, self.norms), bases.to(self.dtype)
+        return HeadsJacobian(self.core, projection, self.norms), bases.to(self.dtype)
 
     def select(self, members: Tensor) -> HeadsJacobian:
         """Return the Jacobians of the chosen heads."""

@@ -21,7 +21,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.jacobian.autodiff import allowance_for_rounding, moved_by_rounding, weighted_autodiff_jacobian
 from howsmooth.jacobian.closed_form import closed_form_jacobians, in_double
-from howsmooth.jacobian.padded_jacobian_batch import joined
+from howsmooth.jacobian.unequal_lengths import joined
 from howsmooth.lipschitz.singular_value_solver import Solver
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.checked_products import CheckedByAdjoint, CheckedProducts

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian.packed_sequences import energy_products_together
-from howsmooth.jacobian.padded_jacobian_batch import filled
+from howsmooth.jacobian.unequal_lengths import energy_products_together, filled
 from howsmooth.seeds import random_stream
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
 from howsmooth.spectral.lanczos import lanczos_together

@@ -129,12 +129,10 @@ class ScoreStatistics:
         q, k = q.flatten(0, -4), k.flatten(0, -3)
         sinks = features.sinks
         for some, all_rows in row_blocks(len(k), group, m, n, q.device):
-            members = torch.arange(len(k), device=q.device)[some]
-            outer, heads = members // kv_heads, members % kv_heads
             for rows in all_rows:
                 keys = visible.keys(rows)
                 seen = visible.block(rows, keys, q.device)
-                part = features.block(outer, heads, rows, keys)
+                part = features.block(some, kv_heads, rows, keys)
                 scores = attention_scores(q[some, :, rows], k[some, keys], scale, seen, None, part)
                 largest = float(scores.max())
                 self.largest = largest if self.largest is None else max(self.largest, largest)
