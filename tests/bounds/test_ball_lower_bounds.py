@@ -364,10 +364,6 @@ def _below_upper(seed: int) -> float:
     )
 
 
-def test_lower_bounds_are_below_upper_bounds():
-    assert max(_below_upper(seed) for seed in range(4)) <= 1.0
-
-
 @pytest.mark.slow
 def test_lower_bounds_are_below_upper_bounds_in_a_long_search():
     assert 0.5 < max(_below_upper(seed) for seed in range(300)) <= 1.0
@@ -419,6 +415,7 @@ def test_extremes_give_numbers(radius, n):
         causal_two_cluster_lower_bound,
         causal_two_heavy_tokens_lower_bound,
         equal_tokens_lower_bound,
+        quadratic_growth,
     ):
         bound = statement(head, n, radius)
         assert not math.isnan(bound.log_value)
