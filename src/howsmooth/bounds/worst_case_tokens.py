@@ -214,6 +214,7 @@ def searched_pairs(head: Head, length: int, radius: float, *, masked: bool) -> l
             along, across = radius * torch.cos(theta) * direction, radius * torch.sin(theta) * off
             heavies = torch.stack([along + across, along - across])
             value, _ = log_tie(head, heavies, light, log_m[:, None], log_rows[:, None])
+            value = value.clamp_min(-1e9)  # the bound may be zero at all tokens
         better = (value > best) & torch.isfinite(value)
         now = torch.cat([heavies, light[None]]).detach()
         kept, best = torch.where(better[:, None], now, kept), torch.where(better, value.detach(), best)
