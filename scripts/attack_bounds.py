@@ -33,7 +33,7 @@ from mpmath import mp
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds.multi_head_upper_bounds import folded_gram_upper_bound, head_upper_bound
+from howsmooth.bounds.multi_head_upper_bounds import folded_gram_upper_bound
 from howsmooth.errors import ArgumentError
 
 BATCH = 20  # cases of one setting (sizes, masks, switches), which are ascended together
@@ -42,7 +42,7 @@ MATRICES = ("query", "key", "value", "output")
 
 ON_BALL = (
     *("theorem_3_3", "theorem_e_3", "ball_upper_bound", "theorem_4_3", "causal_ball_upper_bound"),
-    *("masked_ball_upper_bound", "head_upper_bound", "lemma_3_8", "output_norm_upper_bound"),
+    *("masked_ball_upper_bound", "lemma_3_8", "output_norm_upper_bound"),
     *("gram_upper_bound", "folded_gram_upper_bound", "any_scores_ball_upper_bound"),
 )
 ANY_LENGTH = ("theorem_3_5", "mean_field_upper_bound", "theorem_4_4", "causal_mean_field_upper_bound")
@@ -51,7 +51,7 @@ AT_TOKENS = (
     "certificate",
 )
 LARGE_RADIUS = ("theorem_3_7", "theorem_4_5")
-PRIVATE = {one.__name__: one for one in (folded_gram_upper_bound, head_upper_bound)}
+PRIVATE = {"folded_gram_upper_bound": folded_gram_upper_bound}
 LOCAL = {
     *(*AT_TOKENS, *LARGE_RADIUS, "token_wise_upper_bound"),
     "pre_norm_upper_bound at X",

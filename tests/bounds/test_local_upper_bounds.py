@@ -19,7 +19,7 @@ from howsmooth.bounds.local_upper_bounds import (
     yudin_theorem_3,
 )
 from howsmooth.errors import ArgumentError, NonFiniteError
-from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
+from tests._cases import D, dense_jacobian, random_attention, tokens, true_norm
 from tests._search import largest_ratio
 
 F64 = torch.float64
@@ -179,24 +179,6 @@ def test_overflow_gives_a_finite_logarithm() -> None:
         assert 900 < bound.log_value < 1100
     with pytest.raises(NonFiniteError, match="scores"):  # this one needs the weights
         yudin_theorem_3(head, X)
-
-
-def test_refusals() -> None:
-    x = tokens(61, 4, D)
-    f = random_attention(61, heads=1)
-    for statement in LOCAL.values():
-        with pytest.raises(ArgumentError, match="one head"):
-            statement(random_attention(62), x)
-        with pytest.raises(ArgumentError, match="rotary"):
-            statement(random_attention(63, heads=1, rotary=rotary(4, 4)), x)
-        with pytest.raises(ArgumentError, match="X"):
-            statement(f)
-        with pytest.raises(ArgumentError, match="X"):
-            statement(f, x[:, :2])
-        with pytest.raises(NonFiniteError):
-            statement(f, x * math.inf)
-        with pytest.raises(ArgumentError, match="length of the mask"):
-            statement(random_attention(64, heads=1, mask=masks(3)["window"]), x)
 
 
 def test_a_site_gives_its_tokens() -> None:

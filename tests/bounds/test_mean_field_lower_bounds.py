@@ -142,9 +142,5 @@ def test_refusals():
         two_dirac(-1.0, 1.0, weight=1.0)
     with pytest.raises(ArgumentError, match="cluster"):
         two_dirac(-1.0, 1.0, cluster="other")
-    with pytest.raises(ArgumentError, match="radius"):
-        proposition_3_6(-1.0, -1.0)
     with pytest.raises(ArgumentError, match="finite number"):
         proposition_3_6(math.nan, 1.0)
-    with pytest.raises(ArgumentError, match="one head"):
-        two_dirac(random_attention(1, heads=2), 1.0)

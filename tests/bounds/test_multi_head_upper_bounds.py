@@ -18,18 +18,22 @@ from howsmooth.bounds.ball_upper_bounds import (
     masked_ball_upper_bound,
 )
 from howsmooth.bounds.bound import Bound, Quantity
+from howsmooth.bounds.bound_problem import on_ball
 from howsmooth.bounds.multi_head_upper_bounds import (
     folded_gram_upper_bound,
     gram_upper_bound,
-    head_upper_bound,
+    head_bound,
     lemma_3_8,
     output_norm_upper_bound,
 )
-from howsmooth.errors import ArgumentError
-from tests._cases import dense_jacobian, random_attention, rotary, tokens
+from tests._cases import dense_jacobian, random_attention, tokens
 from tests._search import Point, largest_ratio
 
 ALL = (lemma_3_8, output_norm_upper_bound, gram_upper_bound, folded_gram_upper_bound)
+
+
+def best_of_head(f: hs.SelfAttention, n: int, radius: float) -> float:
+    return float(head_bound(on_ball(f, n, radius)).value)
 
 
 def _norm(f: hs.SelfAttention, x: Tensor) -> float:
@@ -118,7 +122,7 @@ def test_without_scores_folded_is_exact_for_orthogonal_and_for_equal_heads() -> 
 
 def test_concatenated_heads_add_in_squares() -> None:
     f = random_attention(5, d_out=None)
-    parts = [head_upper_bound(f.head(h), 7, 1.3).value for h in range(f.heads)]
+    parts = [best_of_head(f.head(h), 7, 1.3) for h in range(f.heads)]
     squares = math.sqrt(sum(part**2 for part in parts))
     assert lemma_3_8(f, 7, 1.3).value == pytest.approx(sum(parts), rel=1e-10)
     for statement in (output_norm_upper_bound, gram_upper_bound, folded_gram_upper_bound):
@@ -142,7 +146,7 @@ def test_order(seed: int, causal: bool) -> None:
     assert folded <= gram * (1 + 1e-11)
     assert gram <= lemma * (1 + 1e-11)
     norms = [torch.linalg.matrix_norm(W, 2) for W in parameters_of(f).outputs]
-    parts = [head_upper_bound(f.head(h), 20, 1.0).value for h in range(4)]
+    parts = [best_of_head(f.head(h), 20, 1.0) for h in range(4)]
     assert lemma == pytest.approx(
         float(sum(w * part for w, part in zip(norms, parts, strict=True))), rel=1e-10
     )
@@ -155,7 +159,7 @@ def test_order(seed: int, causal: bool) -> None:
 def test_gram_written_out() -> None:
     f = random_attention(8)
     W = parameters_of(f).outputs
-    L = [head_upper_bound(f.head(h), 5, 0.7).value for h in range(3)]
+    L = [best_of_head(f.head(h), 5, 0.7) for h in range(3)]
     V = [f.value[h] for h in range(3)]
     c = [L[h] / float(torch.linalg.matrix_norm(V[h], 2)) for h in range(3)]
     folded = [W[h] @ V[h] for h in range(3)]
@@ -186,21 +190,15 @@ def test_the_best_bound_of_a_head_knows_its_mask() -> None:
         expected = (
             causal_mean_field_upper_bound(f, radius) if free else masked_ball_upper_bound(f, length, radius)
         )
-        assert head_upper_bound(f, length, radius).log_value == expected.log_value
-    assert head_upper_bound(causal, n, 1.0).value == causal_ball_upper_bound(causal, n, 1.0).value
+        assert best_of_head(f, length, radius) == pytest.approx(expected.value, rel=1e-11)
+    assert best_of_head(causal, n, 1.0) == pytest.approx(
+        causal_ball_upper_bound(causal, n, 1.0).value, rel=1e-11
+    )
 
 
 @pytest.mark.parametrize("statement", ALL)
-def test_refusals_and_extremes(statement: Callable[..., Bound]) -> None:
+def test_extremes_give_numbers(statement: Callable[..., Bound]) -> None:
     f = random_attention(1)
-    with pytest.raises(ArgumentError, match="radius"):
-        statement(f, 3, -1.0)
-    with pytest.raises(ArgumentError, match="length"):
-        statement(f, 0, 1.0)
-    with pytest.raises(ArgumentError, match="rotary"):
-        statement(random_attention(1, rotary=rotary(4, 4)), 3, 1.0)
-    with pytest.raises(ArgumentError, match="attention"):
-        statement(torch.eye(2), 3, 1.0)
     assert statement(f, 10**800, 1e3).value == math.inf
     assert math.isfinite(statement(f, 10**800, 1e3).log_value)
     assert statement(f, 3, 1e300).value == math.inf

@@ -108,7 +108,7 @@ def two_cluster(
             got="complex eigenvalues only",
             remedy="Use heavy_token(attention, length, radius), which needs no real eigenvalue.",
         )
-    half = float(points.heavy @ points.light) > 0
+    half = float(points.heavies[0] @ points.light) > 0
     phrase = "Ru against Ru/2, u for γ_max" if half else "Ru against −Ru, u for γ_min"
     return give(
         "two_cluster",

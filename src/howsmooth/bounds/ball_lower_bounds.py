@@ -15,37 +15,29 @@ which it holds. Derivations: documentation page "Worst inputs, and lower bounds"
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, Parameters
-from howsmooth.bounds.ball_upper_bounds import ball_quantity, no_query_bias
-from howsmooth.bounds.bound import Quantity
-from howsmooth.bounds.bound_problem import Problem, on_ball
-from howsmooth.bounds.catalogue import OURS, PAPER, Condition, statement
-from howsmooth.bounds.jacobian_column_lower_bounds import (
-    MOST_ROWS,
-    log_column_norm,
-    log_integer,
-    log_norm,
-    log_rank_one,
-    log_weights,
-    rounding_of_scores,
-    total_value,
-)
-from howsmooth.bounds.log_numbers import Log
+from howsmooth.bounds.attention_parameters import Head, Masking, Parameters, log_spectral_norm
+from howsmooth.bounds.ball_upper_bounds import causal, masked_or_not, no_query_bias, unmasked
+from howsmooth.bounds.bound_problem import Problem
+from howsmooth.bounds.catalogue import OURS, PAPER, Condition
+from howsmooth.bounds.log_numbers import Log, maximum
 from howsmooth.bounds.worst_case_tokens import (
     HeavyTokens,
-    TwoHeavyTokens,
+    forms,
+    light_rows,
+    log_tie,
     real_eigenpairs,
     searched_pairs,
     searched_tokens,
     spread_directions,
     two_cluster_points,
 )
-from howsmooth.rounding import below, spectral_norm_below
+from howsmooth.rounding import below, gamma, spectral_norm_below, up
 
 __all__ = [
     "causal_two_cluster_lower_bound",
@@ -60,6 +52,8 @@ __all__ = [
 
 _PAGE = f'{OURS}"Worst inputs, and lower bounds"'
 
+# The causal constant does not decrease with n, so the bound for this many rows also holds for more tokens.
+_MOST_ROWS = 1 << 16
 # Size up to which the norm of a Cesàro matrix is computed from the dense matrix.
 _MOST_DENSE_CESARO = 512
 # Under a window only this number of first rows is used. Their norm is a lower bound on the norm of all rows,
@@ -73,23 +67,12 @@ _THREE_TOKENS_IN_A_PLANE = (
     Condition[Problem]("n >= 3", lambda p: p.n >= 3),
     Condition[Problem]("d >= 2", lambda p: p.parameters.heads[0].d >= 2),
 )
-
-
-def is_identity(p: Problem) -> bool:
-    """Return whether V = I."""
-    V = p.head.V
-    return V.shape[0] == V.shape[1] and bool((torch.eye(len(V), dtype=V.dtype) == V).all())
-
-
-@statement(
-    on_ball,
-    side="lower",
-    quantity=ball_quantity,
-    source=_PAGE,
-    heads="any",
-    masks="none or causal",
-    searched=True,
+VALUES_ARE_TOKENS = Condition[Problem](
+    "V = I", lambda p: torch.equal(p.head.V, torch.eye(p.head.d, dtype=torch.float64))
 )
+
+
+@masked_or_not(side="lower", source=_PAGE, heads="any", masks="none or causal", searched=True)
 def heavy_token_lower_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X, one of which gets most of the attention.
 
@@ -100,18 +83,12 @@ def heavy_token_lower_bound(p: Problem) -> Log:
     several heads, tokens are sought for each head, and the bound at them takes all heads into account. With a
     causal mask, z comes first.
     """
-    parameters = p.parameters
-    heads = (parameters.folded(h) for h in range(len(parameters.heads)))
-    return _largest(parameters, p.n, (t for head in heads for t in searched_tokens(head, p.radius)[:2]))
+    points = [t for head in _folded(p) for t in searched_tokens(head, p.radius)[:2]]
+    return _largest(p.parameters, p.n, points)
 
 
-@statement(
-    on_ball,
-    side="lower",
-    quantity=ball_quantity,
-    source=_PAGE,
-    heads="any",
-    listed=lambda p: p.plain and p.parameters.masking != "other",
+@masked_or_not(
+    side="lower", source=_PAGE, heads="any", listed=lambda p: p.plain and p.parameters.masking != "other"
 )
 def equal_tokens_lower_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at a sequence X of n equal tokens.
@@ -126,26 +103,17 @@ def equal_tokens_lower_bound(p: Problem) -> Log:
     wide = window is None or window > _DENSE_ROWS
     if seen.causal and parameters.mask is None and wide:
         # A causal window and a causal mask have equal first rows.
-        norm = _cesaro_norm(min(n, MOST_ROWS if window is None else window))
+        norm = _cesaro_norm(min(n, _MOST_ROWS if window is None else window))
     elif parameters.masking == "other":
         rows = slice(0, n if window is None else min(n, _DENSE_ROWS))
         shown = seen.block(rows, seen.keys(rows))
         if shown is not None:
             shares = shown / shown.sum(1, keepdim=True, dtype=torch.float64)
             norm = max(norm, spectral_norm_below(shares))
-    return Log.of(norm) * Log(log_norm(total_value(parameters)))
+    return Log.of(norm) * Log(_log_norm(_total_value(parameters)))
 
 
-@statement(
-    on_ball,
-    side="lower",
-    quantity=Quantity.GLOBAL,
-    source=_PAGE,
-    heads="any",
-    masks="none",
-    needs=_THREE_TOKENS_IN_A_PLANE,
-    searched=True,
-)
+@unmasked(side="lower", source=_PAGE, heads="any", needs=_THREE_TOKENS_IN_A_PLANE, searched=True)
 def two_heavy_tokens_lower_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X, two of which get most of the attention.
 
@@ -157,19 +125,10 @@ def two_heavy_tokens_lower_bound(p: Problem) -> Log:
     bound is the norm of the two heavy columns in the rows of the light tokens. It attains the rate R²√n of
     Theorem 3.3.
     """
-    return _two_heavy(p, masked=False)
+    return _two_heavy(p, "none")
 
 
-@statement(
-    on_ball,
-    side="lower",
-    quantity=Quantity.MASKED,
-    source=_PAGE,
-    heads="any",
-    masks="causal",
-    needs=_THREE_TOKENS_IN_A_PLANE,
-    searched=True,
-)
+@causal(side="lower", source=_PAGE, heads="any", needs=_THREE_TOKENS_IN_A_PLANE, searched=True)
 def causal_two_heavy_tokens_lower_bound(p: Problem) -> Log:
     """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens X, two of which get
     most of the attention.
@@ -177,16 +136,13 @@ def causal_two_heavy_tokens_lower_bound(p: Problem) -> Log:
     The tokens are as in :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least
     √(2Σ_{i=3}^n p_i²) sinθ |y| R |Vv| with p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
     """
-    return _two_heavy(p, masked=True)
+    return _two_heavy(p, "causal")
 
 
-@statement(
-    on_ball,
+@unmasked(
     side="lower",
-    quantity=Quantity.GLOBAL,
     source=f"Proposition 3.4 and Lemma C.7, {PAPER}",
-    masks="none",
-    needs=(Condition("V = I", is_identity), no_query_bias(), _REAL_EIGENVALUE),
+    needs=(VALUES_ARE_TOKENS, no_query_bias(), _REAL_EIGENVALUE),
 )
 def proposition_3_4(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from below by Proposition 3.4 of the paper.
@@ -196,24 +152,16 @@ def proposition_3_4(p: Problem) -> Log:
     A.
     """
     points = two_cluster_points(p.head, p.radius)
-    if points is None or p.n == 1:
+    if points is None:
         return Log(-math.inf)
-    log_p, _ = log_weights([p.head], points.heavies, points.light, log_integer(p.n - 1))
-    share = float(log_p[0, 0, 0])
-    error = rounding_of_scores([p.head], points) if share < 0 else 0.0
+    log_m, log_rows = light_rows(p.n, 1, causal=False)
+    share = float(_log_weights([p.head], points, log_m)[0])
     # If the scores overflow, the bound is the trivial one, 0.
-    found = 0.5 * log_integer(p.n - 1) + share + math.expm1(share) * error
+    found = 0.5 * float(log_rows) + share - _rounding([p.head], points, -math.expm1(share))
     return Log(found if math.isfinite(share) else -math.inf)
 
 
-@statement(
-    on_ball,
-    side="lower",
-    quantity=Quantity.GLOBAL,
-    source=f"{_PAGE}; sharpens Proposition 3.4, {PAPER}",
-    masks="none",
-    needs=(_REAL_EIGENVALUE,),
-)
+@unmasked(side="lower", source=f"{_PAGE}; sharpens Proposition 3.4, {PAPER}", needs=(_REAL_EIGENVALUE,))
 def two_cluster_lower_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X that form two clusters.
 
@@ -221,17 +169,10 @@ def two_cluster_lower_bound(p: Problem) -> Log:
     of z = Ru and n − 1 copies of w = Ru/2 or −Ru, y = Aw + b, and p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). The larger
     of the two bounds is returned. It holds for any V and query bias, and sharpens Proposition 3.4.
     """
-    return _two_clusters(p, masked=False)
+    return _two_clusters(p, "none")
 
 
-@statement(
-    on_ball,
-    side="lower",
-    quantity=Quantity.MASKED,
-    source=_PAGE,
-    masks="causal",
-    needs=(_REAL_EIGENVALUE,),
-)
+@causal(side="lower", source=_PAGE, needs=(_REAL_EIGENVALUE,))
 def causal_two_cluster_lower_bound(p: Problem) -> Log:
     """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens that form two
     clusters.
@@ -241,13 +182,11 @@ def causal_two_cluster_lower_bound(p: Problem) -> Log:
     weight of the heavy token in row i and g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and
     √(Σp_i²(1+2g(1−p_i))²)|Vu|.
     """
-    return _two_clusters(p, masked=True)
+    return _two_clusters(p, "causal")
 
 
-@statement(
-    on_ball,
+@masked_or_not(
     side="lower",
-    quantity=ball_quantity,
     source=f"Kim, Papamakarios, Mnih, ICML 2021; Appendix C, {PAPER}",
     masks="none or causal",
     needs=(no_query_bias(),),
@@ -261,14 +200,16 @@ def quadratic_growth(p: Problem) -> Log:
     unit vector u gives a valid bound; some that depend on singular vectors of A and V are tried. For A = γI,
     V = I and odd n the bound is 1/n + γR²(n−1)/n.
     """
-    head, n, R = p.head, p.n, p.radius
-    # 1/n and σ² are formed first and R is multiplied one by one, so that R² cannot overflow.
+    head, n = p.head, p.n
     variance = (n - 1) / n - (0.0 if n % 2 else 1 / (n * n))
-    logs = (
-        log_rank_one(head.V, 1 / n, variance * (u * R), (u * R) @ head.left @ head.right)
-        for u in spread_directions(head)
-    )
-    return Log(max(logs, default=-math.inf))
+    # Both terms are divided by the larger of 1/n and σ²R², which may overflow.
+    logs = -math.log(n), float((variance * Log.of(p.radius) ** 2).log)
+    share, growth = (math.exp(log - max(logs)) for log in logs)
+    found = [-math.inf]
+    for u in spread_directions(head):
+        matrix = share * head.V + growth * torch.outer(head.V @ u, (u @ head.left) @ head.right)
+        found.append(max(logs) + _log_norm(matrix))
+    return Log(max(found))
 
 
 # ---- the parts of several bounds
@@ -279,55 +220,44 @@ def _largest(parameters: Parameters, n: int, points: Iterable[HeavyTokens]) -> L
     return Log(max((log_column_norm(parameters, n, t) for t in points), default=-math.inf))
 
 
-def _masked(p: Problem, *, masked: bool) -> Parameters:
-    return replace(p.parameters, masking="causal" if masked else "none", mask=None, window=None, causal=False)
+def _folded(p: Problem) -> list[Head]:
+    return [p.parameters.folded(h) for h in range(len(p.parameters.heads))]
 
 
-def _two_clusters(p: Problem, *, masked: bool) -> Log:
+def _under(p: Problem, masking: Masking) -> Parameters:
+    """Return the parameters with the mask that a statement is about, which a bare head does not have."""
+    return replace(p.parameters, masking=masking, mask=None, window=None, causal=False)
+
+
+def _two_clusters(p: Problem, masking: Masking) -> Log:
     """Bound at the two-cluster inputs of the paper for the largest and the smallest real eigenvalue of A."""
-    head = p.head
-    identity = torch.eye(head.V.shape[0], dtype=torch.float64)
-    alone = replace(_masked(p, masked=masked), heads=(head,), outputs=(identity,))
-    both = (two_cluster_points(head, p.radius, choice) for choice in ("max", "min"))
-    return _largest(alone, p.n, (points for points in both if points is not None))
+    both = (two_cluster_points(p.head, p.radius, choice) for choice in ("max", "min"))
+    return _largest(_under(p, masking), p.n, (points for points in both if points is not None))
 
 
-def _two_heavy(p: Problem, *, masked: bool) -> Log:
-    n, parameters = p.n, _masked(p, masked=masked)
-    found = [-math.inf]
-    for h in range(len(parameters.heads) if n >= 3 else 0):
-        head = parameters.folded(h)
-        for points in searched_pairs(head, n, p.radius, masked=masked)[:2]:
-            found.append(log_column_norm(parameters, n, points))
-            if len(parameters.heads) == 1:
-                found.append(_log_two_heavy_formula(head, n, points, masked=masked))
-    return Log(max(found))
+def _two_heavy(p: Problem, masking: Masking) -> Log:
+    if p.n < 3:
+        return Log(-math.inf)
+    masked, heads = masking == "causal", _folded(p)
+    points = [t for head in heads for t in searched_pairs(head, p.n, p.radius, masked=masked)[:2]]
+    found = _largest(_under(p, masking), p.n, points)
+    if len(heads) > 1:
+        return found
+    formulas = (_log_two_heavy_formula(heads[0], p.n, t, causal=masked) for t in points)
+    return maximum(found, *map(Log, formulas))
 
 
-def _log_two_heavy_formula(head: Head, n: int, points: TwoHeavyTokens, *, masked: bool) -> float:
-    """Return the log of a lower bound on ‖D_X f‖ in closed form, at tokens X of which two get equal and large
-    attention weights.
+def _log_two_heavy_formula(head: Head, n: int, points: HeavyTokens, *, causal: bool) -> float:
+    """Return the log of the lower bound of :func:`log_tie`, rounded down.
 
-    The formula is in :func:`two_heavy_tokens_lower_bound`. At huge radii rounding makes the two scores
-    differ, so that the norm of the heavy columns is smaller.
+    At huge radii rounding makes the scores of the two heavy tokens differ, so that the norm of their columns
+    is smaller.
     """
-    y = head.left @ (head.right @ points.light) + head.b
-    mean, half = (points.heavy_1 + points.heavy_2) / 2, (points.heavy_1 - points.heavy_2) / 2
-    gap = float(y @ (mean - points.light))
-    size, strength = float(y.norm()), float((head.V @ half).norm())
-    if not (math.isfinite(gap) and 0 < size < math.inf and 0 < strength < math.inf):
-        return -math.inf
-    # Numbers m of light tokens that a row sees: 1, 2, … under a causal mask, all n − 2 without one.
-    if masked:
-        log_m = torch.arange(1, min(n, MOST_ROWS) - 1, dtype=torch.float64).log()
-    else:
-        log_m = torch.tensor([log_integer(n - 2)], dtype=torch.float64)
-    log_p = -torch.logaddexp(torch.tensor(math.log(2), dtype=torch.float64), log_m - gap)
-    rows = float(torch.logsumexp(2 * log_p, dim=0)) + (0.0 if masked else float(log_m[0]))
-    # The derivative of log p in the gap is 1 − 2p, so rounding of the gap matters only where p is below 1/2.
-    undecided = max(0.0, 1 - 2 * float(log_p.min().exp()))
-    error = undecided * rounding_of_scores([head], points) if undecided else 0.0
-    return 0.5 * (math.log(2) + rows) + math.log(size) + math.log(strength) - error
+    log_m, log_rows = light_rows(min(n, _MOST_ROWS) if causal else n, 2, causal=causal)
+    bound, log_p = log_tie(head, points.heavies, points.light, log_m, log_rows)
+    # The derivative of log p in the gap is 1 − 2p.
+    log = float(bound) - _rounding([head], points, 1 - 2 * float(log_p.min().exp()))
+    return log if math.isfinite(log) else -math.inf
 
 
 def _cesaro_norm(n: int) -> float:
@@ -336,13 +266,11 @@ def _cesaro_norm(n: int) -> float:
     This matrix maps a vector to the means of its first 1, 2, …, n entries. For large n the power method is
     used: each ratio |Px|/|x| is a lower bound.
     """
-    small = min(n, _MOST_DENSE_CESARO)
-    counts = torch.arange(1, small + 1, dtype=torch.float64)
-    dense = torch.ones(small, small, dtype=torch.float64).tril() / counts[:, None]
-    norm = spectral_norm_below(dense)
-    if n == small:
-        return norm
     counts = torch.arange(1, n + 1, dtype=torch.float64)
+    few = counts[:_MOST_DENSE_CESARO]
+    norm = spectral_norm_below(torch.ones(len(few), len(few), dtype=torch.float64).tril() / few[:, None])
+    if n == len(few):
+        return norm
     vector = counts.rsqrt()
     for _ in range(50):
         image = vector.cumsum(0) / counts
@@ -352,3 +280,95 @@ def _cesaro_norm(n: int) -> float:
         vector = (image / counts).flip(0).cumsum(0).flip(0)
         vector = vector / vector.norm()
     return norm
+
+
+# ---- the columns of the heavy tokens
+
+
+def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
+    """Return the log of the norm of the blocks of D_X f in the columns of the most attended (heavy) tokens
+    and the rows of the other tokens.
+
+    The norm of these blocks is a lower bound on ‖D_X f‖. With a causal mask the first row is included.
+    """
+    c, d = points.heavies.shape
+    if n <= c:
+        return _log_norm(_total_value(p)) if p.masking == "causal" else -math.inf
+    causal, heads = p.masking == "causal", p.heads
+    log_m, log_rows = light_rows(min(n, _MOST_ROWS) if causal else n, c, causal=causal)
+    log_p, log_light = _log_weights(heads, points, log_m)  # (rows, H, c), (rows, H)
+    # With U_h = W_h V_h and the weights p of head h in a light row, the block of heavy token a in that row is
+    # M_a = Σ_h p_a U_h + U_h(Σ_b p_a p_b (z_a − z_b) + p_a p_light (z_a − w)) y_hᵀ.
+    # So it is a combination of fixed matrices with the coefficients p_a, p_a p_b and p_a p_light.
+    pair = log_p[..., :, None] + log_p[..., None, :]
+    coefficients = torch.cat([log_p[..., None], pair, (log_p + log_light[..., None])[..., None]], dim=-1)
+    top = float(coefficients.max())
+    if not math.isfinite(top):
+        return -math.inf
+    table = torch.exp(coefficients - top).flatten(1)  # (rows, H c (1 + c + 1))
+    stacked = _same_gram(table).unflatten(1, (len(heads), c, c + 2))
+
+    values = torch.stack([w @ head.V for w, head in zip(p.outputs, heads, strict=True)])  # (H, d_out, d)
+    y = torch.stack([forms(head, points.light) for head in heads])  # (H, d)
+    shifts = points.heavies[:, None, :] - torch.cat([points.heavies, points.light[None]])  # (c, c + 1, d)
+    moved = torch.einsum("hod,abd->habo", values, shifts)
+    blocks = torch.einsum("rha,hod->road", stacked[..., 0], values)
+    blocks += torch.einsum("rhab,habo,hd->road", stacked[..., 1:], moved, y)
+    matrix = blocks.flatten(2).flatten(0, 1)  # (rows d_out, c d)
+    if causal and top > -600:
+        first = torch.zeros(values.shape[1], c * d, dtype=torch.float64)
+        first[:, :d] = values.sum(0) * math.exp(-top)
+        matrix = torch.cat([first, matrix])
+    log = _log_norm(matrix)
+    # The relative error of a weight p is about (1 − p) times the error of the scores.
+    undecided = 1 - float(log_p.amax(dim=-1).min().exp())
+    found = top + 0.5 * float(log_rows[0]) + log - _rounding(heads, points, undecided)
+    return found if math.isfinite(log) else -math.inf
+
+
+def _log_weights(heads: Sequence[Head], points: HeavyTokens, log_m: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logs of the weights that a light token gives to each heavy token (rows, H, c), and to all
+    light tokens together (rows, H), where ``log_m`` (rows,) are those of the numbers of light tokens it sees.
+    """
+    y = torch.stack([forms(head, points.light) for head in heads])
+    gaps = y @ (points.heavies - points.light).mT  # (H, c)
+    total = torch.logaddexp(torch.logsumexp(gaps, dim=1), log_m[:, None])  # (rows, H)
+    return gaps - total[..., None], log_m[:, None] - total
+
+
+def _same_gram(table: Tensor) -> Tensor:
+    """Compress a matrix to few rows, such that its Gram matrix changes little and never increases."""
+    if len(table) == 1:
+        return table
+    factor = torch.linalg.qr(table, mode="r").R
+    _, s, vh = torch.linalg.svd(factor, full_matrices=False)
+    # Leaving out small singular values subtracts a positive semidefinite matrix: the bound remains valid.
+    few: Tensor = (s[:, None] * vh)[s > 1e-13 * s[0]]
+    return few
+
+
+def _rounding(heads: Sequence[Head], points: HeavyTokens, slope: float) -> float:
+    """Bound what rounding of the differences between the scores of heavy and light tokens does to the log of
+    a bound, whose derivative in them is at most ``slope``.
+    """
+    if slope <= 0:
+        return 0.0
+    w = points.light.abs()
+    sizes = [float((h.left.abs() @ (h.right.abs() @ w) + h.b.abs()).norm()) for h in heads]
+    shift = float(torch.linalg.vector_norm(points.heavies - points.light, dim=1).max())
+    terms = 2 * heads[0].d + heads[0].left.shape[1]
+    allowance = up(gamma(terms + 4) * max(sizes) * shift)
+    return slope * allowance if math.isfinite(allowance) else math.inf
+
+
+def _log_norm(matrix: Tensor) -> float:
+    """Return the logarithm of the spectral norm of a matrix, rounded down; −inf if it is zero or not finite.
+
+    The rounding of the entries is that of a formula, for which statements make an allowance.
+    """
+    return log_spectral_norm(matrix, upper=False) if bool(matrix.isfinite().all()) else -math.inf
+
+
+def _total_value(p: Parameters) -> Tensor:
+    """Return Σ_h W_h V_h, the sum over heads of output map times value matrix, (d_out, d)."""
+    return torch.stack([w @ head.V for w, head in zip(p.outputs, p.heads, strict=True)]).sum(0)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from howsmooth.attention.masks import Visibility
+from howsmooth.bounds.attention_parameters import Masking
 from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem, for_every_length, on_ball
 from howsmooth.bounds.catalogue import OURS, PAPER, Condition, statement
@@ -44,24 +46,25 @@ _SUMMED_ROWS = 20_000
 _ENTRIES = 1 << 24
 
 
+# Decorators for statements about a mask, and about each mask in its own quantity.
+unmasked = partial(statement, on_ball, quantity=Quantity.GLOBAL, masks="none")
+causal = partial(statement, on_ball, quantity=Quantity.MASKED, masks="causal")
+mean_field = partial(statement, for_every_length, quantity=Quantity.MEAN_FIELD, masks="none")
+causal_mean_field = partial(statement, for_every_length, quantity=Quantity.MASKED_MEAN_FIELD, masks="causal")
+masked_or_not = partial(
+    statement,
+    on_ball,
+    quantity=lambda p: Quantity.MASKED if p.parameters.masking == "causal" else Quantity.GLOBAL,
+)
+
+
 def no_query_bias(other: str = "") -> Condition[Problem]:
     """Return the hypothesis that the head has no query bias; ``other`` is a bound that allows one."""
     words = "no query bias" + (f", which {other} allows" if other else "")
     return Condition(words, lambda p: not bool(p.head.b.any()))
 
 
-def ball_quantity(p: Problem) -> Quantity:
-    """Return the constant on the ball, of causal attention if the mask is the causal one."""
-    return Quantity.MASKED if p.parameters.masking == "causal" else Quantity.GLOBAL
-
-
-@statement(
-    on_ball,
-    quantity=Quantity.GLOBAL,
-    source=f"{PAPER}, Theorem 3.3",
-    masks="none",
-    needs=(no_query_bias("ball_upper_bound"),),
-)
+@unmasked(source=f"{PAPER}, Theorem 3.3", needs=(no_query_bias("ball_upper_bound"),))
 def theorem_3_3(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from above by Theorem 3.3 of the paper; the bound grows like R²√n.
 
@@ -70,13 +73,7 @@ def theorem_3_3(p: Problem) -> Log:
     return _theorem_3_3(p)
 
 
-@statement(
-    on_ball,
-    quantity=Quantity.MASKED,
-    source=f"{PAPER}, Theorem 4.3",
-    masks="causal",
-    needs=(no_query_bias("causal_ball_upper_bound"),),
-)
+@causal(source=f"{PAPER}, Theorem 4.3", needs=(no_query_bias("causal_ball_upper_bound"),))
 def theorem_4_3(p: Problem) -> Log:
     """Bound Lip(f^m on B_R^n) of causal attention from above by Theorem 4.3 of the paper.
 
@@ -89,11 +86,8 @@ def _theorem_3_3(p: Problem) -> Log:
     return p.V * (3 * (p.a**2 * (4 * p.n + 1) + p.n)) ** 0.5
 
 
-@statement(
-    for_every_length,
-    quantity=Quantity.MEAN_FIELD,
+@mean_field(
     source=f"{PAPER}, Theorem 3.5 (after Geshkovski et al. 2023)",
-    masks="none",
     needs=(no_query_bias("mean_field_upper_bound"),),
 )
 def theorem_3_5(p: Problem) -> Log:
@@ -105,11 +99,8 @@ def theorem_3_5(p: Problem) -> Log:
     return _theorem_3_5(p)
 
 
-@statement(
-    for_every_length,
-    quantity=Quantity.MASKED_MEAN_FIELD,
+@causal_mean_field(
     source=f"{PAPER}, Theorem 4.4, with a hypothesis added",
-    masks="causal",
     needs=(
         no_query_bias("causal_mean_field_upper_bound"),
         Condition(f"‖A‖R² ≥ {_THEOREM_4_4_FROM}", lambda p: bool(p.a.value >= _THEOREM_4_4_FROM)),
@@ -133,7 +124,7 @@ def _theorem_3_5(p: Problem) -> Log:
     return p.V * (1 + 3 * p.a) * Log(2 * p.a.value)
 
 
-@statement(on_ball, quantity=Quantity.GLOBAL, source=f"{PAPER}, Theorem E.3", masks="none")
+@unmasked(source=f"{PAPER}, Theorem E.3")
 def theorem_e_3(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from above by Theorem E.3 of the paper, which allows a query bias.
 
@@ -142,7 +133,7 @@ def theorem_e_3(p: Problem) -> Log:
     return p.V * (3 * (p.a**2 + 4 * p.n * p.a3**2 + p.n)) ** 0.5
 
 
-@statement(on_ball, quantity=Quantity.GLOBAL, source=f"{_PAGE}, Theorem A", masks="none")
+@unmasked(source=f"{_PAGE}, Theorem A")
 def ball_upper_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) from above by Theorem A of the documentation, which is sharper than Theorem 3.3
     and allows a query bias.
@@ -152,22 +143,20 @@ def ball_upper_bound(p: Problem) -> Log:
     Theorem A is below Theorems 3.3, 3.5 and E.3 for all parameters. For n = 1 it is ‖V‖, which is the
     Lipschitz constant.
     """
-    return _theorem_a(p, Log.of(p.n) * row_square(p.n, p.a3.value))
+    return theorem_a(p, "none")
 
 
-@statement(on_ball, quantity=Quantity.MASKED, source=f"{_PAGE}, Theorem A with a mask", masks="causal")
+@causal(source=f"{_PAGE}, Theorem A with a mask")
 def causal_ball_upper_bound(p: Problem) -> Log:
     """Bound Lip(f on B_R^n) of one head with a causal mask from above by Theorem A of the documentation.
 
     The bound is ‖V‖ (a + √(1 + Σ_{i=2}^n ρ_i)) with ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)}, in the notation of
     :func:`ball_upper_bound`. For n = 1 the bound is ‖V‖.
     """
-    return _theorem_a(p, causal_rows(p.n, p.a3.value))
+    return theorem_a(p, "causal")
 
 
-@statement(
-    on_ball,
-    quantity=ball_quantity,
+@masked_or_not(
     source=f"{_PAGE}, Theorem A with any mask",
     listed=lambda p: p.plain and p.parameters.masking == "other" and len(p.parameters.heads) == 1,
 )
@@ -179,26 +168,21 @@ def masked_ball_upper_bound(p: Problem) -> Log:
     is Theorem A, and with a causal mask its causal form. Under a window, the width of the window takes the
     place of n. If every row sees one token, the map is linear and the term a is left out.
     """
-    return theorem_a(p)
+    return theorem_a(p, p.parameters.masking)
 
 
-def theorem_a(p: Problem) -> Log:
-    """Return Theorem A of one head with its mask."""
-    a3, masking = p.a3.value, p.parameters.masking
+def theorem_a(p: Problem, masking: Masking) -> Log:
+    """Return Theorem A of one head with a mask."""
+    a3, alone = p.a3.value, p.n == 1
     if masking == "other":
         rows, most = _rows_of_mask(p.parameters.visibility(p.n), a3)
-        return _theorem_a(p, rows, alone=most == 1)
-    return _theorem_a(p, causal_rows(p.n, a3) if masking == "causal" else p.n * row_square(p.n, a3))
+        alone = most == 1
+    else:
+        rows = causal_rows(p.n, a3) if masking == "causal" else p.n * row_square(p.n, a3)
+    return p.V * (rows**0.5 if alone else p.a + rows**0.5)
 
 
-def _theorem_a(p: Problem, rows: Log, *, alone: bool = False) -> Log:
-    """Return Theorem A, given the sum of the rows that see the same key, the largest over the keys."""
-    return p.V * rows**0.5 if alone or p.n == 1 else p.V * (p.a + rows**0.5)
-
-
-@statement(
-    for_every_length, quantity=Quantity.MEAN_FIELD, source=f"{_PAGE}, Theorem A for all n", masks="none"
-)
+@mean_field(source=f"{_PAGE}, Theorem A for all n")
 def mean_field_upper_bound(p: Problem) -> Log:
     """Bound the Lipschitz constant of one head on the ball of radius R by a number that holds for all lengths
     n.
@@ -206,17 +190,10 @@ def mean_field_upper_bound(p: Problem) -> Log:
     The bound is ‖V‖ (a + e^{a₃} √(1 + a₃²)). It is also one for the mean-field map in W₂, and its exponent is
     half that of Theorem 3.5.
     """
-    return mean_field(p)
+    return for_all_lengths(p, "none")
 
 
-def mean_field(p: Problem) -> Log:
-    """Return Theorem A for all n without a mask."""
-    return p.V * (p.a + Log(p.a3.value) * (1 + p.a3**2) ** 0.5)
-
-
-@statement(
-    for_every_length, quantity=Quantity.MASKED_MEAN_FIELD, source=f"{_PAGE}, Theorem B", masks="causal"
-)
+@causal_mean_field(source=f"{_PAGE}, Theorem B")
 def causal_mean_field_upper_bound(p: Problem) -> Log:
     """Bound the Lipschitz constant of causal attention on the ball of radius R by a number that holds for all
     lengths n.
@@ -225,12 +202,13 @@ def causal_mean_field_upper_bound(p: Problem) -> Log:
     Its exponent is half that of Theorem 4.4, and it holds for every a. For A = 0 it is 2‖V‖, which is the
     supremum of the Lipschitz constant over n (Hardy's inequality).
     """
-    return causal_mean_field(p)
+    return for_all_lengths(p, "causal")
 
 
-def causal_mean_field(p: Problem) -> Log:
-    """Return Theorem B, for all n with a causal mask."""
-    return p.V * (p.a + Log(p.a3.value) * (2 + math.sqrt(6) * p.a3))
+def for_all_lengths(p: Problem, masking: Masking) -> Log:
+    """Return Theorem A for all n, or Theorem B for a causal mask."""
+    factor = 2 + math.sqrt(6) * p.a3 if masking == "causal" else (1 + p.a3**2) ** 0.5
+    return p.V * (p.a + Log(p.a3.value) * factor)
 
 
 # ---- the norm of one row
@@ -339,13 +317,8 @@ def causal_rows(n: int, a3: Tensor) -> Log:
     crossing = near if log_crossing <= math.log(near) else math.ceil(_exp_int(log_crossing))
     if crossing > near:
         found = found + (crossing - near) * h
-    ends = [(1 + Log(_log_of_half(2 * m - 1) - 2 * a3)).log for m in (n, crossing)]
+    ends = [(1 + Log.of(2 * m - 1) * Log(-2 * a3) / 2).log for m in (n, crossing)]
     return found + size * Log(2 * a3) * (ends[0] - ends[1])
-
-
-def _log_of_half(twice: int) -> float:
-    """Return log(twice / 2) for an integer ``twice`` that may be too large for a float."""
-    return math.log(twice) - math.log(2)
 
 
 def _exp_int(log_x: float) -> int:

@@ -9,7 +9,7 @@ today's models".
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,42 +32,24 @@ _TOGETHER = 256
 _MOST = 1 << 14
 
 
-@dataclass(frozen=True)
-class BilinearScoreNorms:
+class BilinearScoreNorms(NamedTuple):
     """Upper bounds on the norms of the bilinear forms that make up the scores of one head. They hold for all
     pairs of a query i and a key j.
 
-    M is the matrix T_jᵀ T_i of the rotary positions of the pair. Weights and biases must be float64 on the
-    CPU.
-
-    Attributes
-    ----------
-    tokens
-        Bound on ‖Kᵀ M Q‖₂.
-    query_bias, key_bias
-        Bounds on |Kᵀ M b_q| and |Qᵀ Mᵀ b_k|.
-    biases
-        Bound on |⟨b_k, M b_q⟩|.
-
+    M is the matrix T_jᵀ T_i of the rotary positions of the pair, the identity without them. Weights
+    (key_dim, d) and biases (key_dim,) must be float64 on the CPU.
     """
 
-    tokens: float
-    query_bias: float
-    key_bias: float
-    biases: float
+    tokens: float  #: Bound on ‖Kᵀ M Q‖₂.
+    query_bias: float  #: Bound on |Kᵀ M b_q|.
+    key_bias: float  #: Bound on |Qᵀ Mᵀ b_k|.
+    biases: float  #: Bound on |⟨b_k, M b_q⟩|.
 
     @classmethod
     def without_positions(
-        cls,
-        query: Float[Tensor, "key_dim d"],
-        key: Float[Tensor, "key_dim d"],
-        query_bias: Float[Tensor, " key_dim"] | None,
-        key_bias: Float[Tensor, " key_dim"] | None,
+        cls, query: Tensor, key: Tensor, query_bias: Tensor | None, key_bias: Tensor | None
     ) -> BilinearScoreNorms:
-        """Compute the norms of the bilinear forms in the scores of one head without rotary positions.
-
-        The matrix M is then the identity.
-        """
+        """Bound the norms of a head without rotary positions."""
         b_q, b_k = _vector(query_bias, query), _vector(key_bias, key)
         pairs = ((key, query), (key, b_q[:, None]), (query, b_k[:, None]), (b_k[:, None], b_q[:, None]))
         return cls(*(exp(log_spectral_norm(one.mT, other)) for one, other in pairs))
@@ -76,18 +58,17 @@ class BilinearScoreNorms:
     def with_rotary_positions(
         cls,
         rotary: Rotary,
-        query: Float[Tensor, "key_dim d"],
-        key: Float[Tensor, "key_dim d"],
-        query_bias: Float[Tensor, " key_dim"] | None,
-        key_bias: Float[Tensor, " key_dim"] | None,
+        query: Tensor,
+        key: Tensor,
+        query_bias: Tensor | None,
+        key_bias: Tensor | None,
         seen: Visibility,
     ) -> BilinearScoreNorms | None:
-        """Bound the norms of the bilinear forms in the scores of one head with rotary positions. Return None
-        for more than 16,384 offsets i − j of a query i and a key j, which would take too long.
+        """Bound the norms of a head with rotary positions. Return None for more than 16,384 offsets i − j of
+        a query i and a key j, among those that ``seen`` allows, which would take too long.
 
-        The offsets are those that causal order and the window of ``seen`` allow. The tables of the rotary
-        embedding are fitted by rotations at a constant speed, and their distance from the fit is added to the
-        bounds.
+        The tables of the rotary embedding are fitted by rotations at a constant speed, and their distance
+        from the fit is added to the bounds.
         """
         reach = seen.n if seen.window is None else min(seen.n, seen.window)
         offsets = torch.arange(0 if seen.causal else 1 - reach, reach, dtype=torch.float64)
@@ -118,32 +99,22 @@ def _vector(bias: Tensor | None, weight: Tensor) -> Tensor:
     return weight.new_zeros(weight.shape[0]) if bias is None else bias
 
 
-@dataclass(frozen=True)
-class _Rotations:
+class _Rotations(NamedTuple):
     """Rotations T_i by angles that grow linearly with the position i, and a bound on their distance from the
     tables of a rotary embedding.
-
-    Attributes
-    ----------
-    angles, scales
-        For each pair of entries the angle from one position to the next, and the factor of its length.
-    size
-        Bound on ‖T_jᵀ T_i‖ of the rotations.
-    error
-        Bound on the distance of T_jᵀ T_i between the tables and the rotations, over all i and j.
-
     """
 
+    #: For each pair of entries the angle from one position to the next, and the factor of its length.
     angles: Float[Tensor, " half"]
     scales: Float[Tensor, " half"]
+    #: Bound on ‖T_jᵀ T_i‖ of the rotations.
     size: float
+    #: Bound on the distance of T_jᵀ T_i between the tables and the rotations, over all i and j.
     error: float
 
     @classmethod
     def fitted(cls, rotary: Rotary, n: int, key_dim: int) -> _Rotations:
-        """Fit rotations of constant speed to the first n positions in the cosine and sine tables of a rotary
-        embedding.
-        """
+        """Fit rotations to the first n positions in the tables of a rotary embedding."""
         half = rotary.rot_dim // 2
         cos, sin = rotary.cos[:n].double(), rotary.sin[:n].double()
         # A block of T_i maps (t, u) to (t cos − u sin, u cos' + t sin'): a rotation if both tables agree.
@@ -163,9 +134,7 @@ class _Rotations:
     def turned(
         self, columns: Float[Tensor, "key_dim r"], offsets: Float[Tensor, " m"]
     ) -> Float[Tensor, "m key_dim r"]:
-        """Multiply a matrix from the left by T_jᵀ T_i for each given offset i − j, where T_i is the rotation
-        at position i.
-        """
+        """Multiply a matrix from the left by T_jᵀ T_i for each given offset i − j."""
         half = len(self.angles)
         first, second, rest = columns[:half], columns[half : 2 * half], columns[2 * half :]
         turns = torch.polar(self.scales.square().expand(len(offsets), half), offsets[:, None] * self.angles)

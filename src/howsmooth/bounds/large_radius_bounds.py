@@ -7,7 +7,8 @@ Proofs: documentation page "Large radius".
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -17,50 +18,39 @@ from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem, Vectors, far_out
 from howsmooth.bounds.catalogue import PAPER, Condition, statement
 from howsmooth.bounds.log_numbers import Log
-from howsmooth.rounding import gamma, up
+from howsmooth.rounding import entries_of, known_to, plain
 
 __all__ = ["theorem_3_7", "theorem_4_5"]
 
 _PAGE = 'with the rate of the documentation page "Large radius"'
 
 
-@dataclass(frozen=True)
-class LargeRadius:
-    """The distance between the Jacobian of attention at tokens R·X and its limit as R → ∞.
+class LargeRadius(NamedTuple):
+    """The distance between the Jacobian of attention at tokens R·X and its limit Π⊗V as R → ∞.
 
-    The limit is Π⊗V. Π_ij is 1 where token j has the largest score of row i, and 0 elsewhere.
-
-    Attributes
-    ----------
-    limit, limit_below
-        ‖Π⊗V‖ = ‖V‖ √(max_j #{i : row i has its argmax at j}), rounded up and down.
-    distance
-        An upper bound on ‖D_{RX}f − Π⊗V‖.
-    gap
-        The smallest difference, over the rows, of the two largest scores ⟨A x_i, x_j⟩ at R = 1, minus a bound
-        on its rounding error. It is positive only if every row has a unique argmax.
-
+    Π_ij is 1 where token j has the largest score of row i, and 0 elsewhere. ‖Π⊗V‖ = ‖V‖ √(max_j #{i : row i
+    has its argmax at j}).
     """
 
+    #: ‖Π⊗V‖, rounded up and down.
     limit: Log
     limit_below: Log
+    #: An upper bound on ‖D_{RX}f − Π⊗V‖.
     distance: Log
+    #: The smallest difference, over the rows, of the two largest scores ⟨A x_i, x_j⟩ at R = 1, minus a bound
+    #: on its rounding error. It is positive only if every row has a unique argmax.
     gap: float
 
 
-def _one_argmax(*, masked: bool) -> Condition[Problem]:
+_far_out = partial(statement, far_out, side=None, quantity=Quantity.LOCAL)
+
+
+def _needs(*, masked: bool) -> tuple[Condition[Problem], ...]:
     words = "the largest score of every row is attained by one token"
-    return Condition(words, lambda p: p.once(large_radius, masked).gap > 0)
+    return no_query_bias(), Condition(words, lambda p: p.once(large_radius, masked).gap > 0)
 
 
-@statement(
-    far_out,
-    side=None,
-    quantity=Quantity.LOCAL,
-    source=f"{PAPER}, Theorem 3.7, {_PAGE}",
-    masks="none",
-    needs=(no_query_bias(), _one_argmax(masked=False)),
-)
+@_far_out(source=f"{PAPER}, Theorem 3.7, {_PAGE}", masks="none", needs=_needs(masked=False))
 def theorem_3_7(p: Problem) -> tuple[Log, Log]:
     """Bound ‖D_{RX} f‖ from above or below by the limit as R → ∞ and the convergence rate in Theorem 3.7.
 
@@ -72,14 +62,7 @@ def theorem_3_7(p: Problem) -> tuple[Log, Log]:
     return _ends(p.once(large_radius, False))
 
 
-@statement(
-    far_out,
-    side=None,
-    quantity=Quantity.LOCAL,
-    source=f"{PAPER}, Theorem 4.5, {_PAGE}",
-    masks="causal",
-    needs=(no_query_bias(), _one_argmax(masked=True)),
-)
+@_far_out(source=f"{PAPER}, Theorem 4.5, {_PAGE}", masks="causal", needs=_needs(masked=True))
 def theorem_4_5(p: Problem) -> tuple[Log, Log]:
     """Bound ‖D_{RX} f^m‖ of causal attention by the limit as R → ∞ and the convergence rate in Theorem 4.5.
 
@@ -100,17 +83,14 @@ def large_radius(p: Problem, masked: bool) -> LargeRadius:
     ignored; ``masked`` says whether row i sees only the tokens j <= i.
     """
     x, head, n, R = p.tokens, p.head, len(p.tokens), Log.of(p.factor)
-    keys, queries = x @ head.left, x @ head.right.mT
-    # Rounding error of a score x_iᵀAx_j: relative to the same product of absolute values of all factors.
-    sizes = (head.left.abs().mT @ x.abs().mT).mT, x.abs() @ head.right.abs().mT
-    relative = up(gamma(2 * head.d + head.left.shape[1] + 4))
+    keys, queries = known_to(x) @ known_to(head.left), known_to(x) @ known_to(head.right).mT
     order = torch.arange(n)
     gap, chosen = math.inf, []
     for rows in row_blocks(n):
-        scores, error = queries[rows] @ keys.mT, relative * (sizes[1][rows] @ sizes[0].mT)
+        rounded = queries[rows] @ keys.mT
         if masked:
-            hidden = order > order[rows, None]
-            scores, error = scores.masked_fill(hidden, -math.inf), error.masked_fill(hidden, 0.0)
+            rounded = rounded.masked_fill(order > order[rows, None], -math.inf)
+        scores, error = plain(rounded), entries_of(rounded)
         top, best = scores.max(dim=1)
         differences = top[:, None] - scores - error - error.gather(1, best[:, None])
         gap = min(gap, float(differences.scatter(1, best[:, None], math.inf).min()))

@@ -1,7 +1,7 @@
 """Upper bounds on the Lipschitz constant of multi-head attention f(X) = Σ_h W_h f_h(X) on a ball.
 
 Each combines upper bounds L_h on the heads f_h, which include their value matrices V_h
-(``head_upper_bound``). Proofs: documentation page "Bounds on a ball", section "Several heads".
+(``head_bound``). Proofs: documentation page "Bounds on a ball", section "Several heads".
 """
 
 from __future__ import annotations
@@ -13,32 +13,26 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.attention_parameters import Head, log_size, norm, unit
-from howsmooth.bounds.ball_upper_bounds import ball_quantity, causal_mean_field, mean_field, theorem_a
-from howsmooth.bounds.bound_problem import Problem, on_ball
-from howsmooth.bounds.catalogue import OURS, PAPER, statement
+from howsmooth.bounds.ball_upper_bounds import for_all_lengths, masked_or_not, theorem_a
+from howsmooth.bounds.bound_problem import Problem
+from howsmooth.bounds.catalogue import OURS, PAPER
 from howsmooth.bounds.log_numbers import Log, minimum
 
-__all__ = ["gram_upper_bound", "lemma_3_8", "output_norm_upper_bound", "quadratic_form"]
+__all__ = ["gram_upper_bound", "head_bound", "lemma_3_8", "output_norm_upper_bound", "quadratic_form"]
 
 _PAGE = f'{OURS}"Bounds on a ball", Several heads'
 
 
-@statement(on_ball, quantity=ball_quantity, source=_PAGE, listed=lambda p: False)
-def head_upper_bound(p: Problem) -> Log:
-    """Bound Lip(f on B_R^n) of one head with its mask from above: by Theorem A, or by the bound that does not
-    depend on n, whichever is smaller.
+def head_bound(p: Problem) -> Log:
+    """Return an upper bound on Lip(f on B_R^n) of one head with its mask: Theorem A, or the bound that does
+    not depend on n, whichever is smaller.
     """
-    return _head_bound(p)
+    masking = p.parameters.masking
+    found = theorem_a(p, masking)
+    return found if masking == "other" else minimum(found, for_all_lengths(p, masking))
 
 
-def _head_bound(p: Problem) -> Log:
-    found, masking = theorem_a(p), p.parameters.masking
-    if masking == "other":
-        return found
-    return minimum(found, causal_mean_field(p) if masking == "causal" else mean_field(p))
-
-
-@statement(on_ball, heads="several", quantity=ball_quantity, source=f"{PAPER}, Lemma 3.8")
+@masked_or_not(heads="several", source=f"{PAPER}, Lemma 3.8")
 def lemma_3_8(p: Problem) -> Log:
     """Bound the Lipschitz constant of multi-head attention by Lemma 3.8 of the paper.
 
@@ -47,7 +41,7 @@ def lemma_3_8(p: Problem) -> Log:
     return Log.total(norm(W) * L for W, L in zip(p.parameters.outputs, _heads(p), strict=True))
 
 
-@statement(on_ball, heads="several", quantity=ball_quantity, source=_PAGE)
+@masked_or_not(heads="several", source=_PAGE)
 def output_norm_upper_bound(p: Problem) -> Log:
     """Bound the Lipschitz constant of multi-head attention by the norm of its output projection W_O.
 
@@ -56,7 +50,7 @@ def output_norm_upper_bound(p: Problem) -> Log:
     return norm(p.parameters.W) * Log.total(L**2 for L in _heads(p)) ** 0.5
 
 
-@statement(on_ball, heads="several", quantity=ball_quantity, source=_PAGE)
+@masked_or_not(heads="several", source=_PAGE)
 def gram_upper_bound(p: Problem) -> Log:
     """Bound the Lipschitz constant of multi-head attention by upper bounds on its heads and the norms
     ‖W_hᵀ W_g‖, where W_h is the output map of head h.
@@ -67,7 +61,7 @@ def gram_upper_bound(p: Problem) -> Log:
     return quadratic_form(p.parameters.outputs, _heads(p))
 
 
-@statement(on_ball, heads="several", quantity=ball_quantity, source=_PAGE)
+@masked_or_not(heads="several", source=_PAGE)
 def folded_gram_upper_bound(p: Problem) -> Log:
     """Bound the Lipschitz constant of multi-head attention by upper bounds on its heads and the norms
     ‖(W_h V_h)ᵀ W_g V_g‖, where W_h is the output map of head h and V_h its value matrix.
@@ -98,10 +92,9 @@ def quadratic_form(maps: Sequence[Tensor], bounds: Sequence[Log]) -> Log:
 
 def _heads(p: Problem) -> list[Log]:
     """Return an upper bound L_h for each head without its output map."""
-    parameters, found = p.parameters, []
-    for head in parameters.heads:
+    found = []
+    for head in p.parameters.heads:
         identity = torch.eye(head.V.shape[0], dtype=torch.float64)
-        found.append(
-            _head_bound(replace(p, attention=replace(parameters, heads=(head,), outputs=(identity,))))
-        )
+        alone = replace(p.parameters, heads=(head,), outputs=(identity,))
+        found.append(head_bound(replace(p, attention=alone)))
     return found

@@ -16,16 +16,18 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth.bounds.attention_parameters import Head
-from howsmooth.errors import ArgumentError
+from howsmooth.bounds.log_numbers import Log
 
 __all__ = [
     "HeavyTokens",
-    "OneHeavyToken",
-    "TwoHeavyTokens",
+    "forms",
+    "light_rows",
+    "log_tie",
     "real_eigenpairs",
     "searched_pairs",
     "searched_tokens",
     "spread_directions",
+    "two_cluster_line",
     "two_cluster_points",
 ]
 
@@ -36,63 +38,42 @@ _PAIR_STEPS = 150
 
 @dataclass(frozen=True, eq=False)
 class HeavyTokens:
-    """A sequence of one or two heavy tokens, which get most of the attention, and many copies of one light
-    token.
-
-    Each heavy token occurs once, before the light tokens.
+    """A sequence of heavy tokens, which get most of the attention and come first, once each, and of many
+    copies of one light token.
     """
 
     heavies: Float64[Tensor, "c d"]
     light: Float64[Tensor, " d"]
 
     def tokens(self, length: int) -> Float64[Tensor, "n d"]:
-        """Return the whole sequence (length, d): first the heavy tokens, then the copies of the
-        light token.
-        """
-        copies = length - len(self.heavies)
-        if copies < 1:
-            raise ArgumentError(
-                "length",
-                expected=f"at least {len(self.heavies) + 1} tokens: {len(self.heavies)} heavy, others light",
-                got=str(length),
-            )
-        return torch.cat([self.heavies, self.light.expand(copies, -1)])
+        """Return the whole sequence (length, d)."""
+        return torch.cat([self.heavies, self.light.expand(length - len(self.heavies), -1)])
 
 
-class OneHeavyToken(HeavyTokens):
-    """A sequence of one heavy token, which gets most of the attention, and copies of one light token."""
-
-    @classmethod
-    def of(cls, heavy: Tensor, light: Tensor) -> OneHeavyToken:
-        """Return the sequence of a given heavy token (d,) and copies of a given light token (d,)."""
-        return cls(heavy[None], light)
-
-    @property
-    def heavy(self) -> Float64[Tensor, " d"]:
-        """The heavy token, which gets most of the attention."""
-        return self.heavies[0]
-
-
-class TwoHeavyTokens(HeavyTokens):
-    """A sequence of two heavy tokens, which get equal attention weights, and copies of one light token.
-
-    The light token attends to both heavy tokens equally.
+def forms(head: Head, x: Float64[Tensor, "*n d"]) -> Float64[Tensor, "*n d"]:
+    """Return for each token x_i the vector A x_i + b, whose inner products with the tokens are the scores of
+    x_i.
     """
+    y: Tensor = (x @ head.right.mT) @ head.left.mT + head.b
+    return y
 
-    @classmethod
-    def of(cls, heavy_1: Tensor, heavy_2: Tensor, light: Tensor) -> TwoHeavyTokens:
-        """Return the sequence of two given heavy tokens (d,) and copies of a given light token (d,)."""
-        return cls(torch.stack([heavy_1, heavy_2]), light)
 
-    @property
-    def heavy_1(self) -> Float64[Tensor, " d"]:
-        """The first of the two heavy tokens, which get most of the attention."""
-        return self.heavies[0]
+def light_rows(n: int, heavies: int, *, causal: bool, grouped: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the logs of the numbers of light tokens that the light tokens see, and those of the numbers of
+    light tokens that share each entry.
 
-    @property
-    def heavy_2(self) -> Float64[Tensor, " d"]:
-        """The second of the two heavy tokens, which get most of the attention."""
-        return self.heavies[1]
+    Without a mask all see all of them, with a causal one 1, 2, … of them. Many rows of nearly equal numbers
+    may be ``grouped``.
+    """
+    m = n - heavies
+    if not causal:
+        log_m = Log.of(m).log[None]
+        return log_m, log_m
+    if m <= 512 or not grouped:
+        log_m = torch.arange(1, m + 1, dtype=torch.float64).log()
+        return log_m, torch.zeros_like(log_m)
+    edges = torch.linspace(0.0, math.log(m), 129, dtype=torch.float64)
+    return (edges[1:] + edges[:-1]) / 2, edges[1:] + torch.log(-torch.expm1(edges[:-1] - edges[1:]))
 
 
 def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
@@ -120,28 +101,39 @@ def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
     return sorted(pairs, key=lambda pair: pair[0])
 
 
-def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneHeavyToken | None:
-    """Return the two tokens of Proposition 3.4, which are multiples of an eigenvector of the matrix A of the
-    scores.
+def two_cluster_line(head: Head, choice: str = "paper") -> tuple[float, Tensor, float] | None:
+    """Return a real eigenvalue of the matrix A of the scores, its unit eigenvector u, and the position of the
+    light token of Proposition 3.4 if the heavy one is at u.
 
-    The tokens are Ru and Ru/2 with the eigenvector u for γ_max, or Ru and −Ru with u for γ_min. The choice
-    "paper" compares γ_max/8 with −γ_min and takes the larger; "max" and "min" prescribe the eigenvalue. With
-    a query bias, u and −u differ, and the one that gives the heavy token more weight is used. The result is
-    None if A has no real eigenvalue.
+    It is 1/2 for γ_max, the choice "max", and −1 for γ_min, the choice "min". The choice "paper" compares
+    γ_max/8 with −γ_min and takes the larger. The result is None if A has no real eigenvalue.
     """
     pairs = real_eigenpairs(head)
     if not pairs:
         return None
-    (low, u_low), (high, u_high) = pairs[0], pairs[-1]
-    use_max = high / 8 >= -low if choice == "paper" else choice == "max"
-    u, ratio = (u_high, 0.5) if use_max else (u_low, -1.0)
+    (low, _), (high, _) = pairs[0], pairs[-1]
+    if choice == "max" or (choice == "paper" and high / 8 >= -low):
+        return *pairs[-1], 0.5
+    return *pairs[0], -1.0
+
+
+def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> HeavyTokens | None:
+    """Return the two tokens of Proposition 3.4: Ru and Ru/2, or Ru and −Ru, on the line of
+    :func:`two_cluster_line`.
+
+    With a query bias, u and −u differ, and the one that gives the heavy token more weight is used.
+    """
+    line = two_cluster_line(head, choice)
+    if line is None:
+        return None
+    _, u, ratio = line
     heavies = radius * torch.stack([u, -u])
-    gains = ((_forms(head, ratio * heavies)) * (1 - ratio) * heavies).sum(1)
+    gains = ((forms(head, ratio * heavies)) * (1 - ratio) * heavies).sum(1)
     heavy = heavies[int(gains[1] > gains[0])]
-    return OneHeavyToken.of(heavy, ratio * heavy)
+    return HeavyTokens(heavy[None], ratio * heavy)
 
 
-def searched_tokens(head: Head, radius: float) -> list[OneHeavyToken]:
+def searched_tokens(head: Head, radius: float) -> list[HeavyTokens]:
     """Search the ball for pairs of a light token w and a heavy token z, such that w gives most of its
     attention to z.
 
@@ -154,7 +146,7 @@ def searched_tokens(head: Head, radius: float) -> list[OneHeavyToken]:
     step = torch.full((len(w), 1), size, dtype=torch.float64)
     value = _gap(head, w, radius)
     for _ in range(_GAP_STEPS):
-        y = _forms(head, w)
+        y = forms(head, w)
         z = radius * _unit(y)
         gradient = ((z - w) @ head.left) @ head.right - y
         trial = _into_ball(w + step * gradient, radius)
@@ -164,56 +156,68 @@ def searched_tokens(head: Head, radius: float) -> list[OneHeavyToken]:
         value = torch.where(better[:, 0], raised, value)
         step = torch.where(better, 1.5 * step, 0.3 * step)
     order = torch.argsort(value, descending=True, stable=True).tolist()
-    return [OneHeavyToken.of(radius * _unit(_forms(head, w[i : i + 1]))[0], w[i]) for i in order]
+    return [HeavyTokens(radius * _unit(forms(head, w[i : i + 1])), w[i]) for i in order]
 
 
-def searched_pairs(head: Head, length: int, radius: float, *, masked: bool) -> list[TwoHeavyTokens]:
+def log_tie(
+    head: Head,
+    heavies: Float64[Tensor, "2 *batch d"],
+    light: Float64[Tensor, "*batch d"],
+    log_m: Float64[Tensor, "rows *ones"],
+    log_rows: Float64[Tensor, "rows *ones"],
+) -> tuple[Float64[Tensor, "*batch"], Float64[Tensor, "rows *batch"]]:
+    """Return the log of a lower bound on ‖D_X f‖ at two heavy tokens of equal scores, and the logs of the
+    weights p that the rows of light tokens give to each.
+
+    With y = A w + b for the light token w and half the difference h of the heavy tokens, orthogonal to y, it
+    is √(2 Σ_rows p²) |y| |V h|. ``log_m`` and ``log_rows`` are those of :func:`light_rows`.
+    """
+    y, norm = forms(head, light), torch.linalg.vector_norm
+    gap = (y * (heavies.mean(dim=0) - light)).sum(-1)
+    log_p = -torch.logaddexp(torch.tensor(math.log(2), dtype=torch.float64), log_m - gap)
+    rows = torch.logsumexp(2 * log_p + log_rows, dim=0)
+    sizes = norm(y, dim=-1).log() + norm((heavies[0] - heavies[1]) @ head.V.mT / 2, dim=-1).log()
+    return 0.5 * (math.log(2) + rows) + sizes, log_p
+
+
+def searched_pairs(head: Head, length: int, radius: float, *, masked: bool) -> list[HeavyTokens]:
     """Search for sequences in which two tokens get equal and large attention weights from all other tokens.
 
-    They give a large lower bound on ‖D_X f‖. The sequences are sorted, best first. The lower bound of
-    ``howsmooth.bounds.two_heavy_tokens_lower_bound`` is √(2 Σ_rows p²) sinθ |y| R |Vv| with y = A w + b for
-    the light token w and heavy tokens R(cosθ ŷ ± sinθ v), v ⊥ ŷ. Adam maximises it over w, θ and v from
-    deterministic starts. The list is empty if d = 1, if A and b are zero, or if V is zero.
+    They give a large lower bound on ‖D_X f‖. The sequences are sorted, best first. With y = A w + b for the
+    light token w, the heavy tokens are R(cosθ ŷ ± sinθ v), v ⊥ ŷ. Adam maximises :func:`log_tie` over w, θ
+    and v from deterministic starts. The list is empty if d = 1, if A and b are zero, or if V is zero.
     """
     if head.d < 2 or head.A_norm + head.b_norm == 0 or head.V_norm == 0:
         return []
-    value_factor = torch.linalg.qr(head.V, mode="r").R if head.V.shape[0] > head.d else head.V
-    values = torch.linalg.svd(value_factor, full_matrices=False).Vh
-    w0 = radius * torch.cat([scale * _starts(head) for scale in (1.0, 0.5)])
-    v0 = torch.cat([v.expand_as(w0) for v in values[:2]])
-    w0 = w0.repeat(len(v0) // len(w0), 1)
-    # v0 may be parallel to ŷ, which is projected out of it: a small fixed perturbation avoids v = 0.
+    triangle = torch.linalg.qr(head.V, mode="r").R if head.V.shape[0] > head.d else head.V
+    values = torch.linalg.svd(triangle, full_matrices=False).Vh
+    w = torch.cat([scale * _starts(head) for scale in (1.0, 0.5)])
+    v = torch.cat([v.expand_as(w) for v in values[:2]])
+    w = w.repeat(len(v) // len(w), 1).requires_grad_()
+    # v may be parallel to ŷ, which is projected out of it: a small fixed perturbation avoids v = 0.
     generator = torch.Generator().manual_seed(0)
-    v0 = v0 + 0.05 * torch.randn(v0.shape, generator=generator, dtype=torch.float64) / math.sqrt(head.d)
-    w = (w0 / radius).requires_grad_()
-    v = v0.clone().requires_grad_()
-    angle = torch.full((len(w0),), -0.5, dtype=torch.float64, requires_grad=True)
-    copies = _copies(length, masked)
-
-    half = math.log(2) * torch.ones((), dtype=torch.float64)
+    v = v + 0.05 * torch.randn(v.shape, generator=generator, dtype=torch.float64) / math.sqrt(head.d)
+    v.requires_grad_()
+    angle = torch.full((len(w), 1), -0.5, dtype=torch.float64, requires_grad=True)
+    # Rows are grouped to make the search fast; the bound itself sums over every row.
+    log_m, log_rows = light_rows(length, 2, causal=masked, grouped=True)
     optimiser = torch.optim.Adam([w, v, angle], lr=0.05, maximize=True)
-    best = torch.full((len(w0),), -math.inf, dtype=torch.float64)
-    kept = [torch.zeros_like(w0) for _ in range(3)]
+    best = torch.full((len(w),), -math.inf, dtype=torch.float64)
+    kept = torch.zeros(3, *w.shape, dtype=torch.float64)
     top, waited = -math.inf, 0
     for _ in range(_PAIR_STEPS + 1):
         with torch.enable_grad():
             light = radius * _into_ball(w, 1.0)
-            y = _forms(head, light)
-            size = torch.linalg.vector_norm(y, dim=1)
-            direction = _unit(y)
+            direction = _unit(forms(head, light))
             off = _unit(v - (v * direction).sum(1, keepdim=True) * direction)
             theta = 0.5 * math.pi * torch.sigmoid(angle)
-            gap = radius * size * torch.cos(theta) - (y * light).sum(1)
-            log_p = -torch.logaddexp(half, copies.log_copies[:, None] - gap)
-            rows = torch.logsumexp(2 * log_p + copies.log_weights[:, None], dim=0)
-            strength = torch.linalg.vector_norm(off @ value_factor.mT, dim=1)
-            value = 0.5 * rows + torch.log(torch.sin(theta) * size * strength + 1e-300)
-        along = radius * torch.cos(theta)[:, None] * direction
-        across = radius * torch.sin(theta)[:, None] * off
+            along, across = radius * torch.cos(theta) * direction, radius * torch.sin(theta) * off
+            heavies = torch.stack([along + across, along - across])
+            value, _ = log_tie(head, heavies, light, log_m[:, None], log_rows[:, None])
+            value = value.clamp_min(-1e9)  # the bound may be zero at all tokens
         better = (value > best) & torch.isfinite(value)
-        now = [t.detach() for t in (along + across, along - across, light)]
-        kept = [torch.where(better[:, None], a, b) for a, b in zip(now, kept, strict=True)]
-        best = torch.where(better, value.detach(), best)
+        now = torch.cat([heavies, light[None]]).detach()
+        kept, best = torch.where(better[:, None], now, kept), torch.where(better, value.detach(), best)
         waited = 0 if float(best.max()) > top + 1e-6 else waited + 1
         top = max(top, float(best.max()))
         if waited > 25:
@@ -224,12 +228,10 @@ def searched_pairs(head: Head, length: int, radius: float, *, masked: bool) -> l
             assert tensor.grad is not None
             tensor.grad.nan_to_num_(0.0)
         optimiser.step()
-    order = torch.argsort(best, descending=True, stable=True).tolist()
-    return [
-        TwoHeavyTokens.of(*(_into_ball(t[i : i + 1], radius)[0] for t in kept))  # rounding may have passed it
-        for i in order
-        if bool(torch.isfinite(best[i]))
-    ]
+    order = [i for i in torch.argsort(best, descending=True, stable=True).tolist() if best[i] > -math.inf]
+    # Rounding may have passed the ball.
+    found = (_into_ball(kept[:, i], radius) for i in order)
+    return [HeavyTokens(few[:2], few[2]) for few in found]
 
 
 def spread_directions(head: Head) -> Float64[Tensor, "count d"]:
@@ -255,45 +257,8 @@ def spread_directions(head: Head) -> Float64[Tensor, "count d"]:
     return unit
 
 
-@dataclass(frozen=True)
-class _Copies:
-    """The number of copies of the light token that each query sees under a mask. Queries with nearly equal
-    numbers may share an entry.
-
-    ``log_copies`` has the numbers of copies, ``log_weights`` the numbers of queries that share an entry. Both
-    are stored as logarithms.
-    """
-
-    log_copies: Tensor
-    log_weights: Tensor
-
-
-def _copies(length: int, masked: bool) -> _Copies:
-    m = length - 2
-    if not masked:
-        log_m = torch.tensor([math.log(m)], dtype=torch.float64)
-        return _Copies(log_m, log_m)
-    if m <= 512:
-        counts = torch.arange(1, m + 1, dtype=torch.float64)
-        return _Copies(counts.log(), torch.zeros(m, dtype=torch.float64))
-    # Rows are grouped by their logarithm to make the search fast; the bound itself sums over every row.
-    edges = torch.linspace(0.0, math.log(m), 129, dtype=torch.float64)
-    middle = (edges[1:] + edges[:-1]) / 2
-    return _Copies(middle, edges[1:] + torch.log(-torch.expm1(edges[:-1] - edges[1:])))
-
-
-def _forms(head: Head, x: Tensor) -> Tensor:
-    """Return for each token x_i the vector A x_i + b, whose inner products with the tokens are the scores of
-    x_i.
-
-    The result has the shape of x.
-    """
-    y: Tensor = (x @ head.right.mT) @ head.left.mT + head.b
-    return y
-
-
 def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
-    y = _forms(head, w)
+    y = forms(head, w)
     gap: Tensor = radius * torch.linalg.vector_norm(y, dim=1) - (y * w).sum(1)
     return gap
 
