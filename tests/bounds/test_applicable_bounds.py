@@ -202,7 +202,7 @@ def test_what_is_no_attention_is_refused() -> None:
     with pytest.raises(ArgumentError, match="as no upper bound for this attention holds for every length"):
         best(ATTENTIONS["several heads"], radius=1.0)
     site = hs.capture(tiny("bert"), token_ids(2, 5), layers=[0])[0]
-    with pytest.raises(ArgumentError, match="one sequence, got a site with 2"):
+    with pytest.raises(ArgumentError, match="one sequence"):
         table(site)
 
 
