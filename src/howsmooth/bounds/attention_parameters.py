@@ -207,10 +207,9 @@ class Head:
 
     def with_values(self, *factors: Tensor) -> Head:
         """Return the head with the same scores and the product of some matrices as its value matrix."""
-        self.log_A_norm, self.b_norm  # noqa: B018 (computed once for both)
         other = copy(self)
         other.V, other.V_factors = reduce(torch.matmul, factors), factors
-        vars(other).pop("log_V_norm", None)
+        vars(other).pop("log_V_norm", None)  # the copy keeps the norms of the scores
         return other
 
     @cached_property
