@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds import attention_parameters, best
-from howsmooth.bounds.attention_parameters import Head, Parameters, log_spectral_norm, parameters_of
+from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.ball_upper_bounds import (
     ball_upper_bound,
     causal_ball_upper_bound,
@@ -31,20 +30,6 @@ from tests._cases import dense_jacobian, random_attention, rotary, tokens
 from tests._search import Point, largest_ratio
 
 ALL = (lemma_3_8, output_norm_upper_bound, gram_upper_bound, folded_gram_upper_bound)
-
-
-def test_each_norm_of_scores_is_proved_once_for_all_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    proved = []
-
-    def noted(*factors: Tensor, upper: bool = True) -> float:
-        proved.append([factor.shape for factor in factors])
-        return log_spectral_norm(*factors, upper=upper)
-
-    monkeypatch.setattr(attention_parameters, "log_spectral_norm", noted)
-    parts = (tokens(0, 4, 3, 6), tokens(1, 4, 3, 6), tokens(2, 4, 2, 6), tokens(3, 5, 8))
-    f = hs.SelfAttention(*parts)
-    assert best(f, length=5, radius=1.0).name in {bound.__name__ for bound in ALL}
-    assert proved.count([(6, 3), (3, 6)]) == 4
 
 
 def _norm(f: hs.SelfAttention, x: Tensor) -> float:
