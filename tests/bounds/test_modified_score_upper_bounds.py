@@ -12,7 +12,7 @@ import howsmooth as hs
 from howsmooth.attention import Rotary
 from howsmooth.bounds import any_scores_ball_upper_bound, best, masked_ball_upper_bound
 from howsmooth.bounds.log_numbers import Log
-from howsmooth.bounds.modified_score_upper_bounds import _Projected, _turn
+from howsmooth.bounds.modified_score_upper_bounds import _projected, _turn
 from howsmooth.errors import ArgumentError
 from tests._cases import CASES, random_attention
 
@@ -88,15 +88,22 @@ def test_sizes_of_normed_queries_are_attained(*, centred: bool) -> None:
     weight = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
     gain = torch.ones(4, dtype=torch.float64)
     norm = hs.LayerNorm(gain, eps=1e-3) if centred else hs.RMSNorm(gain, eps=1e-3)
-    sizes = _Projected.of(weight, None, norm, 1, Log.of(50.0))
+    size, slope = (float(one.value) for one in _projected(weight, None, norm, 1, Log.of(50.0)))
     at_zero = torch.func.jacrev(lambda x: norm((x @ weight[1].mT)[None])[0])(torch.zeros(6).double())
-    assert float(sizes.slope.value) == pytest.approx(
-        float(torch.linalg.matrix_norm(at_zero, ord=2)), rel=1e-9
-    )
+    assert slope == pytest.approx(float(torch.linalg.matrix_norm(at_zero, ord=2)), rel=1e-9)
     far = torch.randn(1000, 6, generator=generator, dtype=torch.float64)
     far = 50.0 * far / far.norm(dim=-1, keepdim=True)
     longest = float(norm(far @ weight[1].mT).norm(dim=-1).max())
-    assert 0.99 * float(sizes.size.value) < longest <= float(sizes.size.value)
+    assert 0.99 * size < longest <= size
+
+
+def test_the_shortest_query_allows_for_the_rounding_of_its_mean() -> None:
+    """The bias less its mean, (−2, −2, 4)/3, is computed as (0, 0, 2), which is longer."""
+    norm = hs.LayerNorm(torch.ones(3, dtype=torch.float64), eps=1e-30)
+    bias = torch.tensor([[2.0**53, 2.0**53, 2.0**53 + 2]], dtype=torch.float64)
+    weight = torch.tensor([[[1.0], [0.0], [-1.0]]], dtype=torch.float64)
+    _, slope = _projected(weight, bias, norm, 0, Log.of(1e-9))
+    assert float(slope.value) >= math.sqrt(3 * 2) / math.sqrt(24 / 9)
 
 
 def test_rotary_tables_that_stretch_are_counted() -> None:

@@ -15,7 +15,7 @@ from torch.func import functional_call
 import howsmooth as hs
 from howsmooth import bounds, nn
 from howsmooth.attention import SinkhornAttention as SinkhornMap
-from howsmooth.bounds import variant_upper_bounds as ball
+from howsmooth.bounds import differentiable_upper_bounds as ball
 from howsmooth.bounds.visible_key_counts import visible_rows
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.sinkhorn import doubly_stochastic
@@ -597,14 +597,14 @@ def test_formulas_with_masks(mask: str) -> None:
         r = math.sqrt(p) + 2 * min(math.sqrt(var * dist), math.sqrt(4 * a * var * p), math.sqrt(2) * a)
         squares.append(r**2)
         spreads.append(var)
-    l2 = float(ball.l2_layer(one, one, one[0], rows, radius))
+    parts = ball.Projections(one, one, one, one[0])
+    l2 = float(ball.l2_layer(parts, rows, radius))
     assert l2 == pytest.approx(math.sqrt(heaviest(squares)) + 2 * max(spreads), rel=1e-10)
 
     rho = radius / math.sqrt(radius**2 + 1)
     p = [1 / (1 + (m - 1) * math.exp(-2 * tau * rho**2)) for m in counts]
     c, spread = heaviest(p), heaviest([min(0.5, t) if m > 1 else 0.0 for t, m in zip(p, counts, strict=True)])
-    numbers = {"biases": (None, None, None), "temperature": tau, "gain": 1.0, "eps": 1.0}
-    cosine = float(ball.scaled_cosine_layer(one, one, one, one[0], rows, radius, **numbers))
+    cosine = float(ball.scaled_cosine_layer(parts, rows, radius, temperature=tau, gain=1.0, eps=1.0))
     assert cosine == pytest.approx(math.sqrt(c) + tau * rho**2 * (1 + math.sqrt(spread)), rel=1e-10)
 
     # Sigmoid attention: scores lie in [b − a, b + a].
@@ -613,9 +613,7 @@ def test_formulas_with_masks(mask: str) -> None:
     largest = 1 / (1 + math.exp(-b - a))
     slope = max(math.exp(-t) / (1 + math.exp(-t)) ** 2 for t in (max(b - a, min(b + a, 0.0)),))
     mu, m = float(np.linalg.norm(matrix, 2)), max(counts)
-    sigmoid = float(
-        ball.sigmoid_layer(one, one, one, one[0], rows, radius, biases=(None, None, None), scale=1.0, shift=b)
-    )
+    sigmoid = float(ball.sigmoid_layer(parts, rows, radius, scale=1.0, shift=b))
     assert sigmoid == pytest.approx(mu * largest + slope * a * (m + mu), rel=1e-10)
 
 

@@ -12,23 +12,18 @@ from howsmooth.errors import ArgumentError
 __all__ = ["all_bounds", "applicable_bounds", "best"]
 
 
-def all_bounds(problem: Problem, *, side: str | None = None) -> list[Bound]:
-    """Compute all bounds that are defined for this kind of attention, even where a hypothesis fails.
+def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tuple[Statement[Problem], Side]]:
+    """List the statements that apply to an attention, each with its side.
 
     They are the bounds at the tokens X, if the problem has X; the bounds on the ball for n tokens, if it has
     a length; and the bounds on the ball that hold for every length.
     """
+    return [(made, one) for made in CATALOGUE.values() for one in made.sides(problem) if side in (None, one)]
+
+
+def all_bounds(problem: Problem, *, side: str | None = None) -> list[Bound]:
+    """Compute the bounds of :func:`applicable_bounds`, even where a hypothesis fails."""
     return [statement.at(problem, one) for statement, one in applicable_bounds(problem, side=side)]
-
-
-def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tuple[Statement[Problem], Side]]:
-    """List the statements that apply to an attention, each with its side."""
-    return [
-        (statement, one)
-        for statement in CATALOGUE.values()
-        for one in statement.sides(problem)
-        if side in (None, one)
-    ]
 
 
 def best(
@@ -85,20 +80,16 @@ def best(
         )
     found = all_bounds(problem, side=side)
     candidates = [bound for bound in found if bound.holds]
-    if not candidates:
-        if side == "lower" and isinstance(problem.attention, SelfAttention):
-            parameters_of(problem.attention)  # raises an error about rotary positions and other scores
-        if problem.length is not None:
-            failed = {h.statement: None for bound in found for h in bound.hypotheses if not h.holds}
-            raise ArgumentError(
-                "attention",
-                expected=f"what a bound needs: {'; '.join(failed) or 'no mask, or a causal one'}",
-                got=f"one for which no {side} bound holds",
-            )
-        raise ArgumentError(
-            "length",
-            expected=f"a number of tokens, as no {side} bound for this attention holds for every length",
-            got="None",
-        )
-    choose = min if side == "upper" else max
-    return choose(candidates, key=lambda bound: bound.log_value)
+    if candidates:
+        return (min if side == "upper" else max)(candidates, key=lambda bound: bound.log_value)
+    if side == "lower" and isinstance(problem.attention, SelfAttention):
+        parameters_of(problem.attention)  # raises an error about rotary positions and other scores
+    if problem.length is None:
+        words = f"as no {side} bound for this attention holds for every length"
+        raise ArgumentError("length", expected=f"a number of tokens, {words}", got="None")
+    failed = {h.statement: None for bound in found for h in bound.hypotheses if not h.holds}
+    raise ArgumentError(
+        "attention",
+        expected=f"what a bound needs: {'; '.join(failed) or 'no mask, or a causal one'}",
+        got=f"one for which no {side} bound holds",
+    )

@@ -7,8 +7,10 @@ not change the derivative.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Literal, Protocol, runtime_checkable
@@ -18,7 +20,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from howsmooth.attention import SelfAttention
+from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.theorem_preconditions import (
     remedy_for_other_map,
@@ -28,7 +30,15 @@ from howsmooth.attention.theorem_preconditions import (
 from howsmooth.bounds.bound import exp
 from howsmooth.bounds.log_numbers import Log
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.rounding import above, gamma, product_norms_above, spectral_norm_above, spectral_norm_below, up
+from howsmooth.rounding import (
+    U,
+    above,
+    gamma,
+    product_norms_above,
+    spectral_norm_above,
+    spectral_norm_below,
+    up,
+)
 
 __all__ = [
     "Head",
@@ -40,6 +50,7 @@ __all__ = [
     "log_spectral_norm",
     "norm",
     "norms_of_rows",
+    "opened",
     "parameters_of",
     "row_blocks",
     "unit",
@@ -54,18 +65,18 @@ _PAIRS = 1 << 22
 def log_spectral_norm(*factors: Tensor, upper: bool = True) -> float:
     """Return the logarithm of the spectral norm of a product of float64 matrices, rounded up or down.
 
-    Each factor is divided by its size, so that the product neither overflows nor underflows.
+    Each factor is divided by its size, so that the product neither overflows nor underflows. Rounded up, the
+    norm of two factors holds for all whose entries are one rounding away.
     """
     scaled = [unit(factor) for factor in factors]
+    sizes = math.prod(float(torch.linalg.vector_norm(t)) for t in scaled)
     if upper and len(factors) == 2:
-        norm = float(product_norms_above(*scaled))
-    elif upper and len(factors) == 1:
-        norm = spectral_norm_above(*scaled)
+        norm = float(product_norms_above(*scaled)) + up(2 * U * sizes)
     else:
         # A computed product of matrices is off by γ_m |L| |R| entry by entry, with m terms in its sums.
-        terms = sum(factor.shape[0] for factor in factors[1:])
-        error = up(gamma(terms) * math.prod(float(torch.linalg.vector_norm(t)) for t in scaled))
-        norm = spectral_norm_below(reduce(torch.matmul, scaled)) - error * (len(factors) > 1)
+        error = up(gamma(sum(factor.shape[0] for factor in factors[1:])) * sizes)
+        whole = reduce(torch.matmul, scaled)
+        norm = spectral_norm_above(whole) + error if upper else spectral_norm_below(whole) - error
     if norm <= 0:
         return -math.inf
     return math.fsum([math.log(norm), *map(log_size, factors)])
@@ -113,44 +124,28 @@ def norms_of_rows(x: Tensor) -> Tensor:
 
 
 def as_matrix(
-    name: str,
-    value: object,
-    shape: tuple[int | str, ...],
-    *,
-    what: str = "numbers",
-    remedy: str = "",
+    name: str, value: object, shape: tuple[int | str, ...], *, what: str = "numbers", remedy: str = ""
 ) -> Tensor:
     """Return an argument as a float64 tensor on the CPU: a tensor, an array or nested lists of real numbers.
 
     An entry of ``shape`` is a required size, or the name of a size that may be any positive number. ``what``
-    and ``remedy`` are words for the error.
-
-    Raises
-    ------
-    ArgumentError
-        If ``value`` is of another kind or shape.
-    NonFiniteError
-        If an entry is NaN or infinite.
-
+    and ``remedy`` are words for the error: ArgumentError for another kind or shape, NonFiniteError for an
+    entry that is NaN or infinite.
     """
-    got = type(value).__name__
-    try:
+    got, given = type(value).__name__, None
+    with contextlib.suppress(TypeError, ValueError):  # text, None, or lists of different lengths
         given = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         got = f"shape {tuple(given.shape)}" if given.ndim else repr(value)
-        real = not given.dtype.is_complex and given.dtype != torch.bool
-        if not real:
-            got = str(given.dtype)
-        fits = (
-            real
-            and given.ndim == len(shape)
-            and all(
-                size == want if isinstance(want, int) else size >= 1
-                for size, want in zip(given.shape, shape, strict=True)
-            )
+        if given.dtype.is_complex or given.dtype == torch.bool:
+            got, given = str(given.dtype), None
+    if (
+        given is None
+        or given.ndim != len(shape)
+        or not all(
+            size == want if isinstance(want, int) else size >= 1
+            for size, want in zip(given.shape, shape, strict=True)
         )
-    except (TypeError, ValueError):  # text, None, or lists of different lengths
-        fits = False
-    if not fits:
+    ):
         sizes = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         if not remedy and shape[0] == "heads" and got.startswith("shape"):
             remedy = f"For a single head give {name}[None]."
@@ -201,15 +196,21 @@ class Head:
                 remedy="For query and key matrices Q, K of shape (k, d), A = K.T @ Q / k**0.5.",
             )
         _require_product("A", left, right)
-        self.left, self.right = left, right
-        self.d = left.shape[0]
+        self.left, self.right, self.d = left, right, left.shape[0]
         self.V = as_matrix("V", V, ("d_out", self.d), what="a matrix")
+        #: Matrices whose product is V, from which its norm is right also where the product underflows.
         self.V_factors: tuple[Tensor, ...] = (self.V,)
-        self.b = (
-            torch.zeros(self.d, dtype=torch.float64)
-            if b is None
-            else as_matrix("b", b, (self.d,), what="a vector")
-        )
+        zero = torch.zeros(self.d, dtype=torch.float64)
+        self.b = zero if b is None else as_matrix("b", b, (self.d,), what="a vector")
+        #: A bound on the rounding error of b, if it was computed.
+        self.b_error = 0.0
+
+    def with_values(self, *factors: Tensor) -> Head:
+        """Return the head with the same scores and the product of some matrices as its value matrix."""
+        other = copy(self)
+        other.V, other.V_factors = reduce(torch.matmul, factors), factors
+        vars(other).pop("log_V_norm", None)  # the copy keeps the norms of the scores
+        return other
 
     @cached_property
     def A(self) -> Tensor:
@@ -224,16 +225,16 @@ class Head:
         return log_spectral_norm(self.left, self.right)
 
     @cached_property
-    def A_norm(self) -> float:
-        """The spectral norm of the score matrix A, rounded up."""
-        return exp(self.log_A_norm)
-
-    @cached_property
     def log_V_norm(self) -> float:
         """The logarithm of the spectral norm of the value matrix V, rounded up."""
         return log_spectral_norm(*self.V_factors)
 
-    @cached_property
+    @property
+    def A_norm(self) -> float:
+        """The spectral norm of the score matrix A, rounded up."""
+        return exp(self.log_A_norm)
+
+    @property
     def V_norm(self) -> float:
         """The spectral norm of the value matrix V, rounded up."""
         return exp(self.log_V_norm)
@@ -241,7 +242,7 @@ class Head:
     @cached_property
     def b_norm(self) -> float:
         """The Euclidean norm of the query bias b, rounded up."""
-        return exp(log_spectral_norm(self.b[None]))
+        return float(norms_of_rows(self.b[None])) + self.b_error
 
     def __repr__(self) -> str:
         return f"Head(d={self.d}, ‖A‖={self.A_norm:.4g}, ‖V‖={self.V_norm:.4g}, |b|={self.b_norm:.4g})"
@@ -249,8 +250,7 @@ class Head:
 
 def _require_product(name: str, left: Tensor, right: Tensor) -> None:
     """Raise NonFiniteError if the product of two matrices, or its norm, might leave the range of float64."""
-    entries = left.numel() * right.numel()
-    log = log_size(left) + log_size(right) + math.log(max(entries, 1))
+    log = log_size(left) + log_size(right) + math.log(max(left.numel() * right.numel(), 1))
     if log > _LARGEST_LOG:
         raise NonFiniteError(
             name,
@@ -260,56 +260,33 @@ def _require_product(name: str, left: Tensor, right: Tensor) -> None:
         )
 
 
-Masking = Literal["none", "causal", "other"]
-
-
 @dataclass(frozen=True, eq=False)
 class Parameters:
-    """The parameters of a multi-head attention f(X) = Σ_h W_h f_h(X): heads, output maps W_h and mask.
+    """The parameters of a multi-head attention f(X) = Σ_h W_h f_h(X): heads, output maps W_h and mask."""
 
-    Attributes
-    ----------
-    heads
-        One :class:`Head` for each query head; grouped queries repeat the key/value heads.
-    outputs
-        The maps W_h (d_out, value_dim): blocks of columns of the output projection, or of the identity if
-        the heads are concatenated.
-    masking
-        "none", "causal" (token i sees the tokens j <= i), or "other".
-    bare
-        Whether it is a head alone, which statements about a causal mask take as causal.
-    mask
-        For "other": boolean (n, n), True where the query (row) sees the key (column), or None. A mask fixes
-        the length.
-    window, causal
-        For "other" without a mask: token i sees the tokens j with |i − j| < ``window``, and only tokens with
-        j <= i if ``causal``.
-
-    """
-
+    #: One head for each query head; grouped queries repeat the key/value heads.
     heads: tuple[Head, ...]
+    #: The maps W_h (d_out, value_dim): blocks of columns of the output projection, or of the identity if the
+    #: heads are concatenated.
     outputs: tuple[Tensor, ...]
-    masking: Masking
+    #: For "causal", token i sees the tokens j <= i.
+    masking: Literal["none", "causal", "other"]
+    #: For "other": True where the query (row) sees the key (column), or None. A mask fixes the length.
     mask: Bool[Tensor, "n n"] | None
+    #: For "other" without a mask: token i sees the tokens j with |i − j| < ``window``, and only tokens with
+    #: j <= i if ``causal``.
     window: int | None = None
     causal: bool = False
+    #: Whether it is a head alone, which statements about a causal mask take as causal.
     bare: bool = False
 
     def visibility(self, n: int, *, argument: str = "length") -> Visibility:
-        """Return the mask of the attention for n tokens, which ``argument`` gave.
-
-        Raises
-        ------
-        ArgumentError
-            If there is a mask of another length.
-
+        """Return the mask for n tokens. ArgumentError, which names ``argument``, is raised if there is a mask
+        of another length.
         """
         if self.mask is not None and self.mask.shape[0] != n:
-            raise ArgumentError(
-                argument,
-                expected=f"{self.mask.shape[0]}, the length of the mask",
-                got=str(n),
-            )
+            expected = f"{self.mask.shape[0]}, the length of the mask"
+            raise ArgumentError(argument, expected=expected, got=str(n))
         return Visibility(n, self.masking == "causal" or self.causal, self.window, self.mask)
 
     @property
@@ -318,15 +295,8 @@ class Parameters:
         return torch.cat(self.outputs, dim=1)
 
     def one_head(self, needed_by: str) -> Head:
-        """Return the head of a single-head attention, with the output map multiplied into the value matrix.
-
-        The value matrix is W_1 V_1. ``needed_by`` is the theorem that needs one head; the error mentions it.
-
-        Raises
-        ------
-        ArgumentError
-            If there are several heads.
-
+        """Return the head of a single-head attention, :meth:`folded`. For several heads, the error says by
+        which statement one is needed.
         """
         if len(self.heads) != 1:
             raise ArgumentError(
@@ -338,68 +308,60 @@ class Parameters:
         return self.folded(0)
 
     def folded(self, h: int) -> Head:
-        """Return head ``h`` of the attention, with its output map multiplied into the value matrix.
-
-        The value matrix is W_h V_h.
-        """
+        """Return head ``h`` with its output map multiplied into the value matrix, which is W_h V_h."""
         head, output = self.heads[h], self.outputs[h]
-        folded = Head((head.left, head.right), output @ head.V, head.b)
-        folded.V_factors = (output, head.V)  # right also where the product underflows
-        return folded
+        identity = torch.eye(*output.shape, dtype=output.dtype)
+        return head if torch.equal(output, identity) else head.with_values(output, *head.V_factors)
 
 
 @runtime_checkable
 class SiteLike(Protocol):
-    """The attributes that the bounds read from a captured layer of a model: its map, its tokens and its norm
-    layer.
-    """
+    """What the bounds read from a captured layer of a model."""
 
     @property
     def map(self) -> object:
-        """The function that the captured layer computes from its tokens, for instance a SelfAttention."""
+        """The function that the layer computes from its tokens, for instance a SelfAttention."""
 
     @property
     def x(self) -> Tensor:
-        """The tokens (batch, n, d) that the layer received when it was captured."""
+        """The tokens (batch, n, d) that the layer received."""
 
     @property
     def norm(self) -> object:
-        """The norm layer whose outputs are the tokens of the attention, or None if there is no norm layer."""
+        """The norm layer whose outputs are these tokens, or None."""
+
+
+def opened(source: object) -> tuple[object, Tensor | None, object]:
+    """Return the map, the tokens and the norm layer of a captured site; or what is no site, None and None."""
+    if isinstance(source, SiteLike) and not isinstance(source, TokenMap):
+        return source.map, source.x, source.norm
+    return source, None, None
 
 
 def parameters_of(attention: object) -> Parameters:
     """Return the parameters A, V, b of all heads of an attention, in float64 on the CPU.
 
-    Parameters
-    ----------
-    attention
-        A :class:`Head`, :class:`Parameters`, a :class:`~howsmooth.attention.SelfAttention`, or a captured
-        site whose map is a SelfAttention.
-
-    Raises
-    ------
-    ArgumentError
-        If ``attention`` is none of these. Also if it has rotary positions, a score bias, soft-capped scores,
-        sinks or norms of queries or keys, since scores are then not ⟨A x_i + b, x_j⟩ or P not their softmax.
-
+    ``attention`` is a :class:`Head`, :class:`Parameters`, a :class:`~howsmooth.attention.SelfAttention`, or a
+    captured site whose map is a SelfAttention. ArgumentError is raised for others, and for rotary positions,
+    a score bias, soft-capped scores, sinks or norms of queries or keys, since scores are then not
+    ⟨A x_i + b, x_j⟩ or P not their softmax.
     """
     if isinstance(attention, Parameters):
         return attention
     if isinstance(attention, Head):
         identity = torch.eye(attention.V.shape[0], dtype=torch.float64)
         return Parameters((attention,), (identity,), "none", None, bare=True)
-    if not isinstance(attention, SelfAttention):
-        require_plain_scores(attention, "these bounds")
-        if isinstance(attention, SiteLike):
-            return _of_site(attention)
-        raise ArgumentError(
-            "attention",
-            expected="a SelfAttention, a captured site or a Head",
-            got=type(attention).__name__,
-            remedy=remedy_for_other_map(attention),
-        )
-    require_plain_scores(attention, "these bounds")
-    if attention.rotary is not None:
+    f = opened(attention)[0]
+    require_plain_scores(f, "these bounds")
+    if not isinstance(f, SelfAttention):
+        if f is not attention:
+            require_formula(f, "these bounds")
+            expected, got = "a site whose map is attention alone", getattr(attention, "scope", "?")
+            remedy = "Capture with scope 'attention', 'heads' or 'head'; for norms see pre_norm_upper_bound."
+            raise ArgumentError("attention", expected=expected, got=f"scope {got!r}", remedy=remedy)
+        expected, remedy = "a SelfAttention, a captured site or a Head", remedy_for_other_map(f)
+        raise ArgumentError("attention", expected=expected, got=type(f).__name__, remedy=remedy)
+    if f.rotary is not None:
         raise ArgumentError(
             "attention",
             expected="scores ⟨A x_i + b, x_j⟩ with one matrix A",
@@ -407,34 +369,25 @@ def parameters_of(attention: object) -> Parameters:
             remedy="best(side='upper') and hs.bounds.certificate at given tokens accept "
             "rotary positions; hs.adversarial.ascend finds large constants.",
         )
-    f = attention.to(dtype=torch.float64, device="cpu")
-    group = f.heads // f.kv_heads
-    heads = []
-    width = f.heads * f.value_dim
-    output = torch.eye(width, dtype=torch.float64) if f.output is None else f.output
+    f = f.to(dtype=torch.float64, device="cpu")
+    output = torch.eye(f.heads * f.value_dim, dtype=torch.float64) if f.output is None else f.output
     _require_product("value", output, f.value)
     if f.query_bias is not None:
         _require_product("query_bias", f.key, f.query_bias)
+    heads = []
     for h in range(f.heads):
-        key = f.key[h // group]
-        bias = None if f.query_bias is None else f.scale * (key.mT @ f.query_bias[h])
-        heads.append(Head((key.mT, f.scale * f.query[h]), f.value[h // group], bias))
-    outputs = output.split(f.value_dim, dim=1)
+        group = h // (f.heads // f.kv_heads)
+        key = f.key[group].mT
+        head = Head((key, f.scale * f.query[h]), f.value[group])
+        if f.query_bias is not None:
+            bias = f.query_bias[h]
+            head.b = f.scale * (key @ bias)
+            size = float(torch.linalg.vector_norm(key.abs() @ bias.abs()))
+            head.b_error = up(gamma(len(bias) + 1) * abs(f.scale) * size)
+        heads.append(head)
+    given = tuple(heads), output.split(f.value_dim, dim=1)
     if f.mask is not None:
-        return Parameters(tuple(heads), outputs, "other", f.visible_keys(f.mask.shape[0]))
+        return Parameters(*given, "other", f.visible_keys(f.mask.shape[0]))
     if f.window is not None:
-        return Parameters(tuple(heads), outputs, "other", None, f.window, f.causal)
-    return Parameters(tuple(heads), outputs, "causal" if f.causal else "none", None)
-
-
-def _of_site(site: SiteLike) -> Parameters:
-    if isinstance(site.map, SelfAttention):
-        return parameters_of(site.map)
-    require_plain_scores(site.map, "these bounds")
-    require_formula(site.map, "these bounds")
-    raise ArgumentError(
-        "attention",
-        expected="a site whose map is attention alone",
-        got=f"scope {getattr(site, 'scope', '?')!r}",
-        remedy="Capture with scope 'attention', 'heads' or 'head'; for norms see pre_norm_upper_bound.",
-    )
+        return Parameters(*given, "other", None, f.window, f.causal)
+    return Parameters(*given, "causal" if f.causal else "none", None)

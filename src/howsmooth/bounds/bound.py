@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from howsmooth.bounds.log_numbers import Log
 from howsmooth.errors import ArgumentError
-from howsmooth.rounding import limit_in_digits, log_above, log_below
+from howsmooth.rounding import limit_in_digits, log_above
 
-__all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_radius", "exp"]
+__all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_number", "check_radius", "exp"]
 
 Side = Literal["upper", "lower"]
 
@@ -78,6 +79,10 @@ class Bound:
     log_formula: float
     hypotheses: tuple[Hypothesis, ...] = ()
 
+    def __post_init__(self) -> None:
+        if math.isnan(self.log_formula):
+            raise ArithmeticError("a formula gave nan")
+
     @classmethod
     def upper(
         cls,
@@ -93,32 +98,20 @@ class Bound:
 
         Pass either the value as ``formula`` or its logarithm as ``log_formula``.
         """
-        return cls(name, "upper", quantity, source, log_above(_log(formula, log_formula)), hypotheses)
-
-    @classmethod
-    def lower(
-        cls,
-        name: str,
-        quantity: Quantity,
-        source: str,
-        *,
-        formula: float | None = None,
-        log_formula: float | None = None,
-        hypotheses: tuple[Hypothesis, ...] = (),
-    ) -> Bound:
-        """Return a lower bound, which is rounded down, with the arguments of :meth:`upper`."""
-        return cls(name, "lower", quantity, source, log_below(_log(formula, log_formula)), hypotheses)
+        if (formula is None) == (log_formula is None):
+            raise TypeError("give one of formula and log_formula")
+        found = Log.of(formula or 0.0) if log_formula is None else Log(log_formula)
+        return cls(name, "upper", quantity, source, log_above(float(found.log)), hypotheses)
 
     @property
     def holds(self) -> bool:
-        """True if all hypotheses of the theorem behind the bound hold for the given attention."""
+        """Whether all hypotheses hold for the given attention."""
         return all(hypothesis.holds for hypothesis in self.hypotheses)
 
     @property
     def log_value(self) -> float:
-        """The natural logarithm of the bound, which is ±infinity if a hypothesis of the theorem fails.
-
-        It is then inf for an upper bound and −inf for a lower bound.
+        """The natural logarithm of the bound. If a hypothesis fails, it is inf for an upper bound, and −inf
+        for a lower bound.
         """
         if self.holds:
             return self.log_formula
@@ -126,16 +119,14 @@ class Bound:
 
     @property
     def value(self) -> float:
-        """The value of the bound; if a hypothesis fails, it is inf for an upper bound and 0 for a lower
-        bound.
-
-        The value is also inf where it overflows.
+        """The value of the bound, inf where it overflows. If a hypothesis fails, it is inf for an upper bound
+        and 0 for a lower bound.
         """
         return exp(self.log_value)
 
     @property
     def formula(self) -> float:
-        """The number that the formula of the bound gives, even if a hypothesis of the theorem fails."""
+        """The number that the formula gives, even if a hypothesis fails."""
         return exp(self.log_formula)
 
     def __float__(self) -> float:
@@ -151,17 +142,6 @@ class Bound:
         return f"Bound({self.quantity} {sign} {number}{reason}; {self.name}, {self.source})"
 
 
-def _log(formula: float | None, log_formula: float | None) -> float:
-    if (formula is None) == (log_formula is None):
-        raise TypeError("give one of formula and log_formula")
-    if log_formula is None:
-        assert formula is not None
-        log_formula = -math.inf if formula == 0 else math.log(formula)
-    if math.isnan(log_formula):
-        raise ArithmeticError("a formula gave nan")
-    return log_formula
-
-
 def exp(log: float) -> float:
     """Return e^log, inf where it overflows."""
     try:
@@ -170,20 +150,25 @@ def exp(log: float) -> float:
         return math.inf
 
 
+def check_number(
+    name: str, value: object, expected: str = "a finite number", remedy: str = "", *, positive: bool = False
+) -> float:
+    """Return an argument as a float after checking that it is a finite number, > 0 if ``positive``."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if isinstance(value, bool | str) or not math.isfinite(number) or (positive and number <= 0):
+        raise ArgumentError(name, expected=expected, got=repr(value), remedy=remedy)
+    return number
+
+
 def check_radius(radius: object) -> float:
     """Return ``radius`` as a float after checking that it is a finite number > 0."""
-    try:
-        value = float(radius)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        value = math.nan
-    if isinstance(radius, bool | str) or not (math.isfinite(value) and value > 0):
-        raise ArgumentError(
-            "radius",
-            expected="a finite number > 0, the largest norm of a token",
-            got=repr(radius),
-            remedy="If a norm layer precedes the attention, norm_radius(norm) computes it.",
-        )
-    return value
+    remedy = "If a norm layer precedes the attention, norm_radius(norm) computes it."
+    return check_number(
+        "radius", radius, "a finite number > 0, the largest norm of a token", remedy, positive=True
+    )
 
 
 def check_length(length: object, *, least: int = 1, name: str = "length") -> int:

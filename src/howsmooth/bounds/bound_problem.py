@@ -17,29 +17,24 @@ from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention, TokenMap
 from howsmooth.bounds.attention_parameters import (
     Head,
     Parameters,
-    SiteLike,
     as_matrix,
     largest_distance,
     norms_of_rows,
+    opened,
     parameters_of,
 )
-from howsmooth.bounds.bound import Hypothesis, Side, check_length, check_radius
+from howsmooth.bounds.bound import Side, check_length, check_radius
 from howsmooth.bounds.log_numbers import Log
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.rounding import above, gamma, up
 
-__all__ = ["Problem", "at_tokens", "far_out", "for_every_length", "no_masking_but", "on_ball"]
+__all__ = ["Problem", "at_tokens", "far_out", "for_every_length", "on_ball"]
 
 T = TypeVar("T")
 
 # The radius used when all tokens are zero, since the theorems need a positive one.
 _LEAST_RADIUS = 1e-150
-_MASKING = {
-    "none": "no mask",
-    "causal": "a causal mask and no other",
-    "none or causal": "no mask, or a causal one",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +46,11 @@ class Vectors:
     error: float
 
     @classmethod
-    def of(cls, x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Vectors:
-        """Multiply the tokens x by two matrices from the right, and add a bias."""
+    def of(cls, x: Tensor, first: Tensor, second: Tensor, bias: Tensor, off: float = 0.0) -> Vectors:
+        """Multiply tokens by two matrices from the right, and add a bias with an error of at most ``off``."""
         values = _finite((x @ first) @ second + bias)
         sizes = norms_of_rows((x.abs() @ first.abs()) @ second.abs() + bias.abs()).max()
-        error = up(gamma(sum(first.shape) + 2) * float(sizes))
+        error = up(gamma(sum(first.shape) + 2) * float(sizes) + off)
         return cls(values, above(norms_of_rows(values) + error, 1), error)
 
     @property
@@ -71,52 +66,28 @@ class Vectors:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """An attention, and the tokens or the ball for which bounds on its Lipschitz constant are asked.
-
-    Attributes
-    ----------
-    attention
-        A Head, Parameters or SelfAttention.
-    X
-        Tokens (n, d), float64 on the CPU, or None for all tokens in the ball.
-    length
-        Sequence length n, or None for a bound that holds for every length.
-    radius
-        Radius R of the ball.
-    radius_from
-        A phrase that says how the radius was found.
-    factor, side
-        The factor R of a statement about the tokens R·X, and the side that the caller chose.
-
-    """
+    """An attention, and the tokens or the ball for which bounds on its Lipschitz constant are asked."""
 
     attention: Head | Parameters | SelfAttention
+    #: Tokens (n, d), float64 on the CPU, or None for all tokens in the ball.
     X: Float[Tensor, "n d"] | None = None
+    #: Sequence length n, or None for a bound that holds for every length.
     length: int | None = None
+    #: Radius R of the ball, and a phrase that says how it was found.
     radius: float = 1.0
     radius_from: str = "given"
+    #: The factor R of a statement about the tokens R·X, and the side that the caller chose.
     factor: float = 1.0
     side: Side = "upper"
     _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, source: object, X: object = None, length: object = None, radius: object = None) -> Problem:
-        """Convert the arguments of :func:`best` (an attention, and tokens or a ball) to a Problem.
-
-        Raises
-        ------
-        ArgumentError
-            If an argument does not fit, no bound is known for the map, or there is nothing to take the radius
-            from.
-        NonFiniteError
-            If an entry of X is NaN or infinite.
-
+        """Convert the arguments of :func:`best`, an attention and tokens or a ball, to a problem. What it
+        raises is described there.
         """
-        attention, norm = source, None
-        if isinstance(source, SiteLike) and not isinstance(source, TokenMap):
-            attention, norm = source.map, source.norm
-            if X is None and length is None:
-                X = _single(source.x)
+        attention, of_site, norm = opened(source)
+        X = of_site if X is None and length is None else X
         if isinstance(attention, TokenMap) and not isinstance(attention, SelfAttention):
             raise ArgumentError(
                 "attention",
@@ -134,14 +105,25 @@ class Problem:
             if n not in (None, x.shape[0]):
                 raise ArgumentError("length", expected=f"the length of X, {x.shape[0]}, or None", got=str(n))
             n, farthest = x.shape[0], float(norms_of_rows(x).max())
-        R, words = _radius(radius, norm, x is not None, farthest)
+        if radius is not None:
+            R, words = check_radius(radius), "given"
+            if farthest > R * (1 + 1e-6):
+                expected = "at least the largest norm of a token of X"
+                raise ArgumentError(
+                    "radius", expected=expected, got=f"{R:g}, with a token of norm {farthest:g}"
+                )
+        elif isinstance(norm, LayerNorm | RMSNorm):
+            R, words = (
+                max(norm_radius(norm), _LEAST_RADIUS),
+                f"the {type(norm).__name__} before the attention",
+            )
+        elif x is not None:
+            R, words = max(farthest, _LEAST_RADIUS), "the longest token of X"
+        else:
+            expected = "a finite number > 0, as there is no norm layer and no X to take it from"
+            raise ArgumentError("radius", expected=expected, got="None")
         # By rounding, a float32 token may be slightly longer than the radius of its norm layer.
         return cls(attention, x, n, max(R, farthest), words)
-
-    @property
-    def given(self) -> frozenset[str]:
-        """Which of "X" and "length" the problem has."""
-        return frozenset(name for name in ("X", "length") if getattr(self, name) is not None)
 
     @property
     def n(self) -> int:
@@ -200,7 +182,8 @@ class Problem:
     @cached_property
     def y(self) -> Vectors:
         """The vectors A x_i + b, whose inner products with the tokens are the scores."""
-        return Vectors.of(self.tokens, self.head.right.mT, self.head.left.mT, self.head.b)
+        head = self.head
+        return Vectors.of(self.tokens, head.right.mT, head.left.mT, head.b, head.b_error)
 
     @cached_property
     def transposed(self) -> Vectors:
@@ -235,31 +218,23 @@ class Problem:
         return Log.of(largest_distance(self.tokens))
 
 
-def no_masking_but(masks: str, problem: Problem) -> Hypothesis:
-    """Return the hypothesis on the mask, with whether it holds. A bare :class:`Head` has every mask."""
-    parameters = problem.parameters
-    return Hypothesis(_MASKING[masks], parameters.bare or parameters.masking in masks.split(" or "))
-
-
 # ---- the problems of statements
 
 
 def on_ball(attention: object, length: object, radius: object) -> Problem:
     """Prepare a statement about n tokens in a ball."""
-    return Problem(_attention(attention), None, check_length(length), check_radius(radius))
+    return Problem(parameters_of(attention), None, check_length(length), check_radius(radius))
 
 
 def for_every_length(attention: object, radius: object) -> Problem:
     """Prepare a statement about every number of tokens in a ball."""
-    return Problem(_attention(attention), radius=check_radius(radius))
+    return Problem(parameters_of(attention), radius=check_radius(radius))
 
 
 def at_tokens(attention: object, X: object = None) -> Problem:
     """Prepare a statement about given tokens."""
-    parameters = _attention(attention)
-    if X is None and isinstance(attention, SiteLike):
-        X = _single(attention.x)
-    x = _tokens(X, parameters)
+    parameters = parameters_of(attention)
+    x = _tokens(opened(attention)[1] if X is None else X, parameters)
     return Problem(parameters, x, len(x))
 
 
@@ -276,7 +251,7 @@ def far_out(attention: object, X: object, radius: object, *, side: object = "upp
         "upper" for the limit plus the distance from it, "lower" for the limit minus the distance.
 
     """
-    parameters = _attention(attention)
+    parameters = parameters_of(attention)
     x = _tokens(X, parameters)
     return Problem(parameters, x, len(x), factor=check_radius(radius), side=check_side(side))
 
@@ -288,48 +263,14 @@ def check_side(side: object) -> Side:
     raise ArgumentError("side", expected="'upper' or 'lower'", got=repr(side))
 
 
-def _attention(given: object) -> Head | Parameters:
-    return given if isinstance(given, Head) else parameters_of(given)
-
-
-def _radius(given: object, norm: object, from_tokens: bool, farthest: float) -> tuple[float, str]:
-    if given is not None:
-        radius = check_radius(given)
-        if farthest <= radius * (1 + 1e-6):
-            return radius, "given"
-        raise ArgumentError(
-            "radius",
-            expected="at least the largest norm of a token of X",
-            got=f"{radius:g}, with a token of norm {farthest:g}",
-        )
-    if isinstance(norm, LayerNorm | RMSNorm):
-        return max(norm_radius(norm), _LEAST_RADIUS), f"the {type(norm).__name__} before the attention"
-    if from_tokens:
-        return max(farthest, _LEAST_RADIUS), "the longest token of X"
-    raise ArgumentError(
-        "radius",
-        expected="a finite number > 0, as there is no norm layer and no X to take it from",
-        got="None",
-    )
-
-
-def _single(x: Tensor) -> Tensor:
-    if x.shape[0] == 1:
-        return x[0]
-    raise ArgumentError(
-        "X",
-        expected="one sequence",
-        got=f"a site with {x.shape[0]}",
-        remedy="Pass one of the sequences, for instance X=site.x[0].",
-    )
-
-
 def _tokens(X: object, attention: Head | Parameters | SelfAttention) -> Float[Tensor, "n d"]:
+    """Return the tokens of one sequence, of which a site may have a batch."""
     d = attention.heads[0].d if isinstance(attention, Parameters) else attention.d
-    if isinstance(X, Tensor) and X.ndim == 3 and len(X) == 1:
-        X = X[0]
     remedy = "Give one sequence of tokens of the attention's dimension."
-    if isinstance(X, int | float):
+    if isinstance(X, Tensor) and X.ndim == 3:
+        remedy = "Give one sequence, for instance X=site.x[0]."
+        X = X[0] if len(X) == 1 else X
+    elif isinstance(X, int | float):
         remedy = "For a bound on a ball, give length and radius by name."
     x = as_matrix("X", X, ("n", d), what="tokens", remedy=remedy)
     if isinstance(attention, Parameters):

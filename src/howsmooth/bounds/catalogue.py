@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, Side
-from howsmooth.bounds.bound_problem import Problem, no_masking_but
+from howsmooth.bounds.bound_problem import Problem
 from howsmooth.bounds.log_numbers import Log, Number
+from howsmooth.rounding import log_above, log_below
 
 __all__ = ["CATALOGUE", "OURS", "PAPER", "Condition", "Statement", "listing", "statement"]
 
@@ -56,6 +57,12 @@ NonFiniteError
 _ERRORS_OF_ATTENTION = """; or if there are rotary positions or other scores than ⟨A x_i + b, x_j⟩, or
     several heads where one is asked for"""
 _TAB = " " * 4
+# The hypothesis on the mask. A bare head has every mask.
+_MASKS = {
+    "none": "no mask",
+    "causal": "a causal mask and no other",
+    "none or causal": "no mask, or a causal one",
+}
 # These are constants in other norms than all others.
 _NOT_COMPARED = (Quantity.TOKEN_WISE, Quantity.LOCAL_TOKEN_WISE)
 
@@ -74,40 +81,28 @@ class Condition(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Statement(Generic[T]):
-    """A bound of the catalogue.
-
-    Attributes
-    ----------
-    name, side, source
-        As in :class:`~howsmooth.bounds.Bound`; ``side`` is None if the caller chooses it.
-    quantity
-        The bounded constant, or a function that reads it from the problem.
-    formula
-        The value of the bound as a function of the problem; a lower and an upper value if the caller chooses
-        the side; or a whole :class:`~howsmooth.bounds.Bound`.
-    arguments
-        What the problem must have: "X" for tokens, "length" for a number of tokens.
-    heads, masks
-        The attentions that the statement is about.
-    needs
-        Its other hypotheses.
-    listed
-        Says for which of these attentions ``best`` and ``table`` list the statement.
-    searched
-        Whether the formula searches for tokens, which takes long.
-
-    """
+    """A bound of the catalogue."""
 
     name: str
-    side: Side | None
+    #: The bounded constant, or a function that reads it from the problem.
     quantity: Quantity | Callable[[T], Quantity]
+    #: Theorem and paper, or the documentation page with the proof.
     source: str
+    #: The value of the bound as a function of the problem; a lower and an upper value if the caller chooses
+    #: the side; or a whole bound.
     formula: Callable[[T], Value]
+    #: What the problem must have: "X" for tokens, "length" for a number of tokens.
     arguments: frozenset[str]
-    heads: Heads | None
-    masks: Masks
-    needs: Sequence[Condition[T]]
+    #: The hypotheses beside those on heads and masks.
+    needs: Sequence[Condition[T]] = ()
+    #: None if the caller chooses it.
+    side: Side | None = "upper"
+    #: The attentions that the statement is about.
+    heads: Heads | None = "one"
+    masks: Masks = "any"
+    #: Says for which of these attentions ``best`` and ``table`` list the statement.
     listed: Callable[[Problem], bool] | None = None
+    #: Whether the formula searches for tokens, which takes long.
     searched: bool = False
 
     def quantity_of(self, problem: T) -> Quantity:
@@ -116,27 +111,29 @@ class Statement(Generic[T]):
 
     def at(self, problem: T, side: Side | None = None) -> Bound:
         """Evaluate the bound, rounded outwards, and its hypotheses."""
-        if isinstance(problem, Problem) and self.heads == "one":
-            problem.parameters.one_head(self.name)
+        if isinstance(problem, Problem) and self.heads == "one" and len(problem.parameters.heads) > 1:
+            problem.parameters.one_head(self.name)  # raises an error
         hypotheses = [condition.of(problem) for condition in self.needs]
-        if isinstance(problem, Problem) and self.masks != "any":
-            hypotheses.insert(0, no_masking_but(self.masks, problem))
+        if isinstance(problem, Problem) and self.masks in _MASKS:
+            parameters = problem.parameters
+            seen = parameters.bare or parameters.masking in self.masks.split(" or ")
+            hypotheses.insert(0, Hypothesis(_MASKS[self.masks], seen))
         found = self.formula(problem)
         if isinstance(found, Bound):
             return found
-        side = self.side or side or getattr(problem, "side", "upper")
+        upper = (self.side or side or getattr(problem, "side", "upper")) == "upper"
         if isinstance(found, tuple):
-            found = found[side == "upper"]
+            found = found[upper]
         log = float(Log.of(found).log.detach())
-        bound = Bound.upper if side == "upper" else Bound.lower
-        return bound(
-            self.name, self.quantity_of(problem), self.source, log_formula=log, hypotheses=tuple(hypotheses)
-        )
+        log = log_above(log) if upper else log_below(log)
+        about = self.quantity_of(problem), self.source
+        return Bound(self.name, "upper" if upper else "lower", *about, log, tuple(hypotheses))
 
     def sides(self, problem: Problem) -> tuple[Side, ...]:
         """Return on which sides ``best`` and ``table`` list the statement for a problem, possibly on none."""
         sides: tuple[Side, ...] = ("upper", "lower") if self.side is None else (self.side,)
-        if self.heads is None or not self.arguments <= problem.given or self.quantity in _NOT_COMPARED:
+        missing = any(getattr(problem, argument) is None for argument in self.arguments)
+        if self.heads is None or missing or self.quantity in _NOT_COMPARED:
             return ()
         if self.listed is not None:
             return sides if self.listed(problem) else ()
@@ -160,33 +157,19 @@ def statement(
     *,
     quantity: Quantity | Callable[[T], Quantity],
     source: str,
-    side: Side | None = "upper",
-    heads: Heads | None = "one",
-    masks: Masks = "any",
     needs: Sequence[Condition[T]] = (),
-    listed: Callable[[Problem], bool] | None = None,
-    searched: bool = False,
+    **others: Any,
 ) -> Callable[[Callable[[T], Value]], Callable[P, Bound]]:
     """Add a formula to the catalogue, and return the public function that evaluates it.
 
-    ``prepare`` makes the problem from the public arguments. All else is described in :class:`Statement`.
+    ``prepare`` makes the problem from the public arguments. All else, also ``side``, ``heads``, ``masks``,
+    ``listed`` and ``searched``, is described in :class:`Statement`.
     """
 
     def decorate(formula: Callable[[T], Value]) -> Callable[P, Bound]:
         signature, name = inspect.signature(prepare), formula.__name__
-        made = Statement(
-            name=name,
-            side=side,
-            quantity=quantity,
-            source=source,
-            formula=formula,
-            arguments=frozenset(signature.parameters) & {"X", "length"},
-            heads=heads,
-            masks=masks,
-            needs=needs,
-            listed=listed,
-            searched=searched,
-        )
+        arguments = frozenset(signature.parameters) & {"X", "length"}
+        made = Statement(name, quantity, source, formula, arguments, needs, **others)
         CATALOGUE[name] = made
 
         def public(*args: P.args, **kwargs: P.kwargs) -> Bound:
@@ -211,33 +194,32 @@ def listing(names: Sequence[str]) -> str:
     for name, made in CATALOGUE.items():
         if name in names:
             side = f"{made.side.capitalize()} bounds" if made.side else "Upper and lower bounds"
-            quantity = made.quantity if isinstance(made.quantity, Quantity) else Quantity.GLOBAL
-            groups.setdefault(f"{side} on {quantity}", []).append(f"``{name}``")
+            groups.setdefault(f"{side} on {_quantity_in_words(made)}", []).append(f"``{name}``")
     return "\n".join(
         textwrap.fill(f"- {title}: {', '.join(found)}.", 106, subsequent_indent="  ", break_on_hyphens=False)
         for title, found in groups.items()
     )
 
 
+def _quantity_in_words(made: Statement[Any]) -> Quantity:
+    return made.quantity if isinstance(made.quantity, Quantity) else Quantity.GLOBAL
+
+
 def _documented(made: Statement[T], formula: Callable[[T], Value], prepare: Callable[P, T]) -> str:
     """Write the docstring of a statement: what it says, and the sections that its family shares."""
-    own = dict(
-        re.findall(r"^(\w+)\n((?:    .*\n?)+)", inspect.cleandoc(prepare.__doc__ or "") + "\n", re.MULTILINE)
-    )
+    doc = inspect.cleandoc(prepare.__doc__ or "") + "\n"
+    own = dict(re.findall(r"^(\w+)\n((?:    .*\n?)+)", doc, re.MULTILINE))
     heads = "One head" if made.heads == "one" else "Any number of heads"
     parameters = []
     for name in inspect.signature(prepare).parameters:
         words = own.get(name) or textwrap.indent(_ARGUMENTS[name].format(heads=heads), _TAB)
         parameters.append(f"{name}\n{words.rstrip()}")
-    quantity = made.quantity if isinstance(made.quantity, Quantity) else Quantity.GLOBAL
-    free = quantity in (Quantity.MEAN_FIELD, Quantity.MASKED_MEAN_FIELD) and made.side == "upper"
-    masks = {"any": [], "none": ["no mask"]}.get(made.masks, [f"{made.masks} mask"])
-    words = "; ".join([*masks, *(condition.words for condition in made.needs)])
-    sides = {"upper": "Upper bound", "lower": "Lower bound", None: "Bound"}
-    returns = f"{sides[made.side]} on {quantity}" + (
-        ", and so on Lip(f on B_R^n) for every n." if free else "."
-    )
-    returns += f" Hypotheses: {words}." if words else ""
+    quantity = _quantity_in_words(made)
+    returns = f"{made.side.capitalize()} bound on {quantity}" if made.side else f"Bound on {quantity}"
+    if made.side == "upper" and quantity in (Quantity.MEAN_FIELD, Quantity.MASKED_MEAN_FIELD):
+        returns += ", and so on Lip(f on B_R^n) for every n"
+    words = "; ".join([*filter(None, [_MASKS.get(made.masks)]), *(one.words for one in made.needs)])
+    returns += f". Hypotheses: {words}." if words else "."
     reference = made.source.replace(OURS, "Documentation page ")
     sections = {
         "Parameters": "\n".join(parameters),

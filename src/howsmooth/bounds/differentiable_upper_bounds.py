@@ -1,271 +1,325 @@
-"""Differentiable upper bounds on the Lipschitz constant of masked multi-head softmax attention on a ball.
+"""Differentiable upper bounds on the Lipschitz constants of attention layers with several heads and a mask.
 
-``softmax_layer`` is Theorem A for several heads, and ``query_key_norm_layer`` is for attention with
-normalised queries and keys. They are differentiable functions of the parameters, because ``howsmooth.nn``
-divides layers by their bounds during training. Proofs: documentation page "Enforce: layers with a constant
-that is proved".
+Each function bounds X ↦ W_O · concat_h(head h) + b_O on the ball of radius R, where R = ∞ stands for the
+whole space, by a float64 scalar. It is differentiable in the parameters, because ``howsmooth.nn`` divides
+layers by their bounds during training. It may be too small by the roundings of a formula in numbers >= 0; the
+roundings of products of matrices, which may cancel, are covered. The theorems of the documentation have the
+names of the functions: pages "Enforce: layers with a constant that is proved", and "Other attentions" for
+sigmoid attention. With R = ∞, one head and no mask they are the statements of ``variant_upper_bounds``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.ball_upper_bounds import h_star, largest_weight, row_square
-from howsmooth.bounds.visible_key_counts import VisibleRows
-from howsmooth.rounding import (
-    Triangles,
-    above,
-    gamma,
-    product_norms_above,
-    spectral_norms_above,
-    up,
-    with_gradient,
+from howsmooth.bounds.log_numbers import Log
+from howsmooth.bounds.variant_upper_bounds import (
+    BY_KEY,
+    cosine_everywhere,
+    l2_everywhere,
+    lipschitz_norm_jointly,
 )
+from howsmooth.bounds.visible_key_counts import VisibleRows
+from howsmooth.rounding import LEAST_DIVISOR, Triangles, gamma, product_norms_above, up, with_gradient
+from howsmooth.rounding import spectral_norms_above as norms
 
-__all__ = ["query_key_norm_layer", "reach", "softmax_layer", "softmax_output_radius"]
+__all__ = [
+    "Products",
+    "Projections",
+    "l2_layer",
+    "lipschitz_norm_layer",
+    "query_key_norm_layer",
+    "scaled_cosine_layer",
+    "sigmoid_layer",
+    "sinkhorn_layer",
+    "softmax_layer",
+]
 
-
-def softmax_layer(
-    query: Float[Tensor, "heads key_dim d"],
-    key: Float[Tensor, "heads key_dim d"],
-    value: Float[Tensor, "heads value_dim d"],
-    output: Float[Tensor, "d_out width"],
-    rows: VisibleRows,
-    radius: float,
-    *,
-    query_bias: Float[Tensor, "heads key_dim"] | None,
-    scale: float,
-) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of multi-head softmax attention on a ball by a number that is
-    differentiable in the projection matrices.
-
-    Let a_h = ‖A_h‖R², let ρ_h,i be Theorem A's bound on row i of head h, m_i the number of keys that row i
-    sees, O_h = W_h V_h, O = Σ_h O_h, and M(c)² = min{Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g, ‖W_O‖² Σ_h ‖V_h‖²c_h²}. The
-    bound, a scalar float64 tensor, is the smaller of
-
-    - M(a_h + √(max_j Σ_{i sees j} ρ_h,i)) and
-    - M(a_h) + √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_h,i − 1/m_i))²)).
-
-    For one head both are Theorem A.
-    """
-    q, k = query.double(), key.double()
-    a = scale * product_norms_above(k.mT, q) * radius * radius
-    a3 = a
-    if query_bias is not None:
-        shift = torch.einsum("hkd,hk->hd", k, query_bias.double())
-        a3 = a + above(scale * radius * torch.linalg.vector_norm(shift, dim=-1), sum(k.shape[1:]))
-    heads = _Heads.of(value.double(), output.double())
-    m = rows.counts.to(a.device)
-    several = _sees_several_keys(rows, m)
-    each = h_star(a3[:, None]) if rows.free else row_square(m, a3[:, None])
-    rho = each.value.expand(-1, len(m))  # (heads, rows)
-    diagonal = a if bool(several.any()) else torch.zeros_like(a)
-    bound = heads.together(diagonal + _heaviest_key(rows, rho).sqrt())
-    if _same_keys(rows):
-        bound = torch.minimum(bound, heads.together(diagonal) + heads.around_mean(rows, rho, m))
-    return bound
+Map = TypeVar("Map")
 
 
-def query_key_norm_layer(
-    query: Float[Tensor, "heads key_dim d"],
-    key: Float[Tensor, "heads key_dim d"],
-    value: Float[Tensor, "heads value_dim d"],
-    output: Float[Tensor, "d_out width"],
-    rows: VisibleRows,
-    radius: float,
-    *,
-    query_bias: Float[Tensor, "heads key_dim"] | None,
-    key_bias: Float[Tensor, "heads key_dim"] | None,
-    temperature: Tensor,
-    eps: float,
-) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant on a ball of multi-head attention with normalised queries and keys.
+class Products(NamedTuple):
+    """Products of matrices as computed, (*batch, m, r), and bounds on the Frobenius norms of their errors."""
 
-    The scores are τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε). Let ρ_q and ρ_k be the largest |q̂| and |k̂| of head h on
-    the ball of radius R, p_i = 1/(1 + (m_i−1)e^{−2τρ_qρ_k}) for a row that sees m_i keys, and s_h = ε^{-1/2}
-    τR (ρ_k‖Q_h‖ + ρ_q‖K_h‖ √(max_j Σ min(½, p_i))), with the sum over the rows i that see j and other keys.
-    With M and O of :func:`softmax_layer`, the bound is the smaller of
+    value: Tensor
+    error: Tensor
 
-    - M(s_h + √(max_j Σ_{i sees j} p_i)) and
-    - M(s_h) + √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(p_i − 1/m_i))²)).
-    """
-    tau = temperature.double().abs()
-    norm_q, norm_k = spectral_norms_above(query.double()), spectral_norms_above(key.double())
-    reach_q, reach_k = reach(norm_q, query_bias, radius, eps), reach(norm_k, key_bias, radius, eps)
-    heads = _Heads.of(value.double(), output.double())
-    m = rows.counts.to(norm_q.device)
-    several = _sees_several_keys(rows, m)
-    if rows.free:
-        p = torch.ones(len(norm_q), len(m), dtype=torch.float64, device=norm_q.device)
-    else:
-        p = largest_weight(m, (tau * reach_q * reach_k)[:, None]).value
-    moved = torch.zeros_like(norm_q)
-    if bool(several.any()):
-        spread = _heaviest_key(rows, torch.where(several, p.clamp(max=0.5), 0.0)).sqrt()
-        moved = (tau * radius / math.sqrt(eps)) * (reach_k * norm_q + reach_q * norm_k * spread)
-    bound = heads.together(moved + _heaviest_key(rows, p).sqrt())
-    if _same_keys(rows):
-        bound = torch.minimum(bound, heads.together(moved) + heads.around_mean(rows, p, m))
-    return bound
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor | Products, scale: float = 1.0) -> Products:
+        """Return scale · left @ right, where the factors may be products."""
+        right, error = right if isinstance(right, Products) else (right, 0.0)
+        with torch.no_grad():
+            size = torch.linalg.matrix_norm(left)
+            error = size * (gamma(left.shape[-1] + 2) * torch.linalg.matrix_norm(right) + error)
+        return cls(scale * (left @ right), scale * up(error))
 
+    @property
+    def mT(self) -> Products:
+        """The transposed products."""
+        return Products(self.value.mT, self.error)
 
-def softmax_output_radius(
-    value: Float[Tensor, "heads value_dim d"],
-    output: Float[Tensor, "d_out width"],
-    value_bias: Tensor | None,
-    output_bias: Tensor | None,
-    radius: float,
-) -> float:
-    """Return an upper bound on the norm of all output tokens if the input tokens have norm at most R."""
-    heads = _Heads.of(value.double(), output.double())
-    largest = radius * float(heads.together(torch.ones(len(value), dtype=torch.float64)))
-    shift = torch.zeros(output.shape[0], dtype=torch.float64)
-    if value_bias is not None:
-        shift = shift + output.double() @ value_bias.double().flatten()
-    if output_bias is not None:
-        shift = shift + output_bias.double()
-    return largest + above(float(torch.linalg.vector_norm(shift)), 2 * sum(output.shape))
+    @property
+    def norms(self) -> Tensor:
+        """The spectral norms, rounded up."""
+        found: Tensor = norms(self.value) + self.error
+        return found
 
+    @property
+    def lengths(self) -> Tensor:
+        """The norms of products that are vectors, (*batch, m, 1), rounded up.
 
-# ---- several heads
+        The derivative is zero where they are zero, as biases are in the beginning.
+        """
+        found: Tensor = torch.linalg.matrix_norm(self.value) + self.error
+        return found
+
+    def stacked(self, factors: Tensor) -> Tensor:
+        """Return the spectral norm of the products times factors, one above the other, rounded up."""
+        whole = norms((factors[:, None, None] * self.value).flatten(0, 1))
+        found: Tensor = whole + torch.linalg.vector_norm(factors.detach() * self.error)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
-class _Heads:
-    """Norms of the output and value matrices of all heads, from which norms of sums over heads are bounded.
+class Projections:
+    """The matrices and biases of an attention layer with H heads, in float64 on the CPU for a bound.
 
-    W_h V_h is called O_h.
-
-    Attributes
-    ----------
-    grams
-        ‖O_hᵀ O_g‖, (heads, heads).
-    whole
-        ‖W_O‖.
-    values
-        ‖V_h‖, (heads,).
-    total
-        ‖Σ_h O_h‖.
-
+    Queries and keys are (H, k, d), values (H, value_dim, d), the output is (d_out, H · value_dim). The biases
+    are (H, k) or (H, value_dim), that of the output is (d_out,), and each may be None. O_h is W_h V_h.
     """
 
-    grams: Tensor
-    whole: Tensor
-    values: Tensor
-    total: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    query_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+    value_bias: Tensor | None = None
+    output_bias: Tensor | None = None
 
-    @classmethod
-    def of(cls, value: Tensor, output: Tensor) -> _Heads:
-        count, dim, _ = value.shape
-        maps = output.unflatten(1, (count, dim)).transpose(0, 1)
-        joint = product_norms_above(output, value.flatten(0, 1))
-        return cls(_grams(maps, value), spectral_norms_above(output), spectral_norms_above(value), joint)
+    def as_map(self, kind: Callable[..., Map], **keywords: Any) -> Map:
+        """Return an attention of ``howsmooth.attention`` with these matrices and biases."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(self)}, **keywords)
 
-    def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two upper bounds on ‖Σ_h W_h V_h F_h‖², a sum over the heads h. They hold for all matrices
-        F_h with ‖F_h‖ <= c_h.
+    @property
+    def blocks(self) -> Float[Tensor, "heads d_out value_dim"]:
+        """The output maps W_h."""
+        blocks: Tensor = self.output.unflatten(1, self.value.shape[:2])
+        return blocks.transpose(0, 1)
 
-        W_h are the output maps and V_h the value matrices. The first bound uses norms ‖(W_h V_h)ᵀ W_g V_g‖,
-        the second the norms of the matrices V_h and of the output projection.
+    @cached_property
+    def sizes(self) -> dict[str, Float[Tensor, " heads"]]:
+        """The norms of the query, key and value matrices of each head."""
+        return {name: norms(getattr(self, name)) for name in ("query", "key", "value")}
+
+    @cached_property
+    def whole(self) -> Float[Tensor, ""]:
+        """‖W_O‖."""
+        return norms(self.output)
+
+    def longest(self, part: str, radius: float, eps: float | None = None) -> Float[Tensor, " heads"]:
+        """Bound the queries, keys or values of each head for tokens of norm at most R. With ``eps`` they are
+        normalised to u/√(|u|² + ε).
+        """
+        sizes, bias = self.sizes[part], getattr(self, f"{part}_bias")
+        if eps is not None and not math.isfinite(radius):
+            return torch.ones_like(sizes)
+        found = radius * sizes
+        if bias is not None:
+            found = found + torch.linalg.vector_norm(bias, dim=-1)
+        return found if eps is None else found / torch.sqrt(found.square() + eps)
+
+    @cached_property
+    def grams(self) -> Float[Tensor, "heads heads"]:
+        """The norms ‖O_hᵀ O_g‖, rounded up. The gradient holds the singular vectors fixed."""
+        count, maps, value = len(self.value), self.blocks, self.value
+        h, g = torch.triu_indices(count, count)
+        with torch.no_grad():
+            between = maps[h].mT @ maps[g]
+            # What the rounding of W_hᵀ W_g adds to the norms.
+            sizes = torch.linalg.matrix_norm(maps) * torch.linalg.matrix_norm(value)
+            rounding = up(gamma(maps.shape[1]) * sizes[h] * sizes[g])
+            triangles = Triangles.of(value.mT)
+            proved, u, v = triangles.at(h).product_norms(triangles.at(g), between)
+        left, right = maps[h] @ (value[h] @ u[..., None]), maps[g] @ (value[g] @ v[..., None])
+        found = with_gradient(proved + rounding, (left * right).sum(dim=(-2, -1)))
+        upper = torch.zeros(count, count, dtype=found.dtype).index_put((h, g), found)
+        return upper + upper.mT - torch.diag(upper.diagonal())
+
+    def squares(self, c: Float[Tensor, "heads *more"]) -> tuple[Tensor, Tensor]:
+        """Return two upper bounds on ‖Σ_h O_h F_h‖² for all matrices F_h with ‖F_h‖ <= c_h: by the norms
+        ‖O_hᵀ O_g‖, and by those of W_O and of the values.
         """
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
-        by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
-        return by_grams, by_output
+        by_values = torch.einsum("h,h...->...", self.sizes["value"].square(), c.square())
+        return by_grams, self.whole.square() * by_values
 
-    def together(self, c: Tensor) -> Tensor:
-        """Return an upper bound on ‖Σ_h W_h V_h F_h‖, a sum over the heads h. It holds for all matrices F_h
-        with ‖F_h‖ <= c_h.
-
-        W_h are the output maps and V_h the value matrices. The bound is M(c) of :func:`softmax_layer`.
-        """
-        by_grams, by_output = self.squares(c)
-        return _root(torch.minimum(by_grams, by_output))
-
-    def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Bound the part of the Jacobian in which the queries are held fixed. Each block row is split into
-        its mean over the visible keys and the deviations from the mean.
-
-        The result is the last term of the second bound of :func:`softmax_layer`,
-        √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
-        """
-        rest = _root(rho - 1 / m)
-        mean = self.total.square() / m
-        return torch.minimum(*(rows.heaviest(mean + square) for square in self.squares(rest))).sqrt()
+    def together(self, c: Float[Tensor, "heads *more"]) -> Tensor:
+        """Return M(c), the smaller upper bound on ‖Σ_h O_h F_h‖ for all matrices F_h with ‖F_h‖ <= c_h."""
+        return _root(torch.minimum(*self.squares(c)))
 
 
-def _grams(maps: Tensor, value: Tensor) -> Tensor:
-    """Return the norms ‖(W_h V_h)ᵀ W_g V_g‖ for all pairs h, g of heads, (heads, heads), rounded up.
+# ---- softmax attention
 
-    The gradient is taken with the singular vectors held fixed.
+
+def softmax_layer(layer: Projections, rows: VisibleRows, radius: float, *, scale: float) -> Tensor:
+    """Bound multi-head softmax attention on a ball: Theorem A for several heads."""
+    a = a3 = scale * product_norms_above(layer.key.mT, layer.query) * radius * radius
+    if layer.query_bias is not None:
+        a3 = a + radius * Products.of(layer.key.mT, layer.query_bias[..., None], scale).lengths
+    each = h_star(a3[:, None]) if rows.free else row_square(rows.counts, a3[:, None])
+    return _of_rows(layer, rows, a, each.value.expand(-1, len(rows.counts)))
+
+
+def query_key_norm_layer(
+    layer: Projections, rows: VisibleRows, radius: float, *, temperature: Tensor, eps: float
+) -> Tensor:
+    """Bound attention with normalised queries and keys and scores τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε)."""
+    tau, size_q, size_k = temperature.abs(), layer.sizes["query"], layer.sizes["key"]
+    reach_q, reach_k = (layer.longest(part, radius, eps) for part in ("query", "key"))
+    p = _weights(rows, (tau * reach_q * reach_k)[:, None])
+    moved = (tau * radius / math.sqrt(eps)) * (reach_k * size_q + reach_q * size_k * _spread(rows, p).sqrt())
+    return _of_rows(layer, rows, moved, p)
+
+
+def _of_rows(layer: Projections, rows: VisibleRows, moved: Tensor, rho: Tensor) -> Tensor:
+    """Return the smaller of M(s + √(max_j Σ ρ_i)) and M(s) + √(max_j Σ (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)), with
+    sums over the rows i that see j. ``moved`` (heads,) is s, which is left out if every row sees one key.
+
+    ``rho`` (heads, rows) bounds the rows of blocks for queries that are held fixed. In the second bound, each
+    is split into its mean over the visible keys and the rest, which needs a mask that is known.
     """
-    count = len(value)
-    h, g = torch.triu_indices(count, count, device=value.device)
-    with torch.no_grad():
-        between = maps[h].mT @ maps[g]
-        # What the rounding of W_hᵀ W_g adds to the norms.
-        sizes = torch.linalg.matrix_norm(maps) * torch.linalg.matrix_norm(value)
-        rounding = up(gamma(maps.shape[1]) * sizes[h] * sizes[g])
-        triangles = Triangles.of(value.mT)
-        proved, u, v = triangles.at(h).product_norms(triangles.at(g), between)
-    left = maps[h] @ (value[h] @ u[..., None])
-    right = maps[g] @ (value[g] @ v[..., None])
-    norms = with_gradient(proved + rounding, (left * right).sum(dim=(-2, -1)))
-    found = torch.zeros(count, count, dtype=norms.dtype, device=norms.device)
-    upper = found.index_put((h, g), norms)
-    return upper + upper.mT - torch.diag(upper.diagonal())
+    moved = moved if rows.several else torch.zeros_like(moved)
+    bound = layer.together(moved + rows.heaviest(rho).sqrt())
+    if rows.kind in ("any", "additive"):
+        return bound
+    m, total = rows.counts, product_norms_above(layer.output, layer.value.flatten(0, 1))
+    squares = layer.squares(_root(rho - 1 / m))
+    around_mean = torch.minimum(*(rows.heaviest(total.square() / m + square) for square in squares))
+    return torch.minimum(bound, layer.together(moved) + around_mean.sqrt())
 
 
-def _same_keys(rows: VisibleRows) -> bool:
-    """Return whether the mask is known and the same for all heads.
-
-    The second bound of :func:`softmax_layer` requires it.
-    """
-    return not rows.free and rows.kind != "any" and (rows.seen is None or rows.seen.ndim == 2)
+# ---- other attentions
 
 
-# ---- one head
+def l2_layer(layer: Projections, rows: VisibleRows, radius: float) -> Tensor:
+    """Bound multi-head L2 attention with query and key matrices Q_h, and values V_h Q_hᵀ Q_h x/√k."""
+    root, sizes = math.sqrt(layer.query.shape[1]), layer.sizes["query"]
+    folded = Products.of(layer.value, layer.query.mT, 1 / root)
+    cores = _l2_cores(sizes / math.sqrt(root), rows, radius)
+    beside = Products.of(layer.blocks, folded).mT.stacked(cores)
+    products = folded.norms * sizes * cores
+    largest = products.detach().amax().clamp(min=LEAST_DIVISOR)  # squares of small products underflow
+    apart = largest * torch.linalg.vector_norm(products / largest)
+    return torch.minimum(beside * norms(layer.query.flatten(0, 1)), layer.whole * apart)
 
 
-def _sees_several_keys(rows: VisibleRows, m: Tensor) -> Tensor:
-    """Return for each row of a mask whether its query may see more than one key.
-
-    Rows of one kind share one entry.
-    """
-    return torch.full_like(m, rows.length > 1, dtype=torch.bool) if rows.free else m > 1
-
-
-def _heaviest_key(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Sum given weights of the queries over the queries that see a key, and return for each head the largest
-    of these sums over all keys.
-
-    For weights w_i of the queries it is max_j Σ_{i sees j} w_i.
-    """
-    return torch.stack([rows.heaviest(of_head) for of_head in weights])
+def _l2_cores(sizes: Tensor, rows: VisibleRows, radius: float) -> Tensor:
+    """Return L_h of :func:`l2_layer` for heads whose query matrices have norms ``sizes`` times k^(1/4)."""
+    phi = rows.phi
+    if not math.isfinite(radius):
+        everywhere: Tensor = l2_everywhere(rows.heaviest((1 + 2 * phi).square()), phi.max())
+        return everywhere.expand_as(sizes)
+    # √a, formed without a root because the root of a zero weight has no derivative
+    root = (radius * sizes)[:, None]
+    deviation, distance = torch.minimum(root, phi.sqrt()), torch.minimum(2 * root, phi.sqrt())
+    largest = _weights(rows, 2 * root.square()).sqrt()
+    by_weight = torch.minimum(deviation * distance, deviation * 2 * root * largest)
+    blocks = largest + 2 * torch.minimum(by_weight, math.sqrt(2) * root.square())
+    return rows.heaviest(blocks.square()).sqrt() + 2 * deviation.square().amax(dim=1)
 
 
-def reach(
-    sizes: Float[Tensor, "heads"], bias: Tensor | None, radius: float, eps: float | None = None
-) -> Float[Tensor, "heads"]:
-    """Bound the queries, keys or values of each head, given the norms of its matrix and its bias, for tokens
-    of norm at most R. With ``eps`` they are normalised to u/√(|u|² + ε).
-    """
-    if eps is not None and not math.isfinite(radius):
-        return torch.ones_like(sizes)
-    found = radius * sizes
-    if bias is not None:
-        found = found + _longest(bias.double())
-    return found if eps is None else found / torch.sqrt(found.square() + eps)
+def scaled_cosine_layer(
+    layer: Projections, rows: VisibleRows, radius: float, *, temperature: float, gain: float, eps: float
+) -> Tensor:
+    """Bound multi-head scaled cosine attention, ν softmax(τ q kᵀ) v of normalised vectors u/√(|u|² + ε)."""
+    tau, parts = abs(temperature), ("query", "key", "value")
+    of_query, of_key, of_value = (norms(getattr(layer, part).flatten(0, 1)) for part in parts)
+    rho_q, rho_k, rho_v = (layer.longest(part, radius, eps).max() for part in parts)
+    p = _weights(rows, tau * rho_q * rho_k)
+    squares = rows.heaviest(p)
+    # Where every query sees one key only, the weights are 1 whatever the scores.
+    total = squares.sqrt() * of_value
+    if rows.several:
+        by_query, by_key = tau * rho_v * rho_k * of_query, tau * rho_v * rho_q * of_key
+        total = cosine_everywhere(squares, _spread(rows, p), of_value, by_query, by_key)
+    return layer.whole * (abs(gain) / math.sqrt(eps)) * total
 
 
-def _longest(vectors: Tensor) -> Tensor:
-    """Return the norms of vectors (..., d), rounded up."""
-    found: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
-    return above(found, 8 * vectors.shape[-1])
+def sinkhorn_layer(layer: Projections, radius: float, *, scale: float) -> Tensor:
+    """Bound converged multi-head Sinkhorn attention on a ball, for every length; biases do not matter."""
+    a, o = Products.of(layer.key.mT, layer.query, scale), Products.of(layer.blocks, layer.value)
+    values, ones = layer.sizes["value"], torch.ones(len(layer.value), dtype=torch.float64)
+    linear = torch.minimum(layer.whole * norms(layer.value.flatten(0, 1)), layer.together(ones))
+    apart = layer.whole * (a.stacked(values) + a.mT.stacked(values))
+    folded = o.mT.stacked(ones) * (a.stacked(ones) + a.mT.stacked(ones))
+    return linear + radius * radius * torch.minimum(apart, folded)
+
+
+def lipschitz_norm_layer(layer: Projections, rows: VisibleRows) -> Tensor:
+    """Bound multi-head LipschitzNorm attention on the whole space; each head has its own normaliser."""
+    q, k, v = (part.flatten(0, 1) for part in (layer.query, layer.key, layer.value))
+    kappa = rows.heaviest(_weights(rows, torch.ones((), dtype=torch.float64))).sqrt()
+    if not rows.several:
+        return layer.whole * kappa * norms(v)
+    jointly = lipschitz_norm_jointly(Log.of(kappa)).value * norms(torch.cat((q, k, v)))
+    return layer.whole * torch.minimum(jointly, 2 * norms(q) + BY_KEY * norms(k) + (kappa + 1) * norms(v))
+
+
+def sigmoid_layer(
+    layer: Projections, rows: VisibleRows, radius: float, *, scale: float, shift: float
+) -> Tensor:
+    """Bound multi-head sigmoid attention with weights σ(s⟨q_i, k_j⟩ + b), s = ``scale`` and b = ``shift``."""
+    zero = layer.query.new_zeros(layer.query.shape[:2])
+    b_q, b_k = (zero if b is None else b for b in (layer.query_bias, layer.key_bias))
+    a = Products.of(layer.key.mT, layer.query, scale)
+    by_query = Products.of(layer.query.mT, b_k[..., None], scale)
+    by_key = Products.of(layer.key.mT, b_q[..., None], scale)
+    sizes, m, mu = radius * a.norms, rows.most_keys, rows.norm
+    if rows.free:
+        largest, slope = torch.ones_like(sizes), torch.full_like(sizes, 0.25)
+    else:
+        by_both = Products.of(b_q[:, None], b_k[..., None], scale)
+        half = radius * (sizes + by_query.lengths + by_key.lengths)
+        half = half + by_both.error + gamma(4) * (by_both.lengths + abs(shift) + half)
+        middle = shift + by_both.value[:, 0, 0]
+        largest = torch.sigmoid(middle + half)
+        # The derivative of the sigmoid decreases with the distance from zero.
+        nearest = torch.clamp(torch.zeros_like(middle), middle - half, middle + half)
+        slope = torch.sigmoid(nearest) * torch.sigmoid(-nearest)
+    apart = norms((largest[:, None, None] * layer.value).flatten(0, 1)) * mu
+    by_value = slope * layer.longest("value", radius)
+    for matrices, vectors, factor in ((a, by_query, m), (a.mT, by_key, mu)):
+        bias = torch.linalg.vector_norm(by_value * vectors.lengths)
+        apart = apart + factor * (radius * matrices.stacked(by_value) + bias)
+    folded = Products.of(layer.blocks, layer.value).norms
+    outputs = radius * folded
+    if layer.value_bias is not None:
+        outputs = outputs + Products.of(layer.blocks, layer.value_bias[..., None]).lengths
+    slopes = m * (sizes + by_query.lengths) + mu * (sizes + by_key.lengths)
+    return torch.minimum(layer.whole * apart, (mu * largest * folded + slope * outputs * slopes).sum())
+
+
+# ---- the parts of several bounds
+
+
+def _weights(rows: VisibleRows, a: Tensor) -> Tensor:
+    """Return the largest weight of each row, whose scores lie in [−a, a]; the rows are the last axis."""
+    return torch.ones_like(rows.counts * a) if rows.free else largest_weight(rows.counts, a).value
+
+
+def _spread(rows: VisibleRows, p: Tensor) -> Tensor:
+    """Return max_j Σ min(½, p_i) over the rows i that see j and other keys."""
+    return rows.heaviest(torch.where(rows.counts > 1, p.clamp(max=0.5), 0.0))
 
 
 def _root(square: Tensor) -> Tensor:

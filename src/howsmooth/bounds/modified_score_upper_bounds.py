@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.attention.masks import Visibility
-from howsmooth.bounds.attention_parameters import SiteLike, log_size, unit
+from howsmooth.bounds.attention_parameters import log_size, log_spectral_norm, opened, unit
 from howsmooth.bounds.attention_parameters import norm as spectral_norm
 from howsmooth.bounds.ball_upper_bounds import mask_blocks
 from howsmooth.bounds.bilinear_score_norms import BilinearScoreNorms
@@ -42,12 +42,12 @@ def on_ball_with_scores(attention: object, length: object, radius: object) -> Pr
         A :class:`~howsmooth.attention.SelfAttention` or a captured site of one.
 
     """
-    f = attention.map if isinstance(attention, SiteLike) else attention
+    f = opened(attention)[0]
     if not isinstance(f, SelfAttention):
         raise ArgumentError("attention", expected="a SelfAttention or a site of one", got=type(f).__name__)
-    n, R = check_length(length), check_radius(radius)
+    n = check_length(length)
     f.check_length(n)
-    return Problem(f.to(dtype=torch.float64, device="cpu"), None, n, R)
+    return Problem(f, None, n, check_radius(radius))
 
 
 def _quantity(p: Problem) -> Quantity:
@@ -97,35 +97,31 @@ def _seen(f: SelfAttention, n: int) -> Visibility:
     return Visibility(n, f.causal, f.window, f.mask)
 
 
+def _group(f: SelfAttention, h: int) -> int:
+    """Return the key and value head of query head ``h``."""
+    return h // (f.heads // f.kv_heads)
+
+
 @dataclass(frozen=True)
 class _Sizes:
-    """Bounds on the scores and values of one head on the ball of radius R.
+    """Bounds on the scores and values of one head on the ball of radius R."""
 
-    Attributes
-    ----------
-    own, other
-        σ_q and σ_k: bounds on the gradients of a score in the token of its query and of its key.
-    size, spread
-        Bounds on a score and on the difference of two scores of a row, without the additive bias.
-    value, reach, shift
-        ‖V‖, ‖V‖R and |b_v|, the last zero without a sink, where b_v changes no derivative.
-
-    """
-
+    #: σ_q and σ_k: bounds on the gradients of a score in the token of its query and of its key.
     own: Log
     other: Log
+    #: Bounds on a score and on the difference of two scores of a row, without the additive bias.
     size: float
     spread: float
+    #: ‖V‖, ‖V‖R and |b_v|, the last zero without a sink, where b_v changes no derivative.
     value: Log
     reach: Log
     shift: Log
 
     @classmethod
     def of(cls, f: SelfAttention, h: int, n: int, R: Log) -> _Sizes:
-        group = h // (f.heads // f.kv_heads)
-        value, shift = spectral_norm(f.value[group]), _ZERO
+        value, shift = spectral_norm(f.value[_group(f, h)]), _ZERO
         if f.sinks is not None and f.value_bias is not None:
-            shift = spectral_norm(f.value_bias[group, None])
+            shift = spectral_norm(f.value_bias[_group(f, h), None])
         ways = []
         if f.query_norm is None and f.key_norm is None:
             ways += _of_bilinear_scores(f, h, n, R)
@@ -161,18 +157,15 @@ _ScoreSizes = tuple[Log, Log, Log, Log]
 
 
 def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: Log) -> list[_ScoreSizes]:
-    """Bound the scores of a head without norm layers for queries and keys, and bound the gradients of the
-    scores. The result is a list of one tuple. The list is empty if there are too many tokens for rotary
-    positions.
+    """Bound the scores of a head without norms of queries and keys. The list is empty if there are too many
+    tokens for rotary positions.
     """
-    group = h // (f.heads // f.kv_heads)
+    group = _group(f, h)
     biases = (None if b is None else b[i] for b, i in ((f.query_bias, h), (f.key_bias, group)))
     # The norms are linear in each of these four, which are divided by their largest entries.
-    parts = (f.query[h], f.key[group], *biases)
+    parts = f.query[h], f.key[group], *biases
     q, k, shift_q, shift_k = (_ZERO if t is None else Log(log_size(t)) for t in parts)
-    Q, K, b_q, b_k = (None if t is None else unit(t) for t in parts)
-    assert Q is not None
-    assert K is not None
+    Q, K, b_q, b_k = (torch.zeros(f.key_dim, dtype=torch.float64) if t is None else unit(t) for t in parts)
     if f.rotary is None:
         norms: BilinearScoreNorms | None = BilinearScoreNorms.without_positions(Q, K, b_q, b_k)
     else:
@@ -193,52 +186,45 @@ def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: Log) -> list[_Score
 def _of_lengths(f: SelfAttention, h: int, n: int, R: Log) -> _ScoreSizes:
     """Bound the scores of a head and their gradients from the norms of its queries and keys."""
     turn = Log.of(abs(f.scale)) * (1.0 if f.rotary is None else _turn(f, n) ** 2)
-    query = _Projected.of(f.query, f.query_bias, f.query_norm, h, R)
-    key = _Projected.of(f.key, f.key_bias, f.key_norm, h // (f.heads // f.kv_heads), R)
-    own, other = turn * query.slope * key.size, turn * query.size * key.slope
-    size = turn * query.size * key.size
-    spread = size
+    query, query_slope = _projected(f.query, f.query_bias, f.query_norm, h, R)
+    key, key_slope = _projected(f.key, f.key_bias, f.key_norm, _group(f, h), R)
+    own, other, size = turn * query_slope * key, turn * query * key_slope, turn * query * key
     if f.rotary is None and f.key_norm is None and _is_relative(f):
-        own, spread = turn * query.slope * key.slope * R, other * R
-    return own, other, size, 2 * spread
+        return turn * query_slope * key_slope * R, other, size, 2 * (other * R)
+    return own, other, size, 2 * size
 
 
-@dataclass(frozen=True)
-class _Projected:
-    """Bounds on the norm of the queries or the keys of one head, and on the norm of their derivative."""
-
-    size: Log
-    slope: Log
-
-    @classmethod
-    def of(
-        cls,
-        weight: Float[Tensor, "heads key_dim d"],
-        bias: Float[Tensor, "heads key_dim"] | None,
-        norm: LayerNorm | RMSNorm | None,
-        h: int,
-        R: Log,
-    ) -> _Projected:
-        width = weight.shape[1]
-        if norm is None or norm.d == width:
-            W, b = weight[h], None if bias is None else bias[h]
-            mine = slice(0, width)
-        else:  # one norm of all heads
-            W, b = weight.flatten(0, 1), None if bias is None else bias.flatten()
-            mine = slice(h * width, (h + 1) * width)
-        if norm is not None and norm.centred:
-            W, b = W - W.mean(dim=0), None if b is None else b - b.mean()
-        slope, shift = spectral_norm(W), _ZERO if b is None else spectral_norm(b[None])
-        longest = slope * R + shift
-        if norm is None:
-            return cls(longest, slope)
-        gain = Log.of(float(norm.weight[mine].abs().max())) * Log.of(norm.d) ** 0.5
-        # |N(y)| = √d |y| / √(|y|² + dε) grows with |y|, and its derivative is at most √d / √(|y|² + dε).
-        shortest = shift * below(max(0.0, 1 - exp(log_above(float((slope * R / shift).log)))), 1)
-        length, least = ((one**2 + norm.d * norm.eps) ** 0.5 for one in (longest, shortest))
-        added = _ZERO if norm.bias is None else spectral_norm(norm.bias[mine][None])
-        steep = Log(math.inf) if bool(torch.isneginf(least.log)) else gain * slope / least
-        return cls(gain * longest / length + added, steep)
+def _projected(
+    weight: Float[Tensor, "heads key_dim d"],
+    bias: Float[Tensor, "heads key_dim"] | None,
+    norm: LayerNorm | RMSNorm | None,
+    h: int,
+    R: Log,
+) -> tuple[Log, Log]:
+    """Bound the queries or the keys of one head, and their derivative."""
+    bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias
+    width = weight.shape[1]
+    W, b, mine = weight[h], bias[h, :, None], slice(0, width)
+    if norm is not None and norm.d != width:  # one norm of all heads
+        W, b, mine = weight.flatten(0, 1), bias.flatten()[:, None], slice(h * width, (h + 1) * width)
+    off = _ZERO
+    if norm is not None and norm.centred:
+        # A computed mean makes no vector shorter than the mean; the lower limit has to allow for its error.
+        off = spectral_norm(b) * gamma(len(b) + 1)
+        W, b = W - W.mean(dim=0), b - b.mean()
+    slope, shift = spectral_norm(W), spectral_norm(b)
+    longest = slope * R + shift
+    if norm is None:
+        return longest, slope
+    gain = Log.of(float(norm.weight[mine].abs().max())) * Log.of(norm.d) ** 0.5
+    # |N(y)| = √d |y| / √(|y|² + dε) grows with |y|, and its derivative is at most √d / √(|y|² + dε).
+    least_shift = Log(log_spectral_norm(b, upper=False))
+    share = (slope * R + off) / least_shift
+    shortest = least_shift * below(max(0.0, 1 - exp(log_above(float(share.log)))), 1)
+    length, least = ((one**2 + norm.d * norm.eps) ** 0.5 for one in (longest, shortest))
+    added = _ZERO if norm.bias is None else spectral_norm(norm.bias[mine][None])
+    steep = Log(math.inf) if bool(torch.isneginf(least.log)) else gain * slope / least
+    return gain * longest / length + added, steep
 
 
 def _of_head(f: SelfAttention, h: int, n: int, sizes: _Sizes) -> Log:

@@ -17,6 +17,7 @@ from howsmooth.bounds.ball_upper_bounds import for_all_lengths, masked_or_not, t
 from howsmooth.bounds.bound_problem import Problem
 from howsmooth.bounds.catalogue import OURS, PAPER
 from howsmooth.bounds.log_numbers import Log, minimum
+from howsmooth.rounding import product_norms_above
 
 __all__ = ["gram_upper_bound", "head_bound", "lemma_3_8", "output_norm_upper_bound", "quadratic_form"]
 
@@ -38,7 +39,7 @@ def lemma_3_8(p: Problem) -> Log:
 
     The bound is Σ_h ‖W_h‖ L_h, where W_h is the output map of head h and L_h an upper bound on the head.
     """
-    return Log.total(norm(W) * L for W, L in zip(p.parameters.outputs, _heads(p), strict=True))
+    return Log.total(norm(W) * L for W, L in zip(p.parameters.outputs, p.once(_heads), strict=True))
 
 
 @masked_or_not(heads="several", source=_PAGE)
@@ -47,7 +48,7 @@ def output_norm_upper_bound(p: Problem) -> Log:
 
     The bound is ‖W_O‖ (Σ_h L_h²)^{1/2}, where L_h is an upper bound on head h.
     """
-    return norm(p.parameters.W) * Log.total(L**2 for L in _heads(p)) ** 0.5
+    return norm(p.parameters.W) * Log.total(L**2 for L in p.once(_heads)) ** 0.5
 
 
 @masked_or_not(heads="several", source=_PAGE)
@@ -58,7 +59,7 @@ def gram_upper_bound(p: Problem) -> Log:
     The bound is (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, where L_h is an upper bound on head h. It is at most the
     bound of Lemma 3.8, and sharper the more orthogonal the output maps of different heads are.
     """
-    return quadratic_form(p.parameters.outputs, _heads(p))
+    return quadratic_form(p.parameters.outputs, p.once(_heads))
 
 
 @masked_or_not(heads="several", source=_PAGE)
@@ -74,7 +75,7 @@ def folded_gram_upper_bound(p: Problem) -> Log:
     heads, maps, sizes = [], [], []
     for head, W in zip(p.parameters.heads, p.parameters.outputs, strict=True):
         rows, triangle = torch.linalg.qr(unit(head.V).mT)  # V = triangleᵀ rowsᵀ, up to its size
-        heads.append(Head((head.left, head.right), rows.mT, head.b))
+        heads.append(head.with_values(rows.mT))
         maps.append(unit(W) @ triangle.mT)
         sizes.append(Log(log_size(W)) * Log(log_size(head.V)))
     balanced = replace(p, attention=replace(p.parameters, heads=tuple(heads), outputs=tuple(maps)))
@@ -83,10 +84,12 @@ def folded_gram_upper_bound(p: Problem) -> Log:
 
 def quadratic_form(maps: Sequence[Tensor], bounds: Sequence[Log]) -> Log:
     """Return (Σ_{h,g} ‖M_hᵀ M_g‖ c_h c_g)^{1/2}, which bounds Σ_h M_h f_h if c_h bounds f_h."""
+    units = torch.stack([unit(M) for M in maps])
+    sizes = [Log(log_size(M)) * c for M, c in zip(maps, bounds, strict=True)]
     terms = []
-    for h, (M, c) in enumerate(zip(maps, bounds, strict=True)):
-        terms.append((norm(M) * c) ** 2)
-        terms += [2 * norm(M.mT, maps[g]) * c * bounds[g] for g in range(h)]
+    for h, size in enumerate(sizes):
+        products = Log.of(product_norms_above(units[h].mT.expand(h + 1, -1, -1), units[: h + 1])) * size
+        terms += [(1 if g == h else 2) * Log(log) * sizes[g] for g, log in enumerate(products.log)]
     return Log.total(terms) ** 0.5
 
 

@@ -14,7 +14,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm
-from howsmooth.bounds.attention_parameters import SiteLike
+from howsmooth.bounds.attention_parameters import SiteLike, opened
 from howsmooth.errors import ArgumentError
 from howsmooth.rounding import above
 
@@ -45,12 +45,8 @@ def norm_radius(norm: object) -> float:
     Parameters
     ----------
     norm
-        A LayerNorm or RMSNorm, or a captured site whose tokens are outputs of a norm layer.
-
-    Raises
-    ------
-    ArgumentError
-        If ``norm`` is neither a norm layer nor a site with one.
+        A LayerNorm or RMSNorm, or a captured site whose tokens are outputs of one; else ArgumentError is
+        raised.
 
     """
     centre, axes = ellipsoid(norm)
@@ -76,20 +72,15 @@ def norm_radius(norm: object) -> float:
 
 
 def _checked(norm: object) -> LayerNorm | RMSNorm:
-    if isinstance(norm, SiteLike) and not isinstance(norm, LayerNorm | RMSNorm):
-        if norm.norm is None:
-            raise ArgumentError(
-                "norm",
-                expected="a site whose tokens come out of a norm layer",
-                got=f"{norm!r}, whose tokens do not",
-                remedy="In a pre-norm model, capture with scope 'attention' instead of 'block'.",
-            )
-        norm = norm.norm
-    if isinstance(norm, LayerNorm | RMSNorm):
-        return norm
+    found = norm if isinstance(norm, LayerNorm | RMSNorm) else opened(norm)[2]
+    if isinstance(found, LayerNorm | RMSNorm):
+        return found
+    remedy = "Pass site.norm of a captured site, or hs.LayerNorm(weight, bias, eps) for a PyTorch module."
+    if isinstance(norm, SiteLike):
+        remedy = "In a pre-norm model, capture with scope 'attention' instead of 'block'."
     raise ArgumentError(
         "norm",
-        expected="a howsmooth LayerNorm or RMSNorm",
-        got=type(norm).__name__,
-        remedy="Pass site.norm of a captured site, or hs.LayerNorm(weight, bias, eps) for a PyTorch module.",
+        expected="a howsmooth LayerNorm or RMSNorm, or a site whose tokens come out of one",
+        got=repr(norm) if isinstance(norm, SiteLike) else type(norm).__name__,
+        remedy=remedy,
     )

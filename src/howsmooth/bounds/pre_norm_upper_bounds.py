@@ -14,6 +14,7 @@ from howsmooth.bounds.applicable_bounds import best
 from howsmooth.bounds.attention_parameters import as_matrix
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length
 from howsmooth.bounds.certificates.certificate_at_tokens import certify, checked_input
+from howsmooth.bounds.log_numbers import Log
 from howsmooth.bounds.norm_layer_outputs import ellipsoid
 from howsmooth.errors import ArgumentError, NonFiniteError
 
@@ -44,12 +45,7 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: object
     -------
     Bound
         Upper bound on ‖D_X (f∘N)‖ at X, or on Lip(f∘N) over all of (R^d)^n. Hypothesis: eps > 0, or no
-        centred token of X is zero.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument does not fit.
+        centred token of X is zero. ArgumentError is raised if an argument does not fit.
 
     References
     ----------
@@ -61,26 +57,24 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: object
     absorbed = absorb_norm(attention, norm)
     assert isinstance(norm, LayerNorm | RMSNorm)  # absorb_norm raises an error for other norms
     require_plain_scores(absorbed, "this bound")
-    inner = best(absorbed, length=length, radius=1.0)
-    X = None if X is None else as_matrix("X", X, (length, norm.d), what="tokens")
-    quantity, shortest = Quantity.EVERYWHERE, math.sqrt(norm.d * norm.eps)
-    certified = math.inf
+    on_the_ball = best(absorbed, length=length, radius=1.0)
+    theorem, quantity = on_the_ball.name, Quantity.EVERYWHERE
+    shortest, certified = math.sqrt(norm.d * norm.eps), Log(math.inf)
     if X is not None:
-        f, x = checked_input(attention, X)
+        f, x = checked_input(attention, as_matrix("X", X, (length, norm.d), what="tokens"))
         norm = norm.to(dtype=torch.float64, device="cpu")
         quantity, shortest = Quantity.LOCAL, float(norm.direction_and_length(x)[1].min())
         with contextlib.suppress(NonFiniteError):  # at tokens of extreme size the bound on the ball is left
-            certified = float(certify(f, x, norm=norm).value)
-    on_the_ball = inner.log_value - math.log(shortest) if shortest > 0 else math.inf
-    at_tokens = math.log(certified) if certified > 0 else -math.inf
-    smooth = Hypothesis("eps > 0, or no token of zero length", shortest > 0)
+            certified = Log.of(float(certify(f, x, norm=norm).value))
+    found = Log(on_the_ball.log_value) / shortest
+    if certified.log < found.log:
+        theorem, found = "certificate", certified
     return Bound.upper(
         "pre_norm_upper_bound",
         quantity,
-        'howsmooth documentation, "Norm layers: radius, ellipsoid, absorption", with '
-        + ("certificate" if at_tokens < on_the_ball else inner.name),
-        log_formula=min(at_tokens, on_the_ball),
-        hypotheses=(smooth,),
+        f'howsmooth documentation, "Norm layers: radius, ellipsoid, absorption", with {theorem}',
+        log_formula=float(found.log),
+        hypotheses=(Hypothesis("eps > 0, or no token of zero length", shortest > 0),),
     )
 
 

@@ -257,6 +257,8 @@ def product_norms_above(
             sizes = torch.linalg.matrix_norm(left) * torch.linalg.matrix_norm(right)
             found, u, v = spectral_norms_with_vectors(left @ right)
             found = above(found + up(gamma(left.shape[-1]) * sizes), 1)
+    if not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)):
+        return found
     linear = ((left.mT @ u[..., None]) * (right @ v[..., None])).sum(dim=(-2, -1))
     return with_gradient(found, linear)
 

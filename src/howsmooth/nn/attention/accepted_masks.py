@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from howsmooth.bounds.visible_key_counts import VisibleRows, any_boolean_mask, visible_rows
+from howsmooth.bounds.visible_key_counts import VisibleRows, visible_rows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import refuse_where
 
@@ -52,11 +52,7 @@ class Masking:
 
     def rows_at(self, length: int) -> VisibleRows:
         """Return how many keys each query may see, on which the Lipschitz bound of a layer depends."""
-        if self.rows is not None:
-            return self.rows
-        if self.kind == "any":
-            return any_boolean_mask(length)
-        return visible_rows(length, "any" if self.kind == "additive" else self.kind)  # type: ignore[arg-type]
+        return visible_rows(length, self.kind) if self.rows is None else self.rows
 
     def always(self, n: int) -> Tensor | None:
         """Return the mask (n, n) that applies in every call of the layer, or None if there is none."""

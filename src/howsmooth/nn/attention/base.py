@@ -19,10 +19,17 @@ from howsmooth.attention import TokenMap
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.bound import check_length, check_radius
+from howsmooth.bounds.differentiable_upper_bounds import Projections
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.accepted_masks import Masking
-from howsmooth.nn.attention.head_weights import Parts, Weights, hull_radius, in_double, scaled_weights
+from howsmooth.nn.attention.head_weights import (
+    Weights,
+    hull_radius,
+    in_double,
+    projections_of,
+    scaled_weights,
+)
 from howsmooth.nn.attention.output_divisor import CachedNumber, divided, is_far_from_zero, log_value
 from howsmooth.nn.checks import (
     Placement,
@@ -182,8 +189,8 @@ class LipschitzAttention(LipschitzModule):
         }
         return {name: weight for name, weight in found.items() if weight is not None}
 
-    def _parts(self, weights: Weights) -> Parts:
-        return Parts.of(weights, self.num_heads)
+    def _parts(self, weights: Weights) -> Projections:
+        return projections_of(weights, self.num_heads)
 
     def _queries_keys_values(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values (batch, heads, n, head_dim) of tokens x (batch, n, d)."""
@@ -206,8 +213,8 @@ class LipschitzAttention(LipschitzModule):
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
         """Return the bound before the output is divided, a float64 scalar, differentiable in the weights.
 
-        It may be too small by the rounding errors of its computation. ``rows`` says how many keys each query
-        sees under the layer's masks, ``radius`` is the largest norm of a token, possibly infinite, and
+        It may be too small by the roundings of a formula in numbers >= 0. ``rows`` says how many keys each
+        query sees under the layer's masks, ``radius`` is the largest norm of a token, possibly infinite, and
         ``weights`` are in float64 on the CPU.
         """
 

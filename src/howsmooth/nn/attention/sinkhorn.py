@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.attention import SinkhornAttention as SinkhornMap
 from howsmooth.attention import TokenMap
-from howsmooth.bounds.variant_upper_bounds import sinkhorn_layer
+from howsmooth.bounds.differentiable_upper_bounds import sinkhorn_layer
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.attention.base import LipschitzAttention
@@ -87,8 +87,7 @@ class SinkhornAttention(LipschitzAttention):
         return p.to(v.dtype)
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts, scale = self._parts(weights), 1 / math.sqrt(self.head_dim)
-        return sinkhorn_layer(*parts.matrices, radius, scale=scale)
+        return sinkhorn_layer(self._parts(weights), radius, scale=1 / math.sqrt(self.head_dim))
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
         if self.masking.hidden is not None:

@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 from howsmooth.attention import RMSNorm, SelfAttention, TokenMap
 from howsmooth.bounds import Quantity
-from howsmooth.bounds.differentiable_upper_bounds import (
-    query_key_norm_layer,
-    softmax_layer,
-    softmax_output_radius,
-)
+from howsmooth.bounds.differentiable_upper_bounds import query_key_norm_layer, softmax_layer
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.attention.head_weights import Weights, scaled_weights
+from howsmooth.nn.attention.head_weights import Weights, hull_radius, scaled_weights
 from howsmooth.nn.checks import check, check_number
 
 __all__ = ["QueryKeyNormAttention", "SoftmaxAttention"]
@@ -32,7 +28,7 @@ class _DotProductAttention(LipschitzAttention):
 
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
         parts = self._parts(weights)
-        return softmax_output_radius(parts.value, parts.output, parts.value_bias, parts.output_bias, radius)
+        return hull_radius(parts, radius, parts.together(torch.ones(self.num_heads, dtype=torch.float64)))
 
     def _self_attention(self, scaled: Weights, **keywords: Any) -> SelfAttention:
         parts, hidden = self._parts(scaled), self.masking.hidden
@@ -86,8 +82,7 @@ class SoftmaxAttention(_DotProductAttention):
         return self._self_attention(scaled_weights(weights, scale))
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts, scale = self._parts(weights), 1 / math.sqrt(self.head_dim)
-        return softmax_layer(*parts.matrices, rows, radius, query_bias=parts.query_bias, scale=scale)
+        return softmax_layer(self._parts(weights), rows, radius, scale=1 / math.sqrt(self.head_dim))
 
 
 class QueryKeyNormAttention(_DotProductAttention):
@@ -140,8 +135,5 @@ class QueryKeyNormAttention(_DotProductAttention):
         return self._self_attention(scaled, scale=temperature, query_norm=norm, key_norm=norm)
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts, t = self._parts(weights), weights["log_temperature"].exp()
-        b_q, b_k = parts.query_bias, parts.key_bias
-        return query_key_norm_layer(
-            *parts.matrices, rows, radius, query_bias=b_q, key_bias=b_k, temperature=t, eps=self.eps
-        )
+        temperature = weights["log_temperature"].exp()
+        return query_key_norm_layer(self._parts(weights), rows, radius, temperature=temperature, eps=self.eps)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from howsmooth.attention import L2Attention as L2Map
 from howsmooth.attention import TokenMap
-from howsmooth.bounds.differentiable_upper_bounds import reach
-from howsmooth.bounds.variant_upper_bounds import (
+from howsmooth.bounds.differentiable_upper_bounds import (
+    Projections,
     l2_layer,
     lipschitz_norm_layer,
     scaled_cosine_layer,
@@ -19,9 +19,8 @@ from howsmooth.bounds.variant_upper_bounds import (
 )
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.attention.head_weights import Parts, Weights, joined_radius, scaled_weights
+from howsmooth.nn.attention.head_weights import Weights, joined_radius, scaled_weights
 from howsmooth.nn.checks import check, check_number
-from howsmooth.rounding import spectral_norms_above as norms
 
 __all__ = ["CosineAttention", "L2Attention", "LipschitzNormAttention", "SigmoidAttention"]
 
@@ -59,12 +58,13 @@ class L2Attention(LipschitzAttention):
         remedy = "L2 attention is Lipschitz on the whole space only if each token sees itself."
         check(not blind or self.constant is None, "radius", expected, "None", remedy)
 
-    def _parts(self, weights: Weights) -> Parts:
+    def _parts(self, weights: Weights) -> Projections:
         """Return queries and keys Q_h (k, d), values V_h Q_hᵀQ_h/√k (k, d) and the rest, for all heads h."""
         query, folded = self._folded(weights)
         bias, output = weights.get("value_bias"), weights["out_proj.weight"]
         by_head = None if bias is None else self._cut(bias)
-        return Parts(query, query, folded @ query, output, None, None, by_head, weights.get("out_proj.bias"))
+        biases = None, None, by_head, weights.get("out_proj.bias")
+        return Projections(query, query, folded @ query, output, *biases)
 
     def _cut(self, weight: Tensor) -> Tensor:
         heads: Tensor = weight.unflatten(0, (self.num_heads, -1))
@@ -92,7 +92,7 @@ class L2Attention(LipschitzAttention):
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
-        return l2_layer(query, value, weights["out_proj.weight"], rows, radius)
+        return l2_layer(Projections(query, query, value, weights["out_proj.weight"]), rows, radius)
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
         if self.masking.hidden is not None:
@@ -148,15 +148,12 @@ class CosineAttention(LipschitzAttention):
         return self.temperature * q @ k.mT
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts, t = self._parts(weights), self.temperature
-        return scaled_cosine_layer(
-            *parts.matrices, rows, radius, biases=parts.biases, temperature=t, gain=self.gain, eps=self.eps
-        )
+        numbers = {"temperature": self.temperature, "gain": self.gain, "eps": self.eps}
+        return scaled_cosine_layer(self._parts(weights), rows, radius, **numbers)
 
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
         parts = self._parts(weights)
-        shortened = reach(norms(parts.value), parts.value_bias, radius, self.eps)
-        return joined_radius(parts, shortened, abs(self.gain))
+        return joined_radius(parts, parts.longest("value", radius, self.eps), abs(self.gain))
 
 
 class LipschitzNormAttention(LipschitzAttention):
@@ -195,8 +192,7 @@ class LipschitzNormAttention(LipschitzAttention):
         return torch.softmax(scores if added is None else scores + added, dim=-1)
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        query, key, value = weights["in_proj_weight"].chunk(3)
-        return lipschitz_norm_layer(query, key, value, weights["out_proj.weight"], rows)
+        return lipschitz_norm_layer(self._parts(weights), rows)
 
 
 class SigmoidAttention(LipschitzAttention):
@@ -231,19 +227,16 @@ class SigmoidAttention(LipschitzAttention):
         return torch.sigmoid(scores if added is None else scores + added)
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        parts, scale = self._parts(weights), 1 / math.sqrt(self.head_dim)
-        return sigmoid_layer(
-            *parts.matrices, rows, radius, biases=parts.biases, scale=scale, shift=self.shift
-        )
+        scale = 1 / math.sqrt(self.head_dim)
+        return sigmoid_layer(self._parts(weights), rows, radius, scale=scale, shift=self.shift)
 
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
         parts = self._parts(weights)
         # |⟨q, k⟩| is at most the product of the largest norms of queries and keys.
-        query = reach(norms(parts.query), parts.query_bias, radius)
-        scores = query * reach(norms(parts.key), parts.key_bias, radius) / math.sqrt(self.head_dim)
+        scores = parts.longest("query", radius) * parts.longest("key", radius) / math.sqrt(self.head_dim)
         largest = 1.0 if self.masking.kind == "additive" else torch.sigmoid(scores + self.shift)
         keys = self.masking.rows_at(length).most_keys
-        return joined_radius(parts, keys * largest * reach(norms(parts.value), parts.value_bias, radius))
+        return joined_radius(parts, keys * largest * parts.longest("value", radius))
 
 
 def _root(square: Tensor) -> Tensor:
