@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, log_size, norm, unit
+from howsmooth.bounds.attention_parameters import log_size, norm, unit
 from howsmooth.bounds.ball_upper_bounds import for_all_lengths, masked_or_not, theorem_a
 from howsmooth.bounds.bound_problem import Problem
 from howsmooth.bounds.catalogue import OURS, PAPER

@@ -48,8 +48,8 @@ class Execution(Options):
     threads: int | None = option(
         None,
         whole(1, _MOST_THREADS),
-        "CPU threads, for each worker if there are workers. Default: what is fastest on the machine as it is; "
-        "processes of one thread for a large study.",
+        "CPU threads, for each worker if there are workers. Default: what is fastest on the machine as it "
+        "is; processes of one thread for a large study.",
         panel=HOW,
     )
 
