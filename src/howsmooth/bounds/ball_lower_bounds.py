@@ -21,8 +21,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import Head, Masking, Parameters, log_spectral_norm
-from howsmooth.bounds.ball_upper_bounds import causal, masked_or_not, no_query_bias, unmasked
+from howsmooth.bounds.attention_parameters import Head, Parameters, log_spectral_norm
+from howsmooth.bounds.ball_upper_bounds import Masking, causal, masked_or_not, no_query_bias, unmasked
 from howsmooth.bounds.bound_problem import Problem
 from howsmooth.bounds.catalogue import OURS, PAPER, Condition
 from howsmooth.bounds.log_numbers import Log, maximum

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from howsmooth.attention.masks import Visibility
-from howsmooth.bounds.attention_parameters import Masking
 from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem, for_every_length, on_ball
 from howsmooth.bounds.catalogue import OURS, PAPER, Condition, statement
@@ -45,6 +45,7 @@ _SUMMED_ROWS = 20_000
 # Number of entries in a block of a mask.
 _ENTRIES = 1 << 24
 
+Masking = Literal["none", "causal", "other"]
 
 # Decorators for statements about a mask, and about each mask in its own quantity.
 unmasked = partial(statement, on_ball, quantity=Quantity.GLOBAL, masks="none")
