@@ -80,7 +80,7 @@ def _checked(norm: object) -> LayerNorm | RMSNorm:
         remedy = "In a pre-norm model, capture with scope 'attention' instead of 'block'."
     raise ArgumentError(
         "norm",
-        expected="a howsmooth LayerNorm or RMSNorm, or a site whose tokens come out of one",
+        expected="a LayerNorm or RMSNorm of howsmooth, or a site whose tokens come out of a norm layer",
         got=repr(norm) if isinstance(norm, SiteLike) else type(norm).__name__,
         remedy=remedy,
     )
