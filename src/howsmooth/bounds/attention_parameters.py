@@ -260,9 +260,6 @@ def _require_product(name: str, left: Tensor, right: Tensor) -> None:
         )
 
 
-Masking = Literal["none", "causal", "other"]
-
-
 @dataclass(frozen=True, eq=False)
 class Parameters:
     """The parameters of a multi-head attention f(X) = Σ_h W_h f_h(X): heads, output maps W_h and mask."""
@@ -273,7 +270,7 @@ class Parameters:
     #: heads are concatenated.
     outputs: tuple[Tensor, ...]
     #: For "causal", token i sees the tokens j <= i.
-    masking: Masking
+    masking: Literal["none", "causal", "other"]
     #: For "other": True where the query (row) sees the key (column), or None. A mask fixes the length.
     mask: Bool[Tensor, "n n"] | None
     #: For "other" without a mask: token i sees the tokens j with |i − j| < ``window``, and only tokens with
