@@ -14,9 +14,9 @@ from howsmooth.errors import ArgumentError
 from howsmooth.study.options import (
     HOW,
     Integer,
-    Option,
     Real,
     Selection,
+    Told,
     Word,
     Words,
     described,
@@ -32,15 +32,49 @@ from howsmooth.study.ranges import ALL
 class Work:
     """Some work."""
 
-    source: Annotated[Word, Option("Where from.", positional=True)]
-    names: Annotated[Words, Option("Names.", flag="name", several=True)] = ()
-    most_steps: Annotated[Integer, Field(ge=0, le=9), Option("Steps.", panel=HOW)] = 7
-    share: Annotated[Annotated[Real, Field(gt=0, allow_inf_nan=False)] | None, Option("Share.")] = 0.5
-    layers: Annotated[Selection, Option("Layers.")] = ALL
-    lengths: Annotated[tuple[int, ...], PlainValidator(token_counts(2)), Option("Lengths.")] = (2, 4)
-    kind: Annotated[Literal["a", "bee"], Option("Kind.", elsewhere={"sea": "It is wet."})] = "a"
-    fast: Annotated[bool, Option("Fast.")] = False
-    items: Annotated[str, PlainValidator(some_of("one", "two")), Option("Items.")] = ""
+    source: Annotated[
+        Word,
+        Told(positional=True),
+        "Where from.",
+    ]
+    names: Annotated[
+        Words,
+        Told(flag="name", several=True),
+        "Names.",
+    ] = ()
+    most_steps: Annotated[
+        Integer,
+        Field(ge=0, le=9),
+        HOW,
+        "Steps.",
+    ] = 7
+    share: Annotated[
+        Annotated[Real, Field(gt=0, allow_inf_nan=False)] | None,
+        "Share.",
+    ] = 0.5
+    layers: Annotated[
+        Selection,
+        "Layers.",
+    ] = ALL
+    lengths: Annotated[
+        tuple[int, ...],
+        PlainValidator(token_counts(2)),
+        "Lengths.",
+    ] = (2, 4)
+    kind: Annotated[
+        Literal["a", "bee"],
+        Told(elsewhere=(("sea", "It is wet."),)),
+        "Kind.",
+    ] = "a"
+    fast: Annotated[
+        bool,
+        "Fast.",
+    ] = False
+    items: Annotated[
+        str,
+        PlainValidator(some_of("one", "two")),
+        "Items.",
+    ] = ""
     memory: Memory = None
 
 
@@ -48,7 +82,10 @@ class Work:
 class Shown:
     """How it is shown."""
 
-    json: Annotated[bool, Option("As JSON.")] = False
+    json: Annotated[
+        bool,
+        "As JSON.",
+    ] = False
 
 
 def typed(*line: str) -> list[Any]:

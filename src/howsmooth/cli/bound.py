@@ -14,7 +14,7 @@ from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
 from howsmooth.cli.typer_command import Shown, command
 from howsmooth.study.execution_options import Threads
-from howsmooth.study.options import Folder, Option, options
+from howsmooth.study.options import Folder, options
 from howsmooth.study.plans import BoundPlan
 from howsmooth.study.text_formatting import readable
 
@@ -45,10 +45,7 @@ class BoundShown(Shown):
 
     out: Annotated[
         Folder | None,
-        Option(
-            "Also write bounds.csv into this folder; with --search also the worst tokens, worst.npz.",
-            "FOLDER",
-        ),
+        "Also write bounds.csv into this folder; with --search also the worst tokens, worst.npz.",
     ] = None
     threads: Threads = None
 

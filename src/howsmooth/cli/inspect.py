@@ -14,7 +14,7 @@ from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, heading, say, show_table
 from howsmooth.cli.typer_command import Shown, command
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
-from howsmooth.study.options import Integer, Option, options
+from howsmooth.study.options import Integer, Told, options
 from howsmooth.study.plans import AsDecoder, Part, RandomInit, Source
 from howsmooth.study.text_formatting import counted, readable, sentence
 
@@ -54,11 +54,9 @@ class InspectionPlan:
     part: Part = None
     tokens: Annotated[
         Annotated[Integer, Field(ge=2)] | None,
-        Option(
-            "Length of the input of random token ids, for a text model. A sliding window is visible only if "
-            "it is shorter than the input. Default: 16, or fewer if the model takes no more.",
-            "N",
-        ),
+        Told("N"),
+        "Length of the input of random token ids, for a text model. A sliding window is visible only if "
+        "it is shorter than the input. Default: 16, or fewer if the model takes no more.",
     ] = None
 
 

@@ -14,7 +14,7 @@ from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, paragraph, say, show_table
 from howsmooth.cli.typer_command import FAILED, Shown, as_typed, command, means_of, resumable
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import WHAT, Folder, Option, options
+from howsmooth.study.options import WHAT, Folder, Told, options
 from howsmooth.study.plans import Plan
 from howsmooth.study.text_formatting import counted, encodable, readable
 
@@ -53,30 +53,21 @@ class MeasureShown(Shown):
 
     figures: Annotated[
         Literal["page", "all"],
-        Option(
-            "page: the figures that report.html draws when it is opened. all: also one of each layer and "
-            "head, as PNG and PDF in the folder figures and in the report, which takes longer.",
-            "page|all",
-        ),
+        "page: the figures that report.html draws when it is opened. all: also one of each layer and "
+        "head, as PNG and PDF in the folder figures and in the report, which takes longer.",
     ] = "page"
-    parquet: Annotated[bool, Option("Also write the tables as parquet, with the line to cite.")] = False
+    parquet: Annotated[bool, "Also write the tables as parquet, with the line to cite."] = False
     dry_run: Annotated[
         bool,
-        Option(
-            "Load and check everything, and print how much is left to measure and in what memory. Nothing is "
-            "measured or written."
-        ),
+        "Load and check everything, and print how much is left to measure and in what memory. Nothing is "
+        "measured or written.",
     ] = False
     plan_file: Annotated[
         Folder | None,
-        Option(
-            "A plan file in TOML, whose keys are options of what and how to measure; options typed beside it "
-            "replace them. A failed measurement is recorded, the others continue, and the exit code is 3. "
-            "Without --out, the folder is beside the file.",
-            "FILE",
-            WHAT,
-            flag="plan",
-        ),
+        Told("FILE", panel=WHAT, flag="plan"),
+        "A plan file in TOML, whose keys are options of what and how to measure; options typed beside it "
+        "replace them. A failed measurement is recorded, the others continue, and the exit code is 3. "
+        "Without --out, the folder is beside the file.",
     ] = None
 
 

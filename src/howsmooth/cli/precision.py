@@ -11,7 +11,7 @@ from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
 from howsmooth.cli.typer_command import Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Out
-from howsmooth.study.options import HOW, Option, Real, options, some_of, token_counts
+from howsmooth.study.options import HOW, Real, Told, options, some_of, token_counts
 from howsmooth.study.plans import Device, Layers, RandomInit
 from howsmooth.study.ranges import ALL
 
@@ -42,23 +42,23 @@ class PrecisionPlan(OneInputPlan):
     bits: Annotated[
         tuple[int, ...],
         PlainValidator(token_counts(2)),
-        Option("Numbers of bits, from 2 to 16, separated by commas.", "LIST"),
+        Told("LIST"),
+        "Numbers of bits, from 2 to 16, separated by commas.",
     ] = (3, 4, 8)
     quantisers: Annotated[
         str,
         PlainValidator(some_of("token", "channel", "group-32", "group-64")),
-        Option("Which entries share a step: all, or some of token, channel, group-32, group-64.", "LIST"),
+        Told("LIST"),
+        "Which entries share a step: all, or some of token, channel, group-32, group-64.",
     ] = "all"
     average: Annotated[
         Annotated[Real, Field(gt=0, allow_inf_nan=False)] | None,
-        Option(
-            "Also print how many bits to give to each head's keys and values, for this average number of "
-            "bits. The choice is among --bits, such as 2,3,4,5,6,8."
-        ),
+        "Also print how many bits to give to each head's keys and values, for this average number of "
+        "bits. The choice is among --bits, such as 2,3,4,5,6,8.",
     ] = None
-    no_logits: Annotated[
-        bool, Option("Do not run the whole model for the divergence of its predictions.", panel=HOW)
-    ] = False
+    no_logits: Annotated[bool, HOW, "Do not run the whole model for the divergence of its predictions."] = (
+        False
+    )
     random_init: RandomInit = False
     device: Device = "cpu"
     out: Out = Path("howsmooth-precision")

@@ -12,7 +12,7 @@ from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
 from howsmooth.cli.typer_command import Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Out
-from howsmooth.study.options import Option, options
+from howsmooth.study.options import Told, options
 from howsmooth.study.plans import (
     PROFILE_RTOL,
     AsDecoder,
@@ -50,24 +50,20 @@ class ProfilePlan(OneInputPlan):
 
     images: Annotated[
         Images,
-        Option("An image instead of a text: a file, or builtin (generated).", "builtin|PATH", several=True),
+        Told("builtin|PATH", several=True),
+        "An image instead of a text: a file, or builtin (generated).",
     ] = ()
     layers: Layers = ALL
     scope: Annotated[
         Literal["all", "attention", "head", "model"],
-        Option(
-            "attention: each layer with all its heads; head: each head alone; all: both; model: the whole "
-            "model, and where in its depth it expands.",
-            "all|attention|head|model",
-        ),
+        "attention: each layer with all its heads; head: each head alone; all: both; model: the whole "
+        "model, and where in its depth it expands.",
     ] = "all"
     output: Output = "hidden"
     influence: Annotated[
         bool,
-        Option(
-            "Also which token moves which: in the layer with the largest constant, where time grows with the "
-            "square of the length; with the scope model, which token moves its last output."
-        ),
+        "Also which token moves which: in the layer with the largest constant, where time grows with the "
+        "square of the length; with the scope model, which token moves its last output.",
     ] = False
     random_init: RandomInit = False
     as_decoder: AsDecoder = False

@@ -14,7 +14,7 @@ from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
 from howsmooth.cli.typer_command import Shown, command, resumable
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Out
-from howsmooth.study.options import HOW, Integer, Option, Real, Selection, options
+from howsmooth.study.options import HOW, Integer, Real, Selection, Told, options
 from howsmooth.study.plans import RADIUS_TOKENS, SPAN, Embeddings, Span
 from howsmooth.study.text_formatting import encodable
 
@@ -42,44 +42,30 @@ class RadiusPlan(OneInputPlan):
     NO_SPAN: ClassVar[str] = f"{OneInputPlan.NO_SPAN} --positions chooses the tokens that move."
     OTHERWISE: ClassVar[str] = "Give the embedded tokens of one input: --embeddings FILE."
 
-    span: Annotated[Span, Option(SPAN.format(RADIUS_TOKENS), "START:END")] = None
+    span: Annotated[Span, Told("START:END"), SPAN.format(RADIUS_TOKENS)] = None
     positions: Annotated[
         Selection | None,
-        Option(
-            "The tokens that move: all, or a list such as 0,6 or 1:4 or -1 (the last). Default: all.",
-            "RANGES",
-        ),
+        "The tokens that move: all, or a list such as 0,6 or 1:4 or -1 (the last). Default: all.",
     ] = None
-    jointly: Annotated[bool, Option("Let these tokens move at once: one radius.")] = False
-    norm: Annotated[
-        Literal["2", "inf"], Option("Norm of a change: 2, Euclidean; inf, its largest entry.", "2|inf")
-    ] = "2"
+    jointly: Annotated[bool, "Let these tokens move at once: one radius."] = False
+    norm: Annotated[Literal["2", "inf"], "Norm of a change: 2, Euclidean; inf, its largest entry."] = "2"
     embeddings: Annotated[
         Embeddings,
-        Option(
-            "Embedded tokens instead of a text, as the first layer reads them: a .npy file of one array "
-            "(n, d).",
-            "FILE",
-            several=True,
-        ),
+        Told("FILE", several=True),
+        "Embedded tokens instead of a text, as the first layer reads them: a .npy file of one array (n, d).",
     ] = ()
     target: Annotated[
         Annotated[Integer, Field(ge=0)] | None,
-        Option("The class that the answer must not become. Default: any other."),
+        "The class that the answer must not become. Default: any other.",
     ] = None
-    order: Annotated[
-        Literal["2", "3"],
-        Option("Order of the expansion: 2 is fast, 3 reaches further.", "2|3", HOW),
-    ] = "2"
+    order: Annotated[Literal["2", "3"], HOW, "Order of the expansion: 2 is fast, 3 reaches further."] = "2"
     seconds: Annotated[
         Annotated[Real, Field(gt=0, allow_inf_nan=False)] | None,
-        Option(
-            "After all tokens in second order, spend so many seconds on the third, the smallest radius "
-            "first; what --out has of it counts, and the larger radius of a token is kept.",
-            panel=HOW,
-        ),
+        HOW,
+        "After all tokens in second order, spend so many seconds on the third, the smallest radius "
+        "first; what --out has of it counts, and the larger radius of a token is kept.",
     ] = None
-    no_attack: Annotated[bool, Option("Do not search attacks beside the radii.", panel=HOW)] = False
+    no_attack: Annotated[bool, HOW, "Do not search attacks beside the radii."] = False
     out: Out = Path("howsmooth-radius")
 
     def __post_init__(self) -> None:

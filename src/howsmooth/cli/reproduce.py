@@ -15,7 +15,7 @@ from howsmooth.cli.terminal_output import as_json, console, heading, say, show_t
 from howsmooth.cli.typer_command import FAILED, Shown, command, means_of, resumable
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.execution_options import Execution, Out
-from howsmooth.study.options import Option, Words, described, options
+from howsmooth.study.options import Told, Words, described, options
 from howsmooth.study.text_formatting import encodable, readable
 
 if TYPE_CHECKING:
@@ -58,16 +58,12 @@ class ReproduceShown(Shown):
 
     figures: Annotated[
         Words,
-        Option(
-            "Names of figures, as --list prints them, or their places in the paper. Default: all.",
-            "FIGURE",
-            positional=True,
-            several=True,
-        ),
+        Told("FIGURE", positional=True, several=True),
+        "Names of figures, as --list prints them, or their places in the paper. Default: all.",
     ] = ()
-    list: Annotated[bool, Option("Print the names of all figures and exit.")] = False
+    list: Annotated[bool, "Print the names of all figures and exit."] = False
     dry_run: Annotated[
-        bool, Option("Count the tasks of each figure that are left. Nothing is measured or written.")
+        bool, "Count the tasks of each figure that are left. Nothing is measured or written."
     ] = False
 
 
@@ -98,11 +94,7 @@ def reproduce(options: FigureOptions, execution: ReproduceExecution, shown: Repr
         page = f"{PAGE} shows the finished figures" if (out / PAGE).exists() else _NO_PAGE
         return f"finished figures and measurements are saved in {encodable(str(out))}. {page}"
 
-    with (
-        resumable(kept),
-        shown_progress(quiet=shown.quiet) as display,
-        means_of(execution, display) as means,
-    ):
+    with resumable(kept), shown_progress(quiet=shown.quiet) as display, means_of(execution, display) as means:
         made = produce(chosen, options, out, means)
     if shown.json:
         typer.echo(_as_json(made, chosen, options, out))

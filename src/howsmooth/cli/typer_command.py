@@ -9,13 +9,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 
 from howsmooth.cli.first_checks import check_at_once
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import OUTPUT, WHAT, Option, in_words, options, options_of, renamed
+from howsmooth.study.options import OUTPUT, WHAT, Told, in_words, options, options_of, renamed
 from howsmooth.study.plan_file import KEYS, read_plan
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import counted, encodable
@@ -39,14 +49,13 @@ TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
 class Shown:
     """The options that choose how a command shows its progress and its result."""
 
-    PANEL: ClassVar[str] = OUTPUT
+    PANEL: ClassVar[str] = OUTPUT.panel
 
-    json: Annotated[bool, Option("Print only the result, as JSON.")] = False
+    json: Annotated[bool, "Print only the result, as JSON."] = False
     quiet: Annotated[
         bool,
-        Option(
-            "Show no progress. measure and reproduce print no result either: it is in the files.", short="-q"
-        ),
+        Told(short="-q"),
+        "Show no progress. measure and reproduce print no result either: it is in the files.",
     ] = False
 
 
@@ -99,7 +108,7 @@ def command(*examples: str) -> Callable[[Callable[..., int]], Callable[..., int]
     return decorate
 
 
-def _flag(field: str, option: Option) -> str:
+def _flag(field: str, option: Told) -> str:
     return option.flag or field.replace("_", "-")
 
 
@@ -113,7 +122,7 @@ def _parameters(plan: Any) -> Iterator[inspect.Parameter]:
         usual = "" if needed or not field.default else f" Default: {in_words(field.default)}."
         told: dict[str, Any] = {
             "help": option.help + usual,
-            "metavar": option.metavar or None,
+            "metavar": option.metavar or "|".join(_choices(field.annotation)) or None,
             "show_default": False,
         }
         if option.positional:
@@ -132,10 +141,19 @@ def _parameters(plan: Any) -> Iterator[inspect.Parameter]:
         )
 
 
+def _members(annotation: Any) -> list[Any]:
+    """Return the types of which one is that of a value, without what is told of them."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return [get_args(one)[0] if get_origin(one) is Annotated else one for one in members]
+
+
+def _choices(annotation: Any) -> list[str]:
+    return [word for one in _members(annotation) if get_origin(one) is Literal for word in get_args(one)]
+
+
 def _typed(annotation: Any) -> type:
     """Return the type to which the command line converts a word: bool, int, float or str."""
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    plain = [get_args(one)[0] if get_origin(one) is Annotated else one for one in members]
+    plain = _members(annotation)
     return next((one for one in (bool, int, float) if one in plain and str not in plain), str)
 
 

@@ -6,17 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainValidator
 
-from howsmooth.study.options import LATER, Option, listed, once, options, word
-from howsmooth.study.plans import (
-    DEFAULT_TEXT,
-    Device,
-    Layers,
-    Lengths,
-    ModelSpec,
-    Samples,
-    Seed,
-    Texts,
-)
+from howsmooth.study.options import LATER, Told, listed, once, options, word
+from howsmooth.study.plans import DEFAULT_TEXT, Device, Layers, Lengths, ModelSpec, Samples, Seed, Texts
 
 __all__ = ["FigureOptions"]
 
@@ -52,29 +43,22 @@ class FigureOptions:
     models: Annotated[
         tuple[ModelSpec, ...],
         PlainValidator(_models),
-        Option(
-            "A built-in model, a local folder, or a Hub id, in place of the figure's models. Append "
-            ",random-init or ,as-decoder for a variant of it. May be repeated.",
-            "NAME",
-            flag="model",
-            several=True,
-        ),
+        Told("NAME", flag="model", several=True),
+        "A built-in model, a local folder, or a Hub id, in place of the figure's models. Append "
+        ",random-init or ,as-decoder for a variant of it. May be repeated.",
     ] = ()
     texts: Texts = LATER
     layers: Annotated[
-        Layers | None,
-        Option("Layers: all, or a list such as 0,6, in place of the figure's layers.", "RANGES"),
+        Layers | None, "Layers: all, or a list such as 0,6, in place of the figure's layers."
     ] = None
     lengths: Annotated[
-        Lengths | None,
-        Option("Numbers of tokens: start:stop:step or a list, in place of the figure's lengths.", "RANGES"),
+        Lengths | None, "Numbers of tokens: start:stop:step or a list, in place of the figure's lengths."
     ] = None
     samples: Annotated[
-        Samples | None, Option("Number of sequences for each length, in place of the figure's number.")
+        Samples | None, "Number of sequences for each length, in place of the figure's number."
     ] = None
     as_published: Annotated[
-        bool,
-        Option("Also show what the paper's published code computes. This takes several times as long."),
+        bool, "Also show what the paper's published code computes. This takes several times as long."
     ] = False
     seed: Seed = 0
     device: Device = "cpu"

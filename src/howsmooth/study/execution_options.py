@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.options import HOW, OUTPUT, Folder, Integer, Option, Word, options
+from howsmooth.study.options import HOW, OUTPUT, Folder, Integer, Told, Word, options
 
 __all__ = ["Execution", "Out", "Threads"]
 
@@ -17,15 +17,13 @@ __all__ = ["Execution", "Out", "Threads"]
 _MOST_THREADS = 4096
 _MOST_WORKERS = 1024
 
-Out = Annotated[Folder, Option("Folder for what is written.", "FOLDER", OUTPUT)]
+Out = Annotated[Folder, OUTPUT, "Folder for what is written."]
 
 Threads = Annotated[
     Annotated[Integer, Field(ge=1, le=_MOST_THREADS)] | None,
-    Option(
-        "CPU threads, for each worker if there are workers. On a busy machine 1 can be ten times as fast as "
-        "the default. Default: PyTorch's choice, or the CPU cores divided among the workers.",
-        panel=HOW,
-    ),
+    HOW,
+    "CPU threads, for each worker if there are workers. On a busy machine 1 can be ten times as fast as "
+    "the default. Default: PyTorch's choice, or the CPU cores divided among the workers.",
 ]
 
 
@@ -36,29 +34,21 @@ class Execution:
     out: Out = Path("howsmooth-out")
     executor: Annotated[
         Literal["processes", "dask"] | None,
-        Option(
-            "Measure on workers: processes on this machine, or the workers of a Dask cluster.",
-            "processes|dask",
-            HOW,
-        ),
+        HOW,
+        "Measure on workers: processes on this machine, or the workers of a Dask cluster.",
     ] = None
     workers: Annotated[
         Annotated[Integer, Field(ge=1, le=_MOST_WORKERS)] | None,
-        Option(
-            "With --executor: the number of processes, by default one for each CPU core; with --scheduler, "
-            "how many workers of the cluster to wait for, by default one. Without --executor, one process "
-            "does all.",
-            panel=HOW,
-        ),
+        HOW,
+        "With --executor: the number of processes, by default one for each CPU core; with --scheduler, "
+        "how many workers of the cluster to wait for, by default one. Without --executor, one process "
+        "does all.",
     ] = None
     scheduler: Annotated[
         Word | None,
-        Option(
-            "Address of the scheduler of the Dask cluster, such as tcp://10.0.0.1:8786. Default: a cluster "
-            "on this machine, started for this command.",
-            "ADDRESS",
-            HOW,
-        ),
+        Told("ADDRESS", panel=HOW.panel),
+        "Address of the scheduler of the Dask cluster, such as tcp://10.0.0.1:8786. Default: a cluster "
+        "on this machine, started for this command.",
     ] = None
     threads: Threads = None
 

@@ -1,7 +1,7 @@
 """Options: annotated fields of dataclasses, which Python, plan files and the command line fill alike.
 
-pydantic checks the fields by their types. An :class:`Option` in the annotation is what the command line needs
-beside the type: the help, and where it stands. A refusal is an ArgumentError that names the field.
+pydantic checks the fields by their types. A string in the annotation is the help, and :class:`Told` is what
+else the command line shows. A refusal is an ArgumentError that names the field.
 """
 
 from __future__ import annotations
@@ -24,33 +24,30 @@ from howsmooth.errors import ArgumentError, HowsmoothError, similar_name
 from howsmooth.study.ranges import Ranges
 
 __all__ = [
-    "HOW",
-    "LATER",
-    "OUTPUT",
-    "WHAT",
-    "Folder",
-    "Integer",
-    "Option",
-    "Real",
-    "Selection",
-    "Word",
-    "Words",
-    "described",
-    "in_words",
-    "listed",
-    "once",
-    "options",
-    "options_of",
-    "renamed",
-    "shown",
-    "some_of",
-    "token_counts",
-    "word",
-]
+    "HOW", "LATER", "OUTPUT", "WHAT", "Folder", "Integer", "Real",
+    "Selection", "Told", "Word", "Words", "described", "in_words", "listed", "once", "options", "options_of",
+    "renamed", "shown", "some_of", "token_counts", "word",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What the command line shows of an option beside its help; what is empty, another annotation tells."""
+
+    metavar: str = ""  #: The placeholder for the value; by default the choices, or the name of the type.
+    panel: str = ""  #: The heading above it; by default that of its dataclass, ``PANEL``.
+    flag: str = ""  #: The name on the command line, if it differs from the name of the field.
+    short: str = ""  #: A short name, such as ``-q``.
+    positional: bool = False  #: Whether it is an argument without a name.
+    several: bool = False  #: Whether it may be repeated.
+    #: Words that belong elsewhere, each with the remedy to show in the error.
+    elsewhere: tuple[tuple[str, str], ...] = ()
+    help: str = ""
+
 
 WHAT = "What to measure"
-HOW = "How to measure"
-OUTPUT = "Output"
+HOW = Told(panel="How to measure")
+OUTPUT = Told(panel="Output")
 
 LATER: Any = None
 """The default of a field for which ``__post_init__`` chooses a value."""
@@ -70,21 +67,6 @@ _EXPECTED = {
     "byte_size": "a number of bytes such as 8GiB or 500MB",
     "byte_size_unit": "a number of bytes such as 8GiB or 500MB",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """The help of an option, and its place on the command line."""
-
-    help: str
-    metavar: str = ""  #: The placeholder for the value; by default the name of the type.
-    panel: str = ""  #: The heading above it; by default that of its dataclass, ``PANEL``.
-    flag: str = ""  #: The name on the command line, if it differs from the name of the field.
-    short: str = ""  #: A short name, such as ``-q``.
-    positional: bool = False  #: Whether it is an argument without a name.
-    several: bool = False  #: Whether it may be repeated.
-    #: Words that belong elsewhere, each with the remedy to show in the error.
-    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
 
 _Plan = TypeVar("_Plan", bound=type)
@@ -117,13 +99,14 @@ def options(cls: _Plan) -> _Plan:
     return made  # type: ignore[no-any-return]
 
 
-def options_of(cls: type) -> dict[str, Option]:
-    """Return the options of a dataclass, by the name of the field."""
-    fields: dict[str, Any] = cls.__pydantic_fields__  # type: ignore[attr-defined]
-    found = {
-        name: [one for one in field.metadata if isinstance(one, Option)] for name, field in fields.items()
-    }
-    return {name: told[-1] for name, told in found.items() if told}
+def options_of(cls: Any) -> dict[str, Told]:
+    """Return what is told of the options of a dataclass, by field. A field without help is no option."""
+    found = {}
+    for name, field in cls.__pydantic_fields__.items():
+        told = [vars(one) for one in field.metadata if isinstance(one, Told)]
+        told += [{"help": one} for one in field.metadata if isinstance(one, str)]
+        found[name] = Told(**{key: value for one in told for key, value in one.items() if value})
+    return {name: one for name, one in found.items() if one.help}
 
 
 def described(plan: Any) -> dict[str, Any]:
@@ -184,7 +167,7 @@ def _refusal(cls: type, error: ValidationError) -> HowsmoothError:
     elif kind in ("literal_error", "string_unicode"):
         choices = re.findall(r"'(.*?)'", context.get("expected", ""))
         expected = f"one of {', '.join(choices)}" if choices else "plain words"
-        remedy = options_of(cls)[name].elsewhere.get(str(value)) or similar_name(str(value), choices)
+        remedy = dict(options_of(cls)[name].elsewhere).get(str(value)) or similar_name(str(value), choices)
     expected = expected or first["msg"].removeprefix("Input should be ")
     return ArgumentError(name, expected=expected, got=got, remedy=remedy)
 
@@ -269,6 +252,6 @@ def _folder(value: Any, info: Any) -> Path:
 Integer = Annotated[int, BeforeValidator(_item)]
 Real = Annotated[float, BeforeValidator(_item)]
 Word = Annotated[str, PlainValidator(word)]
-Words = Annotated[tuple[str, ...], PlainValidator(_words)]
-Folder = Annotated[Path, PlainValidator(_folder)]
-Selection = Annotated[Ranges, PlainValidator(_ranges)]
+Words = Annotated[tuple[str, ...], PlainValidator(_words), Told(several=True)]
+Folder = Annotated[Path, PlainValidator(_folder), Told("FOLDER")]
+Selection = Annotated[Ranges, PlainValidator(_ranges), Told("RANGES")]

@@ -23,9 +23,9 @@ from howsmooth.study.options import (
     HOW,
     LATER,
     Integer,
-    Option,
     Real,
     Selection,
+    Told,
     Word,
     Words,
     listed,
@@ -127,134 +127,97 @@ def _whole_size(value: Any) -> Any:
 
 Source = Annotated[
     Word,
-    Option(
-        "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
-        "MODEL",
-        positional=True,
-    ),
+    Told("MODEL", positional=True),
+    "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
 ]
 Text = Annotated[
     str | None,
     PlainValidator(_one_word),
-    Option(
-        "The text that a model reads: a .txt or .csv file, alice, ag_news, or - for standard input. "
-        f"Default: {DEFAULT_TEXT}.",
-        "NAME|PATH",
-        several=True,
-    ),
+    Told("NAME|PATH", several=True),
+    "The text that a model reads: a .txt or .csv file, alice, ag_news, or - for standard input. "
+    f"Default: {DEFAULT_TEXT}.",
 ]
 Texts = Annotated[
     Words,
-    Option(
-        "A text: a .txt file, a .csv file in AG_NEWS format, alice, ag_news, or - (standard input). May be "
-        f"repeated. Default: {DEFAULT_TEXT}.",
-        "NAME|PATH",
-        flag="text",
-        several=True,
-    ),
+    Told("NAME|PATH", flag="text", several=True),
+    "A text: a .txt file, a .csv file in AG_NEWS format, alice, ag_news, or - (standard input). May be "
+    f"repeated. Default: {DEFAULT_TEXT}.",
 ]
 Images = Annotated[
     Words,
-    Option(
-        "Images instead of a text: a file, a folder, or builtin (generated). May be repeated. The length of "
-        "an image is the number of its patches and of the tokens that the model adds, such as a class token.",
-        "builtin|PATH",
-        several=True,
-    ),
+    Told("builtin|PATH", several=True),
+    "Images instead of a text: a file, a folder, or builtin (generated). May be repeated. The length of "
+    "an image is the number of its patches and of the tokens that the model adds, such as a class token.",
 ]
 Tokens = Annotated[
     Words,
-    Option(
-        "Token ids instead of a text: a .npy file of an integer array (tokens) or (sequences, tokens).",
-        "FILE",
-        several=True,
-    ),
+    Told("FILE", several=True),
+    "Token ids instead of a text: a .npy file of an integer array (tokens) or (sequences, tokens).",
 ]
 Embeddings = Annotated[
     Words,
-    Option(
-        "Embedded tokens instead of a text: a .npy file of an array (n, d) or (sequences, n, d), which "
-        "stands for the model's embedding of ids; with --part encoder, what its first layer reads.",
-        "FILE",
-        several=True,
-    ),
+    Told("FILE", several=True),
+    "Embedded tokens instead of a text: a .npy file of an array (n, d) or (sequences, n, d), which "
+    "stands for the model's embedding of ids; with --part encoder, what its first layer reads.",
 ]
 Layers = Annotated[
-    Selection,
-    Option("Layers: all, or a list such as 0,6 or 0:4 (with the layer 4) or -1 (the last layer).", "RANGES"),
+    Selection, "Layers: all, or a list such as 0,6 or 0:4 (with the layer 4) or -1 (the last layer)."
 ]
-Heads = Annotated[Selection, Option("Heads, in the format of --layers; only with --scope head.", "RANGES")]
+Heads = Annotated[Selection, "Heads, in the format of --layers; only with --scope head."]
 Lengths = Annotated[
     tuple[int, ...],
     PlainValidator(token_counts()),
-    Option(
-        "Numbers of tokens: start:stop:step with the stop included, or a list such as 8,16,32. "
-        "Default: the even numbers from 2 to 100; for images, some lengths of the model.",
-        "RANGES",
-    ),
+    Told("RANGES"),
+    "Numbers of tokens: start:stop:step with the stop included, or a list such as 8,16,32. "
+    "Default: the even numbers from 2 to 100; for images, some lengths of the model.",
 ]
 Samples = Annotated[
     Integer,
     Field(ge=1),
-    Option(
-        "Number of sequences for each length. They are windows of the text that do not overlap, without "
-        "special tokens."
-    ),
+    "Number of sequences for each length. They are windows of the text that do not overlap, without "
+    "special tokens.",
 ]
 Output = Annotated[
     Literal["hidden", "logits", "margin"],
-    Option(
-        "With the scope model: the last hidden state of all tokens, the logits, or the margin, the largest "
-        "logit minus the second largest (of a language model at the last token). The last two need a model "
-        "with a head.",
-        "hidden|logits|margin",
-    ),
+    "With the scope model: the last hidden state of all tokens, the logits, or the margin, the largest "
+    "logit minus the second largest (of a language model at the last token). The last two need a model "
+    "with a head.",
 ]
-RandomInit = Annotated[bool, Option("Build the architecture with untrained weights.")]
-AsDecoder = Annotated[bool, Option("Run an encoder as a decoder, with its causal mask.")]
+RandomInit = Annotated[bool, "Build the architecture with untrained weights."]
+AsDecoder = Annotated[bool, "Run an encoder as a decoder, with its causal mask."]
 Part = Annotated[
     Word | None,
-    Option(
-        "One part of a model with several: text, vision, audio, or a module path such as encoder.", "PART"
-    ),
+    Told("PART"),
+    "One part of a model with several: text, vision, audio, or a module path such as encoder.",
 ]
-Span = Annotated[Word | None, Option(SPAN.format(PROFILE_TOKENS), "START:END")]
-Rtol = Annotated[Real, Option("Relative width of an interval at convergence.", panel=HOW)]
-Confidence = Annotated[Real, Option("Probability that an interval contains what is measured.", panel=HOW)]
-Iterations = Annotated[
-    Integer, Field(ge=1, le=_MOST_ITERATIONS), Option("Largest number of Lanczos steps.", panel=HOW)
-]
+Span = Annotated[Word | None, Told("START:END"), SPAN.format(PROFILE_TOKENS)]
+Rtol = Annotated[Real, HOW, "Relative width of an interval at convergence."]
+Confidence = Annotated[Real, HOW, "Probability that an interval contains what is measured."]
+Iterations = Annotated[Integer, Field(ge=1, le=_MOST_ITERATIONS), HOW, "Largest number of Lanczos steps."]
 Memory = Annotated[
     Annotated[ByteSize, Field(ge=1), BeforeValidator(_whole_size)] | None,
-    Option(
-        "Memory that one measurement may use, such as 8GiB. For sequences whose attention probabilities "
-        "do not fit, they are recomputed in blocks. The scopes block and model take what they need. Default: "
-        "half of the free memory.",
-        "SIZE",
-        HOW,
-    ),
+    Told("SIZE", panel=HOW.panel),
+    "Memory that one measurement may use, such as 8GiB. For sequences whose attention probabilities "
+    "do not fit, they are recomputed in blocks. The scopes block and model take what they need. Default: "
+    "half of the free memory.",
 ]
-Seed = Annotated[Integer, Field(ge=0, le=_MOST_SEED), Option("Seed of all random numbers.", panel=HOW)]
-Device = Annotated[Word, Option("PyTorch device, such as cpu, cuda or cuda:1.", panel=HOW)]
+Seed = Annotated[Integer, Field(ge=0, le=_MOST_SEED), HOW, "Seed of all random numbers."]
+Device = Annotated[Word, HOW, "PyTorch device, such as cpu, cuda or cuda:1."]
 Dtype = Annotated[
     Literal["float32", "float64"],
-    Option(
-        "Floating-point precision.",
-        "float32|float64",
-        HOW,
-        elsewhere=dict.fromkeys(
-            ("float16", "bfloat16", "half"), "A model in half precision is measured in float32."
+    Told(
+        panel=HOW.panel,
+        elsewhere=tuple(
+            (name, "A model in half precision is measured in float32.")
+            for name in ("float16", "bfloat16", "half")
         ),
     ),
+    "Floating-point precision.",
 ]
 Bounds = Annotated[
     Literal["auto", "all", "none"],
-    Option(
-        "Bounds to compute beside the constants. auto: as many as take at most a fifth of the measuring "
-        "time.",
-        "auto|all|none",
-        HOW,
-    ),
+    HOW,
+    "Bounds to compute beside the constants. auto: as many as take at most a fifth of the measuring time.",
 ]
 
 
@@ -302,12 +265,12 @@ class InputSpec(NamedTuple):
 class ModelSpec:
     """A model of a study as the user gave it, before it is loaded."""
 
-    name: Annotated[Word, Option("A built-in model, a local folder, or a Hub id.")]
+    name: Annotated[Word, "A built-in model, a local folder, or a Hub id."]
     random_init: RandomInit = False
     as_decoder: AsDecoder = False
-    layers: Annotated[Layers | None, Option("The layers of this model.")] = None
-    heads: Annotated[Heads | None, Option("The heads of this model.")] = None
-    lengths: Annotated[Lengths | None, Option("The numbers of tokens for this model.")] = None
+    layers: Annotated[Layers | None, "The layers of this model."] = None
+    heads: Annotated[Heads | None, "The heads of this model."] = None
+    lengths: Annotated[Lengths | None, "The numbers of tokens for this model."] = None
     part: Part = None
 
     @property
@@ -356,13 +319,9 @@ class Plan:
     models: Annotated[
         tuple[ModelSpec, ...],
         PlainValidator(_models),
-        Option(
-            "A built-in model, a local folder, or a Hub id; several are measured into one store. "
-            f"Default: {' '.join(_DEFAULT_MODELS)}.",
-            "MODEL",
-            positional=True,
-            several=True,
-        ),
+        Told("MODEL", positional=True, several=True),
+        "A built-in model, a local folder, or a Hub id; several are measured into one store. "
+        f"Default: {' '.join(_DEFAULT_MODELS)}.",
     ] = LATER
     texts: Texts = LATER
     lengths: Lengths = LATER
@@ -374,25 +333,18 @@ class Plan:
         tuple[Scope, ...],
         BeforeValidator(listed),
         AfterValidator(once),
-        Option(
-            "The map to measure. head: one head without output projection; heads: all heads without output "
-            "projection; attention: all heads with output projection; residual: input plus attention; "
-            "block: residual with the norm layer; model: the whole model from its embeddings, one constant "
-            "for all layers; cross-attention: attention to another sequence, the memory. May be repeated.",
-            "SCOPE",
-            flag="scope",
-            several=True,
-        ),
+        Told("SCOPE", flag="scope", several=True),
+        "The map to measure. head: one head without output projection; heads: all heads without output "
+        "projection; attention: all heads with output projection; residual: input plus attention; "
+        "block: residual with the norm layer; model: the whole model from its embeddings, one constant "
+        "for all layers; cross-attention: attention to another sequence, the memory. May be repeated.",
     ] = ("attention",)
     output: Output = "hidden"
     side: Annotated[
         Literal["queries", "memory", "joint"] | None,
-        Option(
-            "With the scope cross-attention, which sequence moves: the tokens of the queries, the memory, or "
-            "both (joint, the default). With the scope model of an encoder-decoder: queries, from the "
-            "embeddings of its decoder, or memory, from those of its encoder.",
-            "queries|memory|joint",
-        ),
+        "With the scope cross-attention, which sequence moves: the tokens of the queries, the memory, or "
+        "both (joint, the default). With the scope model of an encoder-decoder: queries, from the "
+        "embeddings of its decoder, or memory, from those of its encoder.",
     ] = None
     layers: Layers = ALL
     heads: Heads = ALL
@@ -402,12 +354,10 @@ class Plan:
     as_published: Annotated[
         str,
         PlainValidator(some_of(*PUBLISHED_ITEMS, elsewhere=_PUBLISHED_ELSEWHERE)),
-        Option(
-            "Also measure what the paper's published code computes, and write it to published.csv. Choose "
-            "some of its differences from the corrected constant: output, block, unmasked, dropout, "
-            "stopping; or all, for those that apply.",
-            "all|ITEMS",
-        ),
+        Told("all|ITEMS"),
+        "Also measure what the paper's published code computes, and write it to published.csv. Choose "
+        "some of its differences from the corrected constant: output, block, unmasked, dropout, "
+        "stopping; or all, for those that apply.",
     ] = ""
     rtol: Rtol = 1e-4
     confidence: Confidence = 0.999
@@ -498,11 +448,7 @@ class Plan:
 
         All images together are one input. Every other file is one input.
         """
-        apart = {
-            "text": self.texts,
-            "tokens": self.tokens,
-            "embeddings": self.embeddings,
-        }
+        apart = {"text": self.texts, "tokens": self.tokens, "embeddings": self.embeddings}
         single = [InputSpec(kind, (place,)) for kind, places in apart.items() for place in places or ()]
         return (*single, *([InputSpec("images", self.images)] if self.images else []))
 
@@ -591,41 +537,35 @@ class BoundPlan(InputPlan):
     heads: Heads = ALL
     scope: Annotated[
         Literal["head", "heads", "attention"],
-        Option(
-            "The part of attention. head: one head without output projection; heads: all heads without "
-            "output projection; attention: all heads with output projection.",
+        Told(
             "SCOPE",
-            elsewhere={CROSS_SCOPE: "No bound is known for it; howsmooth measure takes this scope."},
+            elsewhere=((CROSS_SCOPE, "No bound is known for it; howsmooth measure takes this scope."),),
         ),
+        "The part of attention. head: one head without output projection; heads: all heads without "
+        "output projection; attention: all heads with output projection.",
     ] = "attention"
     lengths: Annotated[
         Lengths,
-        Option(
-            "Numbers of tokens: start:stop:step or a list. Default: 64, or fewer if the model or the input "
-            "is shorter.",
-            "RANGES",
-        ),
+        "Numbers of tokens: start:stop:step or a list. Default: 64, or fewer if the model or the input "
+        "is shorter.",
     ] = ()
     radius: Annotated[
         float | str,
         PlainValidator(_radius),
-        Option(
-            "Radius of the ball that contains the tokens. auto: the largest norm that the norm layer before "
-            "the attention can produce; without a norm layer, the largest norm of the given tokens.",
-            "R|auto",
-        ),
+        Told("R|auto"),
+        "Radius of the ball that contains the tokens. auto: the largest norm that the norm layer before "
+        "the attention can produce; without a norm layer, the largest norm of the given tokens.",
     ] = "auto"
     search: Annotated[
         bool,
-        Option(
-            "Also search the ball for the tokens with the largest constant, by gradient ascent. Takes from "
-            "seconds to minutes a table."
-        ),
+        "Also search the ball for the tokens with the largest constant, by gradient ascent. Takes from "
+        "seconds to minutes a table.",
     ] = False
     steps: Annotated[
         Integer,
         Field(ge=1, le=_MOST_SEARCH_STEPS),
-        Option("Steps of the gradient ascent of --search; more take longer and may find more.", panel=HOW),
+        HOW,
+        "Steps of the gradient ascent of --search; more take longer and may find more.",
     ] = 30
     random_init: RandomInit = False
     part: Part = None
