@@ -35,11 +35,12 @@ def check_at_once(given: Any, *, models: bool = True) -> None:
         check_parquet("parquet")
     files = {kind: getattr(given, kind, ()) or () for kind in ("tokens", "embeddings", "images")}
     reads_text = (hasattr(given, "text") or hasattr(given, "texts")) and not any(files.values())
-    named = [one for one in getattr(given, "models", (given,)) if hasattr(one, "random_init")]
+    named = getattr(given, "models", [given] if hasattr(given, "source") else [])
     for one in named if models else ():
         name = one.source if one is given else one.name
-        folder = None if name in BUILTIN_MODELS else folder_of(name, random_init=one.random_init)
-        if folder is not None and not one.random_init:
+        random_init = getattr(one, "random_init", False)
+        folder = None if name in BUILTIN_MODELS else folder_of(name, random_init=random_init)
+        if folder is not None and not random_init:
             check_weights(name, folder)
             if reads_text and getattr(one, "part", None) is None:
                 check_tokenizer(name, folder)

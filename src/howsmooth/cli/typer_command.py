@@ -45,6 +45,10 @@ TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
 """The command-line arguments after ``howsmooth``, as the user typed them."""
 
 
+# How the help calls a value of a type.
+_KINDS = {bool: None, int: "INTEGER", float: "NUMBER", str: "TEXT"}
+
+
 @options
 class Shown:
     """The options that choose how a command shows its progress and its result."""
@@ -118,11 +122,12 @@ def _parameters(plan: Any) -> Iterator[inspect.Parameter]:
     """
     for name, option in options_of(plan).items():
         field = plan.__pydantic_fields__[name]
+        kind = _typed(field.annotation)
         needed = field.is_required()
         usual = "" if needed or not field.default else f" Default: {in_words(field.default)}."
         told: dict[str, Any] = {
             "help": option.help + usual,
-            "metavar": option.metavar or "|".join(_choices(field.annotation)) or None,
+            "metavar": option.metavar or "|".join(_choices(field.annotation)) or _KINDS[kind],
             "show_default": False,
         }
         if option.positional:
@@ -131,13 +136,13 @@ def _parameters(plan: Any) -> Iterator[inspect.Parameter]:
             names = [f"--{_flag(name, option)}", *([option.short] if option.short else [])]
             panel = option.panel or getattr(plan, "PANEL", WHAT)
             typed = typer.Option(*names, **told, rich_help_panel=panel)
-        kind: Any = list[str] if option.several else _typed(field.annotation)
+        given: Any = list[str] if option.several else kind
         default = False if kind is bool else None
         yield inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if needed else default,
-            annotation=Annotated[kind if needed or kind is bool else kind | None, typed],
+            annotation=Annotated[given if needed or kind is bool else given | None, typed],
         )
 
 

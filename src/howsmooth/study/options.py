@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
 def in_words(value: Any) -> str:
     """Return the value of a field as a user would write it."""
     plain = _plain(value)
-    return ", ".join(map(str, plain)) if isinstance(plain, list) else str(plain)
+    return ",".join(map(str, plain)) if isinstance(plain, list) else str(plain)
 
 
 @contextmanager
