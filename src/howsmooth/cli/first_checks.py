@@ -15,7 +15,6 @@ from howsmooth.errors import ArgumentError, reason
 from howsmooth.model_names import BUILTIN_MODELS, check_tokenizer, check_weights, folder_of
 from howsmooth.study.file_writing import check_parquet
 from howsmooth.study.options import shown
-from howsmooth.study.token_files import open_tokens
 
 __all__ = ["check_at_once"]
 
@@ -51,6 +50,8 @@ def check_at_once(given: Any, *, models: bool = True) -> None:
     for kind, names in files.items():
         for name in names if isinstance(names, tuple) else ():  # inspect takes a number of tokens
             if kind != "images":
+                from howsmooth.study.token_files import open_tokens  # imports numpy, which no help needs
+
                 open_tokens(name, kind)
             elif name != "builtin" and not os.path.exists(Path(name).expanduser()):  # noqa: PTH110 - too long
                 raise ArgumentError("images", expected="builtin, or a file or folder", got=shown(name))

@@ -15,7 +15,6 @@ from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Threads
 from howsmooth.study.options import options
 from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, Span
-from howsmooth.study.token_files import load_tokens
 
 if TYPE_CHECKING:
     from howsmooth.models import LoadedModel
@@ -93,6 +92,8 @@ class OneInputPlan(InputPlan):
             # The built-in images are thirty, of which the first is taken.
             return {name: one[:1] for name, one in made.items()} if given == ("builtin",) else made
         if self.kind in ("tokens", "embeddings"):
+            from howsmooth.study.token_files import load_tokens
+
             found = load_tokens(given[0], self.kind)
             if len(found.lengths) > 1:
                 raise ArgumentError(
