@@ -54,7 +54,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "accuracy": ([*ENCODER, "--rtol", "0"], "rtol: expected a number from 1e-12"),
     "range": (["measure", "--layers", "0:"], "layers: expected numbers and start:stop:step ranges"),
     "length": (["bound", "builtin-encoder", "--lengths", "0"], "lengths: expected numbers of at least 1"),
-    "memory": ([*ENCODER, "--memory", "lots"], "memory: expected a number of bytes such as 8GiB"),
+    "memory": (["measure", "--memory", "lots"], "memory: expected a number of bytes such as 8GiB"),
     "choice": (["measure", "--scope", "atention"], "Is attention meant?"),
     "plan file": (["measure", "--plan", "no.toml"], "plan: expected a plan file in TOML"),
     "key of a plan": (["measure", "--plan", "plan.toml"], "plan.toml: length: expected one of the keys"),
