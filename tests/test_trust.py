@@ -390,6 +390,7 @@ def test_names_of_models_and_texts_in_bounds(
     monkeypatch.setattr("howsmooth.texts.load_text", named.load_text)
     monkeypatch.setattr("howsmooth.models.capture", made.capture)
     monkeypatch.setattr("howsmooth.bounds.table", plain_table)
+    monkeypatch.setattr("howsmooth.cli.first_checks.folder_of", lambda name, **_: None)
     options = ["--text", text, "--layers", "0", "--lengths", "4", "--out", "out", "-q"]
     # No command line can hold a null byte, and no plan takes one.
     possible = "\0" not in model + text

@@ -16,18 +16,13 @@ def _plain(words: str) -> str:
     return re.sub(r"\[cyan\](.*?)\[/\]", r"`\1`", words).replace("|", r"\|")
 
 
-_KINDS = {int: "INTEGER", float: "NUMBER"}
-
-
 def _row(parameter: Any) -> str:
     """One row of the table of options."""
-    default = getattr(parameter.default, "value", parameter.default)
-    kind = "" if parameter.is_flag else parameter.metavar or _KINDS.get(type(default), "TEXT")
+    kind = "" if parameter.is_flag else parameter.metavar
     names = ", ".join(
         f"`{name}{' ' + kind if name.startswith('--') and kind else ''}`" for name in parameter.opts
     )
-    shown = "" if parameter.is_flag or default is None else f"`{default}`"
-    return f"| {names.replace('|', chr(92) + '|')} | {_plain(parameter.help or '')} | {shown} |"
+    return f"| {names.replace('|', chr(92) + '|')} | {_plain(parameter.help or '')} |"
 
 
 def _placeholder(argument: Any) -> str:
@@ -43,7 +38,7 @@ def _command(name: str, command: Any) -> str:
     lines = [command.help or "", "", "```text", usage, "```", ""]
     for argument in arguments:
         lines += [f"{argument.metavar or argument.name.upper()}", f": {_plain(argument.help or '')}", ""]
-    lines += ["| option | meaning | default |", "|---|---|---|", *map(_row, options), ""]
+    lines += ["| option | meaning |", "|---|---|", *map(_row, options), ""]
     if command.epilog:
         lines += [_plain(command.epilog)]
     return "\n".join(lines)

@@ -5,14 +5,13 @@ memory.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import torch
 
 from howsmooth.errors import ArgumentError
 
-__all__ = ["SHARE", "free_memory", "memory_budget", "parse_bytes"]
+__all__ = ["SHARE", "free_memory", "memory_budget"]
 
 SHARE = 0.5
 """The share of the free memory that is used unless the caller gives a limit."""
@@ -20,24 +19,6 @@ SHARE = 0.5
 # Free bytes assumed if the operating system does not report its memory.
 _UNKNOWN = 4 << 30
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
-
-
-def parse_bytes(words: str) -> int:
-    """Convert a string such as ``8GiB``, ``1.5 TB`` or ``4096`` to a number of bytes.
-
-    Raises
-    ------
-    ArgumentError
-        If the string is not a number of bytes, or stands for less than one byte.
-
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b)?\s*", words, re.IGNORECASE)
-    if found is None or float(found[1]) < 1:
-        raise ArgumentError(
-            "memory", expected="a number of bytes such as 8GiB, 500MB or 8589934592", got=repr(words)
-        )
-    power = 0 if found[2] is None else "kmgt".index(found[2].lower()) + 1
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def memory_budget(memory: object, device: torch.device) -> int:

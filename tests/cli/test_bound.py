@@ -270,7 +270,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "expected one text, file of tokens or images, got ",
     ),
     "steps alone": ([*SMALL, "--steps", "9"], "steps: expected no steps without --search, got 9"),
-    "steps": ([*SMALL, "--search", "--steps", "0"], "steps: expected a number from 1"),
+    "steps": ([*SMALL, "--search", "--steps", "0"], "steps: expected a number of at least 1"),
 }
 
 
@@ -394,7 +394,7 @@ def test_an_out_that_cannot_be_written(head: Head, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     code, _, err = head[0]("--out", "taken")
     assert code == 2
-    assert "out: expected a writable folder, got taken" in err
+    assert "out: expected a writable folder, got the file taken" in err
 
 
 @dataclass(frozen=True)

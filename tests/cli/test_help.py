@@ -15,7 +15,7 @@ import pytest
 import typer
 from transformers import CLIPConfig
 
-from howsmooth.cli import GONE, app, main
+from howsmooth.cli import app, main
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import show_table
 from howsmooth.study.text_formatting import duration
@@ -158,16 +158,6 @@ def test_a_misspelt_name_is_answered_with_the_nearest(
     monkeypatch.setattr("howsmooth.models.loading.model_location.hub_reachable", lambda: False)
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", GONE)
-def test_a_command_that_went_names_what_takes_its_place(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command not in COMMANDS
-    for arguments in ([command], [command, "--help"], [command, "model", "--out", "out"]):
-        assert main(arguments) == 2
-        assert capsys.readouterr() == ("", f"error: howsmooth has no command {command}. {GONE[command]}\n")
 
 
 def test_texts_and_images_together_are_answered_with_the_parts(

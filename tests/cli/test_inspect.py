@@ -22,7 +22,7 @@ from transformers import (
 import howsmooth as hs
 from howsmooth.bounds import norm_radius
 from howsmooth.cli import main
-from howsmooth.models import load_model
+from howsmooth.models import inspect_model, load_model
 from tests._documented import check_documented
 
 inspect_command = importlib.import_module("howsmooth.cli.inspect")
@@ -155,8 +155,7 @@ def test_a_large_configuration_is_built_with_fewer_layers_and_says_so(
     assert code == 0
     assert lines(out)[0] == "large, Gemma2Model: 3 attention layers"
     assert "built with 3 of 4 layers, as all have 0.0 billion weights." in " ".join(lines(out))
-    whole = inspected(capsys, "large", "--random-init", "--all-layers", "--json", "-q")[1]
-    masks = [site["masking"] for site in json.loads(whole)["sites"]]
+    masks = [site.masking for site in inspect_model(load_model("large", random_init=True)).sites]
     expected = {"sliding_attention": "sliding window 4, causal", "full_attention": "causal"}
     assert masks == [expected[kind] for kind in kinds]
 

@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "layers of a whole model": ([*BASE, "--scope", "model", "--layers", "1"], "Leave layers out"),
     "no such model": (["measure", "nothing", "--text", "prose", *SMALL], "model: 'nothing' is not known"),
     "hostile name": (["measure", "small", "--text", "two\nlines\x1b[31m"], "is not there"),
-    "endless name": (["measure", "x" * 5000, "--text", "prose", *SMALL], "is not known"),
+    "endless name": (["measure", "x" * 5000, "--text", "prose", *SMALL], "There is no model"),
     "no such option": ([*BASE, "--foo"], "No such option: --foo"),
     "figures": ([*BASE, "--figures", "none"], "figures: expected one of page, all, got 'none'"),
     "no such command": (
@@ -232,7 +232,7 @@ def make_other_study(folder: Path, howsmooth: Howsmooth) -> str:
 
 def make_file(folder: Path, howsmooth: Howsmooth) -> str:
     folder.write_text("a file")
-    return "expected a folder, got the file"
+    return "expected a writable folder, got the file"
 
 
 def make_damage(folder: Path, howsmooth: Howsmooth) -> str:

@@ -25,22 +25,8 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> None:
     Path("letter.txt").write_text("Dear Alice, it was a cat that sat on the mat.")
-    assert (
-        main(
-            [
-                "profile",
-                "builtin-encoder",
-                "--text",
-                "letter.txt",
-                "--layers",
-                "0,-1",
-                "--out",
-                "found",
-                "--parquet",
-            ]
-        )
-        == 0
-    )
+    given = ["builtin-encoder", "--text", "letter.txt", "--layers", "0,-1", "--out", "found"]
+    assert main(["profile", *given]) == 0
     out = capsys.readouterr().out
     found = hs.profile("builtin-encoder", Path("letter.txt").read_text(), layers=[0, 3])
     assert repr(found) in out
@@ -48,19 +34,20 @@ def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> No
     table = pd.read_csv("found/profile.csv")
     assert list(table["value"]) == list(found.table["value"])
     assert Path("found/profile.html").exists()
-    stored = pd.read_parquet("found/profile.parquet")
+    found.write("again", parquet=True)
+    stored = pd.read_parquet("again/profile.parquet")
     assert stored.equals(pd.DataFrame(found.table))
     assert stored.attrs["howsmooth"] == found.citation
-    assert len(pd.read_parquet("found/tokens.parquet")) == len(found.tokens)
+    assert len(pd.read_parquet("again/tokens.parquet")) == len(found.tokens)
 
 
 def test_without_an_engine_for_parquet_nothing_is_measured(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("howsmooth.study.file_writing.find_spec", lambda _: None)
-    assert main(["profile", "builtin-encoder", "--span", "0:4", "--parquet"]) == 2
+    assert main(["measure", "builtin-encoder", "--lengths", "4", "--parquet"]) == 2
     assert "parquet: expected an engine for parquet, got none. Install one" in capsys.readouterr().err
-    assert not Path("howsmooth-profile").exists()
+    assert not Path("howsmooth-out").exists()
 
 
 def test_a_type_of_model_without_a_tokenizer_gets_one_of_the_text(capsys: Capture) -> None:
@@ -118,10 +105,9 @@ def test_the_depth_for_machines(capsys: Capture) -> None:
 def test_the_influences_of_a_layer_are_those_of_the_dense_jacobian(capsys: Capture) -> None:
     Path("letter.txt").write_text("Dear Alice, it was a cat.")
     given = ["profile", "builtin-decoder", "--text", "letter.txt", "--layers", "1", "--scope", "attention"]
-    assert main([*given, "--influence", "--parquet", "--out", "found"]) == 0
+    assert main([*given, "--influence", "--out", "found"]) == 0
     out = capsys.readouterr().out
     table = pd.read_csv("found/influence.csv", keep_default_na=False)
-    assert list(pd.read_parquet("found/influence.parquet").columns) == list(table.columns)
 
     model = hs.load_model("builtin-decoder")
     ids = model.tokenizer.encode("Dear Alice, it was a cat.")
@@ -140,7 +126,7 @@ def test_the_influences_of_a_layer_are_those_of_the_dense_jacobian(capsys: Captu
     assert f"{top['input']} {top['input_token']!r}" in lines[first]
     assert "Which token moves which, layer 1:" in out
     assert f"Influence({len(ids)} outputs x {len(ids)} inputs" in out
-    assert lines[-1].endswith("influence.csv, influence.parquet, influence.png, influence.pdf.")
+    assert lines[-1].endswith("influence.csv, influence.png, influence.pdf.")
     assert max(map(len, lines[first - 5 : -1])) <= 100
 
 

@@ -130,7 +130,6 @@ def test_after_an_interruption_the_same_command_continues(
         (["model", "--text", "letter.txt", "--positions", "9"], "positions: expected tokens of model"),
         (["model", "--embeddings", "x.npy", "--tokens", "ids.npy"], "tokens"),
         (["builtin-encoder"], "BertForMaskedLM"),
-        (["gpt2", "--random-init"], "gpt2"),
     ],
 )
 def test_refusals_are_one_line_and_exit_code_2(arguments: list[str], said: str, capsys: Capture) -> None:

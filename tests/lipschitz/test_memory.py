@@ -126,20 +126,6 @@ def test_what_is_no_number_of_bytes_is_refused(given: object) -> None:
         memory.memory_budget(given, CPU)
 
 
-@pytest.mark.parametrize(
-    ("words", "size"),
-    [("1000", 1000), ("8GiB", 8 << 30), ("500 MB", 500_000_000), ("1.5kib", 1536), (" 2 TB ", 2 * 10**12)],
-)
-def test_bytes_are_written_as_people_write_them(words: str, size: int) -> None:
-    assert memory.parse_bytes(words) == size
-
-
-@pytest.mark.parametrize("words", ["", "8 Gi", "-1GB", "0", "eight", "1e9", "8GiB and more"])
-def test_other_words_are_no_bytes(words: str) -> None:
-    with pytest.raises(ArgumentError, match="memory: expected a number of bytes such as 8GiB"):
-        memory.parse_bytes(words)
-
-
 def test_a_container_limits_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_free_in_system", lambda: 1000)
     monkeypatch.setattr(memory, "_CONTROL_GROUP", tmp_path)

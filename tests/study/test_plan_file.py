@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
+from howsmooth.study.options import described
 from howsmooth.study.plan_file import KEYS, read_plan
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
@@ -121,7 +122,7 @@ def test_a_plan_is_written_the_same_way_in_python_and_in_a_file(tmp_path: Path) 
     assert replace(plan) == plan
     assert (plan.texts, plan.lengths, plan.models[0].label) == ((), (2, 4, 8), "a")
     assert [source.kind for source in plan.sources] == ["images"]
-    assert json.loads(json.dumps(plan.described()))["layers"] == "0,-1"
+    assert json.loads(json.dumps(described(plan)))["layers"] == "0,-1"
 
 
 def test_paths_are_those_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +152,7 @@ BAD: dict[str, tuple[str, str]] = {
     "no models": ("samples = 1", "plan.toml: models: expected a value, got no such key"),
     "empty models": ("models = []", "models: expected at least one, got none"),
     "model of a number": ("models = [1]", "models: expected names or tables"),
-    "model without a name": ("models = [{random_init = true}]", "models: name: expected a name"),
+    "model without a name": ("models = [{random_init = true}]", "models: name: expected a value, got none"),
     "model with a flag of words": ('models = [{name = "a", as_decoder = "yes"}]', "as_decoder: expected"),
     "model twice": ('models = ["a", "a"]', "models: expected each only once, got 'a' twice"),
     "empty name": ('models = [" "]', "models: name: expected a non-empty string"),

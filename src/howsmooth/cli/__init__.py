@@ -31,17 +31,6 @@ REFUSED = 2
 PIPE_CLOSED = 141
 """The exit code that a shell reports for a program that SIGPIPE ended: 128 + 13."""
 
-GONE = {
-    "attack": "Tokens with a large constant are searched by howsmooth bound MODEL --search.",
-    "certify": "In Python, hs.nn.certify bounds a model, and hs.nn.evaluate gives its certified accuracy.",
-    "flow": 'Tokens flow in Python: hs.dynamics.flow, in the guide "Flows".',
-    "influence": "Which token moves which is told by howsmooth profile MODEL --influence.",
-    "merge": "Machines share one store by howsmooth measure --plan FILE --executor dask.",
-    "status": "A run tells its progress, and howsmooth measure --plan FILE --dry-run counts what is left.",
-    "study": "A plan file is carried out, and continued, by howsmooth measure --plan FILE.",
-}
-"""Commands that there were, each with a sentence on what replaces it."""
-
 _BIBTEX = r"""@inproceedings{castin2024smooth,
   title     = {How Smooth Is Attention?},
   author    = {Castin, Val{\'e}rie and Ablin, Pierre and Peyr{\'e}, Gabriel},
@@ -125,8 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # Without arguments, show the help. TYPED is recorded in the store with each run.
     typed = tuple(sys.argv[1:] if arguments is None else arguments) or ("--help",)
-    if typed[0] in GONE:
-        return _refuse(f"howsmooth has no command {typed[0]}. {GONE[typed[0]]}")
     TYPED.set(typed)
     if arguments is None:  # as a program, not called by another one, whose signals are its own
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command
-from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import OUTPUT
+from howsmooth.cli.typer_command import Shown, command
+from howsmooth.study.execution_options import Threads
+from howsmooth.study.options import Folder, options
 from howsmooth.study.plans import BoundPlan
 from howsmooth.study.text_formatting import readable
 
@@ -39,26 +39,25 @@ _EXAMPLES = (
 )
 
 
-@command(*_EXAMPLES, without=("out", *ONE_PROCESS))
-def bound(
-    plan: BoundPlan,
-    execution: Execution,
-    shown: Shown,
+@options
+class BoundShown(Shown):
+    """The options that choose how the command shows its progress and its result, and where it writes it."""
+
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Also write bounds.csv into this folder; with --search also the worst tokens, worst.npz.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-) -> int:
+        Folder | None,
+        "Also write bounds.csv into this folder; with --search also the worst tokens, worst.npz.",
+    ] = None
+    threads: Threads = None
+
+
+@command(*_EXAMPLES)
+def bound(plan: BoundPlan, shown: BoundShown) -> int:
     """Compare every available bound on the Lipschitz constant of attention with the measured constant."""
     from howsmooth.study.attention_sources import AttentionSource
     from howsmooth.study.bound_run import bound_all, bounds_frame, write_worst
     from howsmooth.study.file_writing import write_table
 
+    out = shown.out
     with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
         source = AttentionSource(plan)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, heading, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command
+from howsmooth.cli.typer_command import Shown, command
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
-from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import HOW, Options, flag, option, whole
-from howsmooth.study.plans import shared
+from howsmooth.study.options import Integer, Told, options
+from howsmooth.study.plans import AsDecoder, Part, RandomInit, Source
 from howsmooth.study.text_formatting import counted, readable, sentence
 
 if TYPE_CHECKING:
@@ -38,45 +38,37 @@ _EXAMPLES = (
     "[cyan]howsmooth inspect t5 --random-init[/]  encoder and decoder",
     "[cyan]howsmooth inspect vit --random-init[/]  a vision model, on a generated image",
     "[cyan]howsmooth inspect clip --random-init --part vision[/]  one of a model's parts",
+    "With --random-init, a configuration of more than a billion weights is built with at least 2 layers, and "
+    "only as many as include every kind of layer that it names; the result says so.",
     "[cyan]howsmooth inspect ./folder --tokens 200 --json[/]  JSON for another program",
 )
 
 
-@dataclass(frozen=True)
-class InspectionPlan(Options):
+@options
+class InspectionPlan:
     """The options of the command ``howsmooth inspect``: the model to inspect, and how to build it."""
 
-    source: str = shared("source")
-    random_init: bool = shared("random_init")
-    as_decoder: bool = shared("as_decoder")
-    part: str | None = shared("part")
-    tokens: int | None = option(
-        None,
-        whole(2),
-        "Length of the input of random token ids, for a text model. A sliding window is visible only if it "
-        "is shorter than the input. Default: 16, or fewer if the model takes no more.",
-        metavar="N",
-    )
-    all_layers: bool = option(
-        False,
-        flag(),
-        "With --random-init: build every layer. By default, a configuration of more than a billion "
-        "weights is built with at least 2 layers, and only as many as include every kind of layer that it "
-        "names; the result says so.",
-        panel=HOW,
-    )
-    seed: int = shared("seed", help="Seed of the random weights.")
+    source: Source
+    random_init: RandomInit = False
+    as_decoder: AsDecoder = False
+    part: Part = None
+    tokens: Annotated[
+        Annotated[Integer, Field(ge=2)] | None,
+        Told("N"),
+        "Length of the input of random token ids, for a text model. A sliding window is visible only if "
+        "it is shorter than the input. Default: 16, or fewer if the model takes no more.",
+    ] = None
 
 
-@command(*_EXAMPLES, without=("out", *ONE_PROCESS))
-def inspect(plan: InspectionPlan, execution: Execution, shown: Shown) -> int:
+@command(*_EXAMPLES)
+def inspect(plan: InspectionPlan, shown: Shown) -> int:
     """List the attention layers of a model: heads, mask, positions, norms, and what can be measured."""
     from howsmooth.models import inspect_model, load_model
 
     with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
-        how = {name: getattr(plan, name) for name in ("random_init", "as_decoder", "part", "seed")}
-        loaded = load_model(plan.source, most_weights=None if plan.all_layers else _MOST_WEIGHTS, **how)
+        how = {name: getattr(plan, name) for name in ("random_init", "as_decoder", "part")}
+        loaded = load_model(plan.source, most_weights=_MOST_WEIGHTS, **how)
         display.phase("Inspecting")
         found = inspect_model(loaded, tokens=plan.tokens, on_layer=display.counter("layer"))
     if shown.json:

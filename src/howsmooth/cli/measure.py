@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, paragraph, say, show_table
-from howsmooth.cli.typer_command import FAILED, ShownOrQuiet, as_typed, command, means_of, resumable
+from howsmooth.cli.typer_command import FAILED, Shown, as_typed, command, means_of, resumable
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import WHAT, choice, flag, option
-from howsmooth.study.plans import FIGURES, Plan, shared
+from howsmooth.study.options import WHAT, Folder, Told, options
+from howsmooth.study.plans import Plan
 from howsmooth.study.text_formatting import counted, encodable, readable
 
 if TYPE_CHECKING:
@@ -47,47 +47,35 @@ _EXAMPLES = (
 )
 
 
-@dataclass(frozen=True)
-class MeasurementShown(ShownOrQuiet):
+@options
+class MeasureShown(Shown):
     """The options that choose how the command shows its progress and its result."""
 
-    figures: str = option(
-        "page",
-        choice(*FIGURES),
-        "page: the figures that report.html draws when it is opened. all: also one of each layer and head, "
-        "as PNG and PDF in the folder figures and in the report, which takes longer.",
-        metavar="|".join(FIGURES),
-    )
-    parquet: bool = shared("parquet")
-    dry_run: bool = option(
-        False,
-        flag(),
+    figures: Annotated[
+        Literal["page", "all"],
+        "page: the figures that report.html draws when it is opened. all: also one of each layer and "
+        "head, as PNG and PDF in the folder figures and in the report, which takes longer.",
+    ] = "page"
+    parquet: Annotated[bool, "Also write the tables as parquet, with the line to cite."] = False
+    dry_run: Annotated[
+        bool,
         "Load and check everything, and print how much is left to measure and in what memory. Nothing is "
         "measured or written.",
-    )
+    ] = False
+    plan_file: Annotated[
+        Folder | None,
+        Told("FILE", panel=WHAT, flag="plan"),
+        "A plan file in TOML, whose keys are options of what and how to measure; options typed beside it "
+        "replace them. A failed measurement is recorded, the others continue, and the exit code is 3. "
+        "Without --out, the folder is beside the file.",
+    ] = None
 
 
 @command(*_EXAMPLES)
-def measure(
-    plan: Plan,
-    execution: Execution,
-    shown: MeasurementShown,
-    plan_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan",
-            metavar="FILE",
-            help="A plan file in TOML, whose keys are options of what and how to measure; options typed "
-            "beside it replace them. A failed measurement is recorded, the others continue, and the exit "
-            "code is 3. Without --out, the folder is beside the file.",
-            show_default=False,
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-) -> int:
+def measure(plan: Plan, execution: Execution, shown: MeasureShown) -> int:
     """Measure the local Lipschitz constant of a model's attention on real inputs, with an interval."""
     # A plan file may take days; a command about one model ends at the first failure.
-    keep_going = plan_file is not None
+    keep_going = shown.plan_file is not None
     if shown.dry_run:
         return _tell_dry_run(plan, execution, shown, keep_going=keep_going)
     # Imported here because these modules take seconds to load, which --help should not.
@@ -140,7 +128,7 @@ def _beside(plan: Plan) -> list[Callable[[PreparedStudy], Work]]:
 # ---- What would be measured
 
 
-def _tell_dry_run(plan: Plan, execution: Execution, shown: MeasurementShown, *, keep_going: bool) -> int:
+def _tell_dry_run(plan: Plan, execution: Execution, shown: MeasureShown, *, keep_going: bool) -> int:
     """Print what a plan would measure; the code is :data:`FAILED` if something cannot be, as in the run
     itself.
     """

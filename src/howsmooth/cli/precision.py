@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
-from howsmooth.cli.typer_command import ONE_PROCESS, OTHER_INPUTS, Shown, command
+from pydantic import Field, PlainValidator
+
+from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.typer_command import Shown, command
 from howsmooth.errors import ArgumentError
-from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import HOW, flag, number, option, some_of, token_counts
+from howsmooth.study.execution_options import Out
+from howsmooth.study.options import HOW, Real, Told, options, some_of, token_counts
+from howsmooth.study.plans import Device, Layers, RandomInit
+from howsmooth.study.ranges import ALL
 
 __all__ = ["PrecisionPlan", "precision"]
 
@@ -27,7 +30,7 @@ _EXAMPLES = (
 )
 
 
-@dataclass(frozen=True)
+@options
 class PrecisionPlan(OneInputPlan):
     """The options of the command ``howsmooth precision``: the model, the input, and how to quantise keys and
     values.
@@ -35,30 +38,36 @@ class PrecisionPlan(OneInputPlan):
 
     PHASE: ClassVar[str] = "Quantising"
 
-    bits: tuple[int, ...] = option(
-        "8,4,3", token_counts(2), "Numbers of bits, from 2 to 16, separated by commas.", metavar="LIST"
-    )
-    quantisers: str = option(
-        "all",
-        some_of("token", "channel", "group-32", "group-64", elsewhere={}),
+    layers: Layers = ALL
+    bits: Annotated[
+        tuple[int, ...],
+        PlainValidator(token_counts(2)),
+        Told("LIST"),
+        "Numbers of bits, from 2 to 16, separated by commas.",
+    ] = (3, 4, 8)
+    quantisers: Annotated[
+        str,
+        PlainValidator(some_of("token", "channel", "group-32", "group-64")),
+        Told("LIST"),
         "Which entries share a step: all, or some of token, channel, group-32, group-64.",
-        metavar="LIST",
+    ] = "all"
+    average: Annotated[
+        Annotated[Real, Field(gt=0, allow_inf_nan=False)] | None,
+        "Also print how many bits to give to each head's keys and values, for this average number of "
+        "bits. The choice is among --bits, such as 2,3,4,5,6,8.",
+    ] = None
+    no_logits: Annotated[bool, HOW, "Do not run the whole model for the divergence of its predictions."] = (
+        False
     )
-    average: float | None = option(
-        None,
-        number(positive=True),
-        "Also print how many bits to give to each head's keys and values, for this average number of bits. "
-        "The choice is among --bits, such as 2,3,4,5,6,8.",
-    )
-    no_logits: bool = option(
-        False, flag(), "Do not run the whole model for the divergence of its predictions.", panel=HOW
-    )
+    random_init: RandomInit = False
+    device: Device = "cpu"
+    out: Out = Path("howsmooth-precision")
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Refuse the option ``average`` if the option ``bits`` has a single number only, or only numbers
         above this average.
         """
-        super().check()
+        super().__post_init__()
         if self.average is None:
             return
         if len(set(self.bits)) < 2:
@@ -74,16 +83,16 @@ class PrecisionPlan(OneInputPlan):
             )
 
     def load(self) -> Any:
-        """Load the model. Its output layer is included if it exists, unless the option ``no_logits`` or
-        ``part`` is given.
+        """Load the model. Its output layer is included if it exists, unless the option ``no_logits`` is
+        given.
         """
-        if self.no_logits or self.part is not None:
+        if self.no_logits:
             return super().load()
         from howsmooth.profiling.kv_cache_quantisation import load_with_head
 
         return self.loaded_by(load_with_head)
 
-    def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
+    def find(self, loaded: Any, inputs: Any, on_step: Step) -> Any:
         """Predict and simulate the effects of quantised keys and values on the output of the model."""
         from howsmooth.profiling import precision as measured
         from howsmooth.profiling.quantisers import QUANTISERS
@@ -117,8 +126,8 @@ class PrecisionPlan(OneInputPlan):
         return {"budget": plain_rows(budget), "budget_kl": kl}, lines
 
 
-@command(*_EXAMPLES, without=(*OTHER_INPUTS, *ONE_PROCESS), out="howsmooth-precision")
-def precision(plan: PrecisionPlan, execution: Execution, shown: Shown) -> int:
+@command(*_EXAMPLES)
+def precision(plan: PrecisionPlan, shown: Shown) -> int:
     """Rank a model's layers and heads by how far quantising their keys or values changes the output."""
-    find_and_show(plan, execution.out, shown)
+    find_and_show(plan, shown)
     return 0

@@ -13,6 +13,7 @@ import pandas as pd
 from howsmooth.cli.terminal_output import as_json, heading, paragraph, say, show_table
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.measurement_outputs import Outputs
+from howsmooth.study.options import described
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Bounding, Measurement, PublishedValue, Row, plain_rows
@@ -48,7 +49,7 @@ def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: P
         },
         bounds=_counts(outcome, Bounding) | {"left_out": outcome.left_out},
         published=None if published.compared.empty else values,
-        settings=plan.described(),
+        settings=described(plan),
         models=plain_rows(contents.models),
         texts=plain_rows(contents.texts),
         inputs=plain_rows(contents.inputs),

@@ -4,17 +4,28 @@ says which token moves which.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from howsmooth.accuracy_limits import check_accuracy
-from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
-from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command
+from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.typer_command import Shown, command
 from howsmooth.errors import ArgumentError
-from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import choice, flag, option
-from howsmooth.study.plans import PROFILE_RTOL, check_output, shared
+from howsmooth.study.execution_options import Out
+from howsmooth.study.options import Told, options
+from howsmooth.study.plans import (
+    PROFILE_RTOL,
+    AsDecoder,
+    Device,
+    Images,
+    Layers,
+    Output,
+    Part,
+    RandomInit,
+    Rtol,
+    check_output,
+)
+from howsmooth.study.ranges import ALL
 
 __all__ = ["ProfilePlan", "profile"]
 
@@ -33,51 +44,53 @@ _EXAMPLES = (
 )
 
 
-@dataclass(frozen=True)
+@options
 class ProfilePlan(OneInputPlan):
     """The options of the command ``howsmooth profile``: the model, the input, and how to measure."""
 
-    images: tuple[str, ...] = shared(
-        "images", help="An image instead of a text: a file, or builtin (generated)."
-    )
-    scope: str = option(
-        "all",
-        choice("all", "attention", "head", "model"),
-        "attention: each layer with all its heads; head: each head alone; all: both; model: the whole model, "
-        "and where in its depth it expands.",
-        metavar="all|attention|head|model",
-    )
-    output: str = shared("output")
-    influence: bool = option(
-        False,
-        flag(),
+    images: Annotated[
+        Images,
+        Told("builtin|PATH", several=True),
+        "An image instead of a text: a file, or builtin (generated).",
+    ] = ()
+    layers: Layers = ALL
+    scope: Annotated[
+        Literal["all", "attention", "head", "model"],
+        "attention: each layer with all its heads; head: each head alone; all: both; model: the whole "
+        "model, and where in its depth it expands.",
+    ] = "all"
+    output: Output = "hidden"
+    influence: Annotated[
+        bool,
         "Also which token moves which: in the layer with the largest constant, where time grows with the "
         "square of the length; with the scope model, which token moves its last output.",
-    )
-    rtol: float = shared("rtol", default=PROFILE_RTOL)
-    confidence: float = shared("confidence")
-    max_iterations: int = shared("max_iterations")
-    memory: int | None = shared("memory")
+    ] = False
+    random_init: RandomInit = False
+    as_decoder: AsDecoder = False
+    part: Part = None
+    rtol: Rtol = PROFILE_RTOL
+    device: Device = "cpu"
+    out: Out = Path("howsmooth-profile")
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Refuse options that do not fit the scope."""
-        super().check()
+        super().__post_init__()
         # The model is not loaded yet: refuse what even float64 cannot reach.
-        check_accuracy(self.rtol, self.confidence, "float64")
+        check_accuracy(self.rtol, 0.999, "float64")
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.items:
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
         if self.influence and self.scope == "head":
             raise ArgumentError("influence", expected="the scope all, attention or model", got=self.scope)
 
-    def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
+    def find(self, loaded: Any, inputs: Any, on_step: Step) -> Any:
         """Measure the chosen layers and heads. With the scope ``model``, measure each block, the model up to
         it, and the model after it.
         """
         from howsmooth.profiling import depth_profile
         from howsmooth.profiling import profile as measured
 
-        names = ("span", "rtol", "confidence", "max_iterations", "seed", "memory", "influence")
+        names = ("span", "rtol", "seed", "influence")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names} | {"on_layer": on_step}
         if self.scope == "model":
             return depth_profile(loaded, inputs, output=self.output, **settings)
@@ -93,8 +106,7 @@ class ProfilePlan(OneInputPlan):
         return {"influence": found.described_influence()}, found.lines_of_largest()
 
 
-@command(*_EXAMPLES, without=("embeddings", *ONE_PROCESS), out="howsmooth-profile")
-def profile(plan: ProfilePlan, execution: Execution, shown: Shown) -> int:
+@command(*_EXAMPLES)
+def profile(plan: ProfilePlan, shown: Shown) -> int:
     """Rank a model's layers and heads by Lipschitz constant at one input, and show the sensitive tokens."""
-    found = find_and_show(plan, execution.out, shown)
-    return 3 if getattr(found, "refused", ()) else 0
+    return 3 if getattr(find_and_show(plan, shown), "refused", ()) else 0

@@ -5,17 +5,17 @@ answer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
-from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command, resumable
+from pydantic import Field
+
+from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.typer_command import Shown, command, resumable
 from howsmooth.errors import ArgumentError
-from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import HOW, choice, flag, number, option, selection, whole
-from howsmooth.study.plans import RADIUS_TOKENS, SPAN, shared
-from howsmooth.study.ranges import Ranges
+from howsmooth.study.execution_options import Out
+from howsmooth.study.options import HOW, Integer, Real, Selection, Told, options
+from howsmooth.study.plans import RADIUS_TOKENS, SPAN, Embeddings, Span
 from howsmooth.study.text_formatting import encodable
 
 __all__ = ["RadiusPlan", "radius"]
@@ -34,7 +34,7 @@ _EXAMPLES = (
 )
 
 
-@dataclass(frozen=True)
+@options
 class RadiusPlan(OneInputPlan):
     """The options of the command ``howsmooth radius``: the model, the input, and how the tokens may move."""
 
@@ -42,58 +42,57 @@ class RadiusPlan(OneInputPlan):
     NO_SPAN: ClassVar[str] = f"{OneInputPlan.NO_SPAN} --positions chooses the tokens that move."
     OTHERWISE: ClassVar[str] = "Give the embedded tokens of one input: --embeddings FILE."
 
-    span: str | None = shared("span", help=SPAN.format(RADIUS_TOKENS))
-    positions: Ranges | None = option(
-        None,
-        selection(),
+    span: Annotated[Span, Told("START:END"), SPAN.format(RADIUS_TOKENS)] = None
+    positions: Annotated[
+        Selection | None,
         "The tokens that move: all, or a list such as 0,6 or 1:4 or -1 (the last). Default: all.",
-        metavar="RANGES",
-    )
-    jointly: bool = option(False, flag(), "Let these tokens move at once: one radius.")
-    norm: str = option(
-        "2",
-        choice("2", "inf"),
-        "Norm of a change: 2, Euclidean; inf, its largest entry.",
-        metavar="2|inf",
-    )
-    embeddings: tuple[str, ...] = shared(
-        "embeddings",
-        help="Embedded tokens instead of a text, as the first layer reads them: a .npy file of one array "
-        "(n, d).",
-    )
-    target: int | None = option(
-        None, whole(0), "The class that the answer must not become. Default: any other."
-    )
-    order: str = option(
-        "2",
-        choice("2", "3"),
-        "Order of the expansion: 2 is fast, 3 reaches further.",
-        metavar="2|3",
-        panel=HOW,
-    )
-    seconds: float | None = option(
-        None,
-        number(positive=True),
-        "After all tokens in second order, spend so many seconds on the third, the smallest radius first; "
-        "what --out has of it counts, and the larger radius of a token is kept.",
-        panel=HOW,
-    )
-    no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
+    ] = None
+    jointly: Annotated[bool, "Let these tokens move at once: one radius."] = False
+    norm: Annotated[Literal["2", "inf"], "Norm of a change: 2, Euclidean; inf, its largest entry."] = "2"
+    embeddings: Annotated[
+        Embeddings,
+        Told("FILE", several=True),
+        "Embedded tokens instead of a text, as the first layer reads them: a .npy file of one array (n, d).",
+    ] = ()
+    target: Annotated[
+        Annotated[Integer, Field(ge=0)] | None,
+        "The class that the answer must not become. Default: any other.",
+    ] = None
+    order: Annotated[Literal["2", "3"], HOW, "Order of the expansion: 2 is fast, 3 reaches further."] = "2"
+    seconds: Annotated[
+        Annotated[Real, Field(gt=0, allow_inf_nan=False)] | None,
+        HOW,
+        "After all tokens in second order, spend so many seconds on the third, the smallest radius "
+        "first; what --out has of it counts, and the larger radius of a token is kept.",
+    ] = None
+    no_attack: Annotated[bool, HOW, "Do not search attacks beside the radii."] = False
+    out: Out = Path("howsmooth-radius")
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Refuse the option ``seconds`` if all radii are computed to third order, or if tokens move
         jointly.
         """
-        super().check()
+        super().__post_init__()
         if self.seconds is not None and (self.order == "3" or self.jointly):
             got = "order 3" if self.order == "3" else "jointly"
             raise ArgumentError("seconds", expected="it with order 2 and single tokens", got=got)
+
+    @property
+    def step(self) -> str:
+        """What is counted: tokens, or steps of the search for the radius of tokens that move jointly."""
+        return "step" if self.jointly else "token"
+
+    def load(self) -> Any:
+        """Load the model with the output layer that a classifier needs for its logits."""
+        from howsmooth.models import load_model
+
+        return self.loaded_by(load_model, head=True)
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
         """Return a note if the text has several lines, because these lines are read as a single input."""
         if self.kind != "text":
             return {}, []
-        lines = sum(bool(line.strip()) for line in self._text().splitlines())
+        lines = sum(bool(line.strip()) for line in self.words().splitlines())
         if lines < 2:
             return {}, []
         said = (
@@ -102,17 +101,7 @@ class RadiusPlan(OneInputPlan):
         )
         return {"note": said}, [said]
 
-    @property
-    def step(self) -> str:
-        """What is counted: tokens, or steps of the search for the radius of tokens that move jointly."""
-        return "step" if self.jointly else "token"
-
-    @property
-    def with_head(self) -> bool:
-        """Always true: a classifier needs its output layer for its logits."""
-        return True
-
-    def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
+    def find(self, loaded: Any, inputs: Any, on_step: Step) -> Any:
         """Compute the radii. After Ctrl-C, print how many radii are saved and how to continue."""
         from howsmooth.profiling import word_radii
         from howsmooth.study.file_writing import writable_folder
@@ -126,10 +115,10 @@ class RadiusPlan(OneInputPlan):
 
         def kept() -> str:
             saved = 0 if self.jointly else done
-            return f"radii of {saved} tokens are saved in {encodable(str(folder))}" if saved else ""
+            return f"radii of {saved} tokens are saved in {encodable(str(self.out))}" if saved else ""
 
         same = ("positions", "jointly", "target", "seconds", "span", "seed")
-        with resumable(kept), writable_folder(folder) as out:
+        with resumable(kept), writable_folder(self.out) as out:
             return word_radii(
                 loaded,
                 inputs,
@@ -142,12 +131,8 @@ class RadiusPlan(OneInputPlan):
             )
 
 
-@command(
-    *_EXAMPLES,
-    without=("images", "layers", "as_decoder", "part", "device", *ONE_PROCESS),
-    out="howsmooth-radius",
-)
-def radius(plan: RadiusPlan, execution: Execution, shown: Shown) -> int:
+@command(*_EXAMPLES)
+def radius(plan: RadiusPlan, shown: Shown) -> int:
     """Prove how far each word of a text may move before a classifier can change its answer."""
-    find_and_show(plan, execution.out, shown)
+    find_and_show(plan, shown)
     return 0

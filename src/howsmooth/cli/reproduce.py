@@ -12,10 +12,10 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
-from howsmooth.cli.typer_command import FAILED, Shown, ShownOrQuiet, command, means_of, resumable
+from howsmooth.cli.typer_command import FAILED, Shown, command, means_of, resumable
 from howsmooth.paper.reproduce_options import FigureOptions
-from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import OUTPUT
+from howsmooth.study.execution_options import Execution, Out
+from howsmooth.study.options import Told, Words, described, options
 from howsmooth.study.text_formatting import encodable, readable
 
 if TYPE_CHECKING:
@@ -45,36 +45,36 @@ _EXAMPLES = (
 _NO_PAGE = "There is no page yet, since a figure is drawn once all its measurements are made"
 
 
-@command(*_EXAMPLES, out="howsmooth-reproduced")
-def reproduce(
-    options: FigureOptions,
-    execution: Execution,
-    shown: ShownOrQuiet,
+@options
+class ReproduceExecution(Execution):
+    """The options for carrying out figures."""
+
+    out: Out = Path("howsmooth-reproduced")
+
+
+@options
+class ReproduceShown(Shown):
+    """The options that choose figures, and how the command shows its progress and its result."""
+
     figures: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="FIGURE",
-            help="Names of figures, as --list prints them, or figure-1 and figure-2 as in the paper. "
-            "Default: all.",
-            show_default=False,
-        ),
-    ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Print the names of all figures and exit.")] = False,
+        Words,
+        Told("FIGURE", positional=True, several=True),
+        "Names of figures, as --list prints them, or their places in the paper. Default: all.",
+    ] = ()
+    list: Annotated[bool, "Print the names of all figures and exit."] = False
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            rich_help_panel=OUTPUT,
-            help="Count the tasks of each figure that are left. Nothing is measured or written.",
-        ),
-    ] = False,
-) -> int:
+        bool, "Count the tasks of each figure that are left. Nothing is measured or written."
+    ] = False
+
+
+@command(*_EXAMPLES)
+def reproduce(options: FigureOptions, execution: ReproduceExecution, shown: ReproduceShown) -> int:
     """Reproduce the figures of the paper: measure, draw, and write one page that describes the results."""
     from howsmooth.paper.html_page import PAGE
     from howsmooth.paper.reproduction import FIGURES, choose_figures, produce
     from howsmooth.study.store import STORE_NAME
 
-    if listed:
+    if shown.list:
         if shown.json:
             listing = [{"name": one.name, "paper": one.paper, "title": one.title} for one in FIGURES]
             typer.echo(json_format.dumps(listing))
@@ -82,8 +82,8 @@ def reproduce(
             for one in FIGURES:
                 typer.echo(f"{one.name:<18} {one.paper}: {one.title}")
         return 0
-    chosen = choose_figures(figures or [])
-    if dry_run:
+    chosen = choose_figures(shown.figures)
+    if shown.dry_run:
         return _tell_tasks(chosen, options, execution.out, shown)
     out = execution.out
 
@@ -94,11 +94,7 @@ def reproduce(
         page = f"{PAGE} shows the finished figures" if (out / PAGE).exists() else _NO_PAGE
         return f"finished figures and measurements are saved in {encodable(str(out))}. {page}"
 
-    with (
-        resumable(kept),
-        shown_progress(quiet=shown.quiet) as display,
-        means_of(execution, display) as means,
-    ):
+    with resumable(kept), shown_progress(quiet=shown.quiet) as display, means_of(execution, display) as means:
         made = produce(chosen, options, out, means)
     if shown.json:
         typer.echo(_as_json(made, chosen, options, out))
@@ -144,7 +140,7 @@ def _as_json(made: Reproduction, figures: Sequence[Figure], options: FigureOptio
     return as_json(
         out=folder,
         page=made.page,
-        settings=options.described(),
+        settings=described(options),
         refused=made.refused,
         figures=[
             {

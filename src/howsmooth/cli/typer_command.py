@@ -1,21 +1,32 @@
-"""Turn dataclasses of options into typer commands, with an option or argument for each field."""
+"""Turn functions of dataclasses of options into typer commands, with an option or argument for each field."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 
+from howsmooth.cli.first_checks import check_at_once
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import OUTPUT, Option, Options, flag, option, options_of, renamed
+from howsmooth.study.options import OUTPUT, WHAT, Told, in_words, options, options_of, renamed
 from howsmooth.study.plan_file import KEYS, read_plan
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import counted, encodable
@@ -23,20 +34,7 @@ from howsmooth.study.text_formatting import counted, encodable
 if TYPE_CHECKING:
     from howsmooth.study.runner import Means
 
-__all__ = [
-    "FAILED",
-    "INTERRUPTED",
-    "ONE_PROCESS",
-    "OTHER_INPUTS",
-    "OUTPUT",
-    "TYPED",
-    "Shown",
-    "ShownOrQuiet",
-    "as_typed",
-    "command",
-    "means_of",
-    "resumable",
-]
+__all__ = ["FAILED", "INTERRUPTED", "TYPED", "Shown", "as_typed", "command", "means_of", "resumable"]
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
@@ -47,102 +45,123 @@ FAILED = 3
 TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
 """The command-line arguments after ``howsmooth``, as the user typed them."""
 
-ONE_PROCESS = ("executor", "workers", "scheduler")
-"""The options of an execution that a command without workers leaves out."""
 
-OTHER_INPUTS = ("images", "embeddings")
-"""The inputs that a command of texts and token ids leaves out."""
+# How the help calls a value of a type.
+_KINDS = {bool: None, int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Shown(Options):
+@options
+class Shown:
     """The options that choose how a command shows its progress and its result."""
 
-    PANEL: ClassVar[str] = OUTPUT
+    PANEL: ClassVar[str] = OUTPUT.panel
 
-    json: bool = option(False, flag(), "Print only the result, as JSON.")
-    quiet: bool = option(False, flag(), "Show no progress; the result is printed.", short="-q")
-
-
-@dataclasses.dataclass(frozen=True)
-class ShownOrQuiet(Shown):
-    """The options that choose how a command that also writes files shows its progress and its result."""
-
-    quiet: bool = option(
-        False, flag(), "Show no progress, and print no result: it is in the files.", short="-q"
-    )
+    json: Annotated[bool, "Print only the result, as JSON."] = False
+    quiet: Annotated[
+        bool,
+        Told(short="-q"),
+        "Show no progress. measure and reproduce print no result either: it is in the files.",
+    ] = False
 
 
-def command(
-    *examples: str, without: Sequence[str] = (), **defaults: Any
-) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return a decorator that turns a function into a typer command. The parameters of the function are
-    annotated with dataclasses of options.
+def command(*examples: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return a decorator that turns a function of dataclasses of options into a typer command.
 
-    A parameter that is annotated with a dataclass becomes one option or argument for each field of the
-    dataclass, and the function receives an instance of the dataclass. Other parameters are passed to typer.
-    If one of them is named ``plan_file`` and the user gives it, the parameters ``plan`` and ``execution`` are
-    read from this file; options that the user typed replace those in the file.
-
-    Parameters
-    ----------
-    *examples
-        Paragraphs to print below the help.
-    without
-        Names of fields that do not become options.
-    **defaults
-        Default values that replace the default values of the fields in the dataclass.
-
+    The command has an option or an argument for each field, and ``examples``, paragraphs below the help. If
+    one of the fields is named ``plan_file`` and the user gives it, the parameters ``plan`` and ``execution``
+    are read from this file; options that the user typed replace those in the file.
     """
 
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
-        hints = get_type_hints(function, include_extras=True)
-        plans = {
-            name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Options)
+        hints = get_type_hints(function)
+        plans: dict[str, type] = {name: hint for name, hint in hints.items() if name != "return"}
+        flags = {
+            name: _flag(name, option) for plan in plans.values() for name, option in options_of(plan).items()
         }
-        parameters: dict[str, inspect.Parameter] = {}
-        flags: dict[str, str] = {}
-        for name, parameter in inspect.signature(function).parameters.items():
-            if name not in plans:
-                parameters[name] = parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY)
-                continue
-            for one in _parameters(plans[name], defaults, without):
-                parameters[one.name] = one
-            flags |= {field: _flag(field, option) for field, option in options_of(plans[name]).items()}
-
-        parameters["context"] = inspect.Parameter(
-            "context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context
-        )
 
         @wraps(function)
-        def run(context: typer.Context, **values: Any) -> int:
+        def run(**values: Any) -> int:
+            # What is left out is None, an empty list or, of a flag, False.
+            typed = {name: one for name, one in values.items() if one not in (None, []) and one is not False}
             with renamed(lambda name: flags.get(name, name)):
-                read: dict[str, Any] = {}
-                if values.get("plan_file") is not None:
-                    sources = {key: context.get_parameter_source(key) for key in KEYS if key in values}
-                    typed = [key for key, one in sources.items() if one and one.name == "COMMANDLINE"]
-                    read = read_plan(values["plan_file"], **{key: values[key] for key in typed})._asdict()
+                made: dict[str, Any] = {}
+                if file := typed.get("plan_file"):
+                    replaced = {name: value for name, value in typed.items() if name in KEYS}
+                    made = read_plan(file, **replaced)._asdict()
                 for name, plan in plans.items():
-                    given = _given(plan, values, without)
-                    values[name] = read.get(name) or plan(**given)
-                how = values.get("execution")
+                    own = {field: value for field, value in typed.items() if field in options_of(plan)}
+                    made[name] = made[name] if name in made else plan(**own)
+                for one in made.values():
+                    check_at_once(one, models=not file)
+                threads = next((one.threads for one in made.values() if hasattr(one, "threads")), None)
                 with ExitStack() as opened:
-                    if isinstance(how, Execution) and how.threads is not None:
+                    if threads is not None:
                         from howsmooth.threads import fastest_threads
 
-                        opened.enter_context(fastest_threads(how.threads))
+                        opened.enter_context(fastest_threads(threads))
                     try:
-                        return function(**values)
+                        return function(**made)
                     except KeyboardInterrupt:  # which typer would turn into a silent exit
                         raise typer.Abort from None
 
-        # typer reads the parameters of a command from its signature and annotations.
-        run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
-        run.__annotations__ = {name: one.annotation for name, one in parameters.items()} | {"return": int}
+        # typer reads the parameters of a command from its signature.
+        parameters = [one for plan in plans.values() for one in _parameters(plan)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": int}
         run.__dict__["examples"] = "\n\n".join(map(_above, examples))
         return run
 
     return decorate
+
+
+def _flag(field: str, option: Told) -> str:
+    return option.flag or field.replace("_", "-")
+
+
+def _parameters(plan: Any) -> Iterator[inspect.Parameter]:
+    """Yield a typer parameter for each option of a dataclass. The default of each is None: what the dataclass
+    takes then stands in the help.
+    """
+    for name, option in options_of(plan).items():
+        field = plan.__pydantic_fields__[name]
+        kind = _typed(field.annotation)
+        needed = field.is_required()
+        usual = "" if needed or not field.default else f" Default: {in_words(field.default)}."
+        told: dict[str, Any] = {
+            "help": option.help + usual,
+            "metavar": option.metavar or "|".join(_choices(field.annotation)) or _KINDS[kind],
+            "show_default": False,
+        }
+        if option.positional:
+            typed = typer.Argument(**told)
+        else:
+            names = [f"--{_flag(name, option)}", *([option.short] if option.short else [])]
+            panel = option.panel or getattr(plan, "PANEL", WHAT)
+            typed = typer.Option(*names, **told, rich_help_panel=panel)
+        given: Any = list[str] if option.several else kind
+        default = False if kind is bool else None
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if needed else default,
+            annotation=Annotated[given if needed or kind is bool else given | None, typed],
+        )
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Return the types of which one is that of a value, without what is told of them."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return [get_args(one)[0] if get_origin(one) is Annotated else one for one in members]
+
+
+def _choices(annotation: Any) -> list[str]:
+    return [word for one in _members(annotation) if get_origin(one) is Literal for word in get_args(one)]
+
+
+def _typed(annotation: Any) -> type:
+    """Return the type to which the command line converts a word: bool, int, float or str."""
+    plain = _members(annotation)
+    return next((one for one in (bool, int, float) if one in plain and str not in plain), str)
 
 
 def _above(paragraph: str) -> str:
@@ -188,48 +207,3 @@ def resumable(kept: Callable[[], str]) -> Iterator[None]:
             raise
         typer.echo(f"interrupted: {said}. Continue with:\n  {as_typed()}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _flag(field: str, option: Option) -> str:
-    return option.flag or field.replace("_", "-")
-
-
-def _parameters(
-    plan: type[Options], defaults: Mapping[str, Any], without: Sequence[str]
-) -> Iterator[inspect.Parameter]:
-    """Yield a typer parameter for each field of a dataclass of options."""
-    for field in dataclasses.fields(plan):
-        if field.name in without:
-            continue
-        option: Option = field.metadata["option"]
-        default = defaults.get(field.name, field.default)
-        needed = default is dataclasses.MISSING
-        open_ = default is None or default in ("", ())
-        told: dict[str, Any] = {
-            "help": option.help,
-            "metavar": option.metavar or None,
-            "show_default": not (needed or open_ or default is False),
-        }
-        if option.positional:
-            typed = typer.Argument(**told)
-        else:
-            names = [f"--{_flag(field.name, option)}", *([option.short] if option.short else [])]
-            typed = typer.Option(*names, **told, rich_help_panel=option.panel or plan.PANEL)
-        kind: Any = option.kind.typed
-        if option.kind.several:
-            kind, default = list[kind], default and list(default)
-        if open_:
-            kind, default = kind | None, None
-        yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if needed else default,
-            annotation=Annotated[kind, typed],
-        )
-
-
-def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Take the options of a dataclass out of ``values``, and return those that are not omitted."""
-    # The value of an omitted option is None or an empty list.
-    taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
-    return {name: value for name, value in taken.items() if value is not None and value != []}

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from howsmooth.errors import ArgumentError
-from howsmooth.study.options import Kind, Options, flag, option, options_of, several, words
-from howsmooth.study.plans import DEFAULT_TEXT, ModelSpec, Plan, shared
-from howsmooth.study.ranges import Ranges
+from pydantic import PlainValidator
+
+from howsmooth.study.options import LATER, Told, listed, once, options, word
+from howsmooth.study.plans import DEFAULT_TEXT, Device, Layers, Lengths, ModelSpec, Samples, Seed, Texts
 
 __all__ = ["FigureOptions"]
 
 _VARIANTS = {"random-init": "random_init", "as-decoder": "as_decoder"}
 
 
-def _model(name: str, value: Any) -> ModelSpec:
+def _model(value: Any, info: Any) -> ModelSpec:
     """Parse the name of a model, which may be followed by variants, such as ``gpt2,random-init``."""
     if isinstance(value, ModelSpec):
         return value
-    base, variants = words(place=True).read(name, value), dict[str, Any]()
+    base, variants = word(value, info), dict[str, Any]()
     while (variant := base.rpartition(",")[2]) in _VARIANTS and "," in base:
         base = base.rpartition(",")[0]
         variants[_VARIANTS[variant]] = True
     return ModelSpec(base, **variants)
 
 
-def _of_plan(name: str, **changed: Any) -> Any:
-    """Define an option like one of a measurement plan, with some arguments changed."""
-    return option(**({"default": None} | vars(options_of(Plan)[name]) | changed))
+def _models(value: Any, info: Any) -> tuple[ModelSpec, ...]:
+    models = tuple(_model(one, info) for one in listed(value))
+    once(tuple(model.label for model in models), info)
+    return models
 
 
-@dataclass(frozen=True)
-class FigureOptions(Options):
+@options
+class FigureOptions:
     """The options of the command ``howsmooth reproduce``.
 
     If the user omits an option, each figure uses a default of its own.
@@ -40,53 +40,31 @@ class FigureOptions(Options):
 
     PANEL: ClassVar[str] = "What to reproduce"
 
-    models: tuple[ModelSpec, ...] = option(
-        (),
-        several(Kind(str, _model, place=True), once=False),
+    models: Annotated[
+        tuple[ModelSpec, ...],
+        PlainValidator(_models),
+        Told("NAME", flag="model", several=True),
         "A built-in model, a local folder, or a Hub id, in place of the figure's models. Append "
-        ",random-init or ,as-decoder for this model alone. May be repeated.",
-        metavar="NAME",
-        flag="model",
-    )
-    as_decoder: bool = shared("as_decoder")
-    random_init: bool = shared("random_init")
-    texts: tuple[str, ...] = _of_plan("texts")
-    layers: Ranges | None = shared("layers", default=None)
-    lengths: tuple[int, ...] | None = _of_plan(
-        "lengths", help="Numbers of tokens: start:stop:step or a list, in place of the figure's lengths."
-    )
-    samples: int | None = _of_plan(
-        "samples", help="Number of sequences for each length, in place of the figure's number."
-    )
-    as_published: bool = option(
-        False,
-        flag(),
-        "Also show what the paper's published code computes. This takes several times as long.",
-    )
-    seed: int = shared("seed")
-    device: str = shared("device")
-    dtype: str = shared("dtype")
+        ",random-init or ,as-decoder for a variant of it. May be repeated.",
+    ] = ()
+    texts: Texts = LATER
+    layers: Annotated[
+        Layers | None, "Layers: all, or a list such as 0,6, in place of the figure's layers."
+    ] = None
+    lengths: Annotated[
+        Lengths | None, "Numbers of tokens: start:stop:step or a list, in place of the figure's lengths."
+    ] = None
+    samples: Annotated[
+        Samples | None, "Number of sequences for each length, in place of the figure's number."
+    ] = None
+    as_published: Annotated[
+        bool, "Also show what the paper's published code computes. This takes several times as long."
+    ] = False
+    seed: Seed = 0
+    device: Device = "cpu"
+    dtype: Literal["float32", "float64"] = "float32"
 
-    def check(self) -> None:
-        """Choose the default text, apply the options ``as_decoder`` and ``random_init`` to each model, and
-        refuse a model that is named twice.
-
-        Both options are refused if no model is named.
-        """
+    def __post_init__(self) -> None:
+        """Choose the default text."""
         if self.texts is None:
-            self._set("texts", (DEFAULT_TEXT,))
-        if not self.models and (self.as_decoder or self.random_init):
-            raise ArgumentError(
-                "models",
-                expected="a --model together with --as-decoder or --random-init",
-                got="none",
-                remedy="Give --model, or leave them out.",
-            )
-        found: list[ModelSpec] = []
-        for one in self.models:
-            both = {name: getattr(one, name) or getattr(self, name) for name in _VARIANTS.values()}
-            spec = replace(one, **both)
-            if spec in found:
-                raise ArgumentError("models", expected="each only once", got=f"{spec.label!r} twice")
-            found.append(spec)
-        self._set("models", tuple(found))
+            vars(self)["texts"] = (DEFAULT_TEXT,)

@@ -105,9 +105,7 @@ class AttentionSource:
     """
 
     def __init__(self, plan: BoundPlan) -> None:
-        spec = ModelSpec(
-            plan.source, random_init=plan.random_init, as_decoder=plan.as_decoder, part=plan.part
-        )
+        spec = ModelSpec(plan.source, random_init=plan.random_init, part=plan.part)
         self._plan = Plan(
             models=(spec,),
             samples=1,
@@ -115,7 +113,7 @@ class AttentionSource:
             layers=plan.layers,
             heads=plan.heads,
             seed=plan.seed,
-            **plan.inputs,
+            **{"texts" if kind == "text" else kind: given for kind, given in plan.inputs.items()},
         )
         (text,) = open_sources(self._plan)
         self._model = Models(self._plan).load(spec, text.content)

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.text_formatting import RUN_AGAIN
+
+if TYPE_CHECKING:
+    import pandas as pd  # takes a second, and a wrong folder is told before
 
 __all__ = [
     "check_parquet",

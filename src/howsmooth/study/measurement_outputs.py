@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from howsmooth.errors import ArgumentError
 from howsmooth.study.exponents import compare, exponents
 from howsmooth.study.figures.measurements import Picture, draw_all
 from howsmooth.study.file_writing import csv_of, replace_file, write_parquet, written_beside
-from howsmooth.study.options import choice
-from howsmooth.study.plans import FIGURES
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report.page import render
@@ -57,13 +56,13 @@ def write_outputs(
     Raises
     ------
     ArgumentError
-        If ``figures`` is not one of :data:`howsmooth.study.plans.FIGURES`, or ``parquet`` is asked for and
-        pandas has no engine for it.
+        If ``figures`` is neither, or ``parquet`` is asked for and pandas has no engine for it.
     StoreError
         If the store cannot be read or a file cannot be written.
 
     """
-    choice(*FIGURES).read("figures", figures)
+    if figures not in ("page", "all"):
+        raise ArgumentError("figures", expected="one of page, all", got=repr(figures))
     folder = Path(folder)
     with Store.open(folder, write=False) as store:
         contents = store.contents()

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import os
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, similar_name
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import check_keys, options_of, renamed
+from howsmooth.study.options import renamed
 from howsmooth.study.plans import Plan
 
 __all__ = ["KEYS", "Study", "read_plan"]
 
-_OF_PLAN, _OF_EXECUTION = options_of(Plan), options_of(Execution)
+_OF_PLAN, _OF_EXECUTION = ({field.name for field in fields(one)} for one in (Plan, Execution))
+_PLACES = ("models", "texts", "images", "tokens", "embeddings")
 
-KEYS = (*_OF_PLAN, *_OF_EXECUTION)
+KEYS = tuple(field.name for one in (Plan, Execution) for field in fields(one))
 """The allowed keys of a plan file."""
 
 
@@ -53,13 +54,19 @@ def read_plan(path: str | os.PathLike[str], **typed: Any) -> Study:
 
     """
     path = Path(path)
-    with renamed(lambda name: name if name in typed else f"{path.name}: {name.replace('-', '_')}"):
+    with renamed(lambda name: name if name in typed else f"{path.name}: {name}" if name else path.name):
         values = _parsed(path)
-        check_keys(values, KEYS)
+        for key, value in values.items():
+            if key not in KEYS:
+                got, remedy = "an unknown key", similar_name(key, KEYS)
+                if isinstance(value, dict):
+                    got, remedy = "a table", f"Write the keys in no table: leave out [{key}]."
+                raise ArgumentError(
+                    key, expected=f"one of the keys {', '.join(KEYS)}", got=got, remedy=remedy
+                )
         if "models" not in values:
             raise ArgumentError("models", expected="a value", got="no such key")
-        places = {key for key, option in _OF_PLAN.items() if option.kind.place}
-        values = {key: _beside(path, one) if key in places else one for key, one in values.items()} | typed
+        values = {key: _beside(path, one) if key in _PLACES else one for key, one in values.items()} | typed
         plan = Plan(**{key: value for key, value in values.items() if key in _OF_PLAN})
         how = Execution(**{key: value for key, value in values.items() if key in _OF_EXECUTION})
         if "out" not in typed:

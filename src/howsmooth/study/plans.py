@@ -7,44 +7,49 @@ The fields of a plan are its arguments in Python, its keys in a plan file and it
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
-from howsmooth.scopes import ATTENTION_SCOPES, CROSS_SCOPE, OUTPUTS, SCOPES, SIDES
+from howsmooth.scopes import CROSS_SCOPE
 from howsmooth.study.options import (
     HOW,
-    OUTPUT,
-    Kind,
-    Options,
-    check_keys,
-    choice,
-    flag,
-    number,
-    one_of,
-    option,
-    options_of,
+    LATER,
+    Integer,
+    Real,
+    Selection,
+    Told,
+    Word,
+    Words,
+    listed,
+    once,
+    options,
     renamed,
-    selection,
-    several,
     shown,
-    size,
     some_of,
     token_counts,
-    whole,
-    words,
+    word,
 )
-from howsmooth.study.ranges import Ranges
+from howsmooth.study.ranges import ALL, Ranges
 from howsmooth.study.text_formatting import encodable
 
+if TYPE_CHECKING:
+    ByteSize = int
+    Scope = str
+else:
+    from pydantic import ByteSize
+
+    Scope = Literal["head", "heads", "attention", "residual", "block", "model", "cross-attention"]
+
 __all__ = [
-    "BOUNDS",
     "DEFAULT_TEXT",
-    "FIGURES",
     "INFLUENCE_RTOL",
     "KINDS",
     "PROFILE_RTOL",
@@ -58,14 +63,7 @@ __all__ = [
     "ModelSpec",
     "Plan",
     "check_output",
-    "shared",
 ]
-
-BOUNDS = ("auto", "all", "none")
-"""Which bounds to compute beside constants: as many as take little time, all, or none."""
-
-FIGURES = ("page", "all")
-"""Which figures a study draws: those on its page, or also files of each layer and head."""
 
 KINDS = ("text", "tokens", "embeddings", "images")
 """The kinds of input: text, token ids, embedded tokens and images."""
@@ -100,8 +98,6 @@ _PUBLISHED_ELSEWHERE = {
     "c-3": "It changes a bound; use howsmooth reproduce bounds --as-published.",
 }
 
-_CROSS_ELSEWHERE = "No bound is known for it; howsmooth measure takes this scope."
-
 _DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
 _DEFAULT_LENGTHS = tuple(range(2, 101, 2))
 
@@ -114,133 +110,115 @@ _MOST_SEARCH_STEPS = 1_000_000
 # ---- Options that several plans share
 
 
-def _parquet(name: str, value: Any) -> bool:
-    """Read a flag; if it is true, refuse it where pandas has no engine for parquet."""
-    if flag().read(name, value):
-        from howsmooth.study.file_writing import check_parquet  # imports pandas, which takes a while
+def _one_word(value: Any, info: Any) -> str | None:
+    """Read a word that may be given only once; None stays None."""
+    if value is None:
+        return None
+    values = listed(value)
+    if len(values) != 1:
+        raise ArgumentError(info.field_name, expected="one value", got=", ".join(map(shown, values)))
+    return word(values[0], info)
 
-        check_parquet(name)
-    return bool(value)
+
+def _whole_size(value: Any) -> Any:
+    """Return a size in bytes without what ByteSize would leave unread."""
+    return value if not isinstance(value, str) or re.fullmatch(r"\s*[\d.]+\s*\w*\s*", value) else shown(value)
 
 
-_SHARED: dict[str, Any] = {
-    "source": option(
-        ...,
-        words(place=True),
-        "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
-        metavar="MODEL",
-        positional=True,
-    ),
-    "text": option(
-        DEFAULT_TEXT,
-        words(place=True),
-        "The text that a model reads: a .txt or .csv file, alice, ag_news, or - for standard input.",
-        metavar="NAME|PATH",
-    ),
-    "images": option(
-        (),
-        several(words(place=True)),
-        "Images instead of a text: a file, a folder, or builtin (generated). May be repeated. The length of "
-        "an image is the number of its patches and of the tokens that the model adds, such as a class token.",
-        metavar="builtin|PATH",
-    ),
-    "tokens": option(
-        (),
-        several(words(place=True)),
-        "Token ids instead of a text: a .npy file of an integer array (tokens) or (sequences, tokens).",
-        metavar="FILE",
-    ),
-    "embeddings": option(
-        (),
-        several(words(place=True)),
-        "Embedded tokens instead of a text: a .npy file of an array (n, d) or (sequences, n, d), which "
-        "stands for the model's embedding of ids; with --part encoder, what its first layer reads.",
-        metavar="FILE",
-    ),
-    "layers": option(
-        "all",
-        selection(),
-        "Layers: all, or a list such as 0,6 or 0:4 (with the layer 4) or -1 (the last layer).",
-        metavar="RANGES",
-    ),
-    "heads": option(
-        "all", selection(), "Heads, in the format of --layers; only with --scope head.", metavar="RANGES"
-    ),
-    "scope": option(
-        "attention",
-        choice(*ATTENTION_SCOPES, elsewhere={CROSS_SCOPE: _CROSS_ELSEWHERE}),
-        "The part of attention. head: one head without output projection; heads: all heads without output "
-        "projection; attention: all heads with output projection.",
-        metavar="SCOPE",
-    ),
-    "output": option(
-        "hidden",
-        choice(*OUTPUTS),
-        "With the scope model: the last hidden state of all tokens, the logits, or the margin, the largest "
-        "logit minus the second largest (of a language model at the last token). The last two need a model "
-        "with a head.",
-        metavar="|".join(OUTPUTS),
-    ),
-    "random_init": option(False, flag(), "Build the architecture with untrained weights."),
-    "as_decoder": option(False, flag(), "Run an encoder as a decoder, with its causal mask."),
-    "part": option(
-        None,
-        words(),
-        "One part of a model with several: text, vision, audio, or a module path such as encoder.",
-        metavar="PART",
-    ),
-    "span": option(
-        None,
-        words(),
-        SPAN.format(PROFILE_TOKENS),
-        metavar="START:END",
-    ),
-    "rtol": option(1e-4, number(), "Relative width of an interval at convergence.", panel=HOW),
-    "confidence": option(
-        0.999, number(), "Probability that an interval contains what is measured.", panel=HOW
-    ),
-    "max_iterations": option(200, whole(1, _MOST_ITERATIONS), "Largest number of Lanczos steps.", panel=HOW),
-    "memory": option(
-        None,
-        size(),
-        "Memory that one measurement may use, such as 8GiB. For sequences whose attention probabilities "
-        "do not fit, they are recomputed in blocks. The scopes block and model take what they need. Default: "
-        "half of the free memory.",
-        metavar="SIZE",
-        panel=HOW,
-    ),
-    "seed": option(0, whole(0, _MOST_SEED), "Seed of all random numbers.", panel=HOW),
-    "device": option("cpu", words(), "PyTorch device, such as cpu, cuda or cuda:1.", panel=HOW),
-    "parquet": option(
-        False,
-        Kind(bool, _parquet),
-        "Also write the tables as parquet, with the line to cite.",
-        panel=OUTPUT,
-    ),
-    "dtype": option(
-        "float32",
-        choice(
-            "float32",
-            "float64",
-            elsewhere=dict.fromkeys(
-                ("float16", "bfloat16", "half"), "A model in half precision is measured in float32."
-            ),
+Source = Annotated[
+    Word,
+    Told("MODEL", positional=True),
+    "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
+]
+Text = Annotated[
+    str | None,
+    PlainValidator(_one_word),
+    Told("NAME|PATH", several=True),
+    "The text that a model reads: a .txt or .csv file, alice, ag_news, or - for standard input. "
+    f"Default: {DEFAULT_TEXT}.",
+]
+Texts = Annotated[
+    Words,
+    Told("NAME|PATH", flag="text", several=True),
+    "A text: a .txt file, a .csv file in AG_NEWS format, alice, ag_news, or - (standard input). May be "
+    f"repeated. Default: {DEFAULT_TEXT}.",
+]
+Images = Annotated[
+    Words,
+    Told("builtin|PATH", several=True),
+    "Images instead of a text: a file, a folder, or builtin (generated). May be repeated. The length of "
+    "an image is the number of its patches and of the tokens that the model adds, such as a class token.",
+]
+Tokens = Annotated[
+    Words,
+    Told("FILE", several=True),
+    "Token ids instead of a text: a .npy file of an integer array (tokens) or (sequences, tokens).",
+]
+Embeddings = Annotated[
+    Words,
+    Told("FILE", several=True),
+    "Embedded tokens instead of a text: a .npy file of an array (n, d) or (sequences, n, d), which "
+    "stands for the model's embedding of ids; with --part encoder, what its first layer reads.",
+]
+Layers = Annotated[
+    Selection, "Layers: all, or a list such as 0,6 or 0:4 (with the layer 4) or -1 (the last layer)."
+]
+Heads = Annotated[Selection, "Heads, in the format of --layers; only with --scope head."]
+Lengths = Annotated[
+    tuple[int, ...],
+    PlainValidator(token_counts()),
+    Told("RANGES"),
+    "Numbers of tokens: start:stop:step with the stop included, or a list such as 8,16,32. "
+    "Default: the even numbers from 2 to 100; for images, some lengths of the model.",
+]
+Samples = Annotated[
+    Integer,
+    Field(ge=1),
+    "Number of sequences for each length. They are windows of the text that do not overlap, without "
+    "special tokens.",
+]
+Output = Annotated[
+    Literal["hidden", "logits", "margin"],
+    "With the scope model: the last hidden state of all tokens, the logits, or the margin, the largest "
+    "logit minus the second largest (of a language model at the last token). The last two need a model "
+    "with a head.",
+]
+RandomInit = Annotated[bool, "Build the architecture with untrained weights."]
+AsDecoder = Annotated[bool, "Run an encoder as a decoder, with its causal mask."]
+Part = Annotated[
+    Word | None,
+    Told("PART"),
+    "One part of a model with several: text, vision, audio, or a module path such as encoder.",
+]
+Span = Annotated[Word | None, Told("START:END"), SPAN.format(PROFILE_TOKENS)]
+Rtol = Annotated[Real, HOW, "Relative width of an interval at convergence."]
+Confidence = Annotated[Real, HOW, "Probability that an interval contains what is measured."]
+Iterations = Annotated[Integer, Field(ge=1, le=_MOST_ITERATIONS), HOW, "Largest number of Lanczos steps."]
+Memory = Annotated[
+    Annotated[ByteSize, Field(ge=1), BeforeValidator(_whole_size)] | None,
+    Told("SIZE", panel=HOW.panel),
+    "Memory that one measurement may use, such as 8GiB. For sequences whose attention probabilities "
+    "do not fit, they are recomputed in blocks. The scopes block and model take what they need. Default: "
+    "half of the free memory.",
+]
+Seed = Annotated[Integer, Field(ge=0, le=_MOST_SEED), HOW, "Seed of all random numbers."]
+Device = Annotated[Word, HOW, "PyTorch device, such as cpu, cuda or cuda:1."]
+Dtype = Annotated[
+    Literal["float32", "float64"],
+    Told(
+        panel=HOW.panel,
+        elsewhere=tuple(
+            (name, "A model in half precision is measured in float32.")
+            for name in ("float16", "bfloat16", "half")
         ),
-        "Floating-point precision.",
-        metavar="float32|float64",
-        panel=HOW,
     ),
-}
-
-
-def shared(name: str, **changed: Any) -> Any:
-    """Define a field that several plans have, such as ``text``, possibly with changes for one plan.
-
-    ``changed`` has the changed arguments of :func:`howsmooth.study.options.option`.
-    """
-    usual = _SHARED[name]
-    default = ... if usual.default is MISSING else usual.default
-    return option(**({"default": default} | vars(usual.metadata["option"]) | changed))
+    "Floating-point precision.",
+]
+Bounds = Annotated[
+    Literal["auto", "all", "none"],
+    HOW,
+    "Bounds to compute beside the constants. auto: as many as take at most a fifth of the measuring time.",
+]
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
@@ -283,53 +261,48 @@ class InputSpec(NamedTuple):
     places: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class ModelSpec(Options):
+@options
+class ModelSpec:
     """A model of a study as the user gave it, before it is loaded."""
 
-    name: str = option(..., words(place=True), "A built-in model, a local folder, or a Hub id.")
-    random_init: bool = shared("random_init")
-    as_decoder: bool = shared("as_decoder")
-    layers: Ranges | None = shared("layers", default=None)
-    heads: Ranges | None = shared("heads", default=None)
-    lengths: tuple[int, ...] | None = option(None, token_counts(), "Numbers of tokens.")
-    part: str | None = shared("part")
+    name: Annotated[Word, "A built-in model, a local folder, or a Hub id."]
+    random_init: RandomInit = False
+    as_decoder: AsDecoder = False
+    layers: Annotated[Layers | None, "The layers of this model."] = None
+    heads: Annotated[Heads | None, "The heads of this model."] = None
+    lengths: Annotated[Lengths | None, "The numbers of tokens for this model."] = None
+    part: Part = None
 
     @property
     def label(self) -> str:
         """The name of the model in results; it differs between variants of one model."""
         # os.path.isdir returns False for names that are no valid paths; Path.is_dir raises an error.
         base = Path(self.name).resolve().name if os.path.isdir(self.name) else self.name  # noqa: PTH112
-        variants = [
-            words
-            for on, words in (
-                (self.part, str(self.part)),
-                (self.random_init, "random init"),
-                (self.as_decoder, "as decoder"),
-            )
-            if on
-        ]
+        named = {self.part: self.part, "random init": self.random_init, "as decoder": self.as_decoder}
+        variants = [str(words) for words, on in named.items() if on]
         return encodable(f"{base} ({', '.join(variants)})" if variants else base)
 
 
-def _model_entry(name: str, value: Any) -> Any:
-    if isinstance(value, ModelSpec | Mapping):
-        return value
-    if not isinstance(value, str | os.PathLike):
-        raise ArgumentError(
-            name,
-            expected="names or tables with a name",
-            got=shown(value),
-            remedy="A torch.nn.Module is measured with hs.profile, or hs.capture and hs.local_lipschitz: "
-            'see "A module of your own" in the guide "Measure a model".'
-            if callable(value)
-            else "",
-        )
-    return {"name": value}
+def _models(value: Any, info: Any) -> tuple[Any, ...]:
+    """Read names, tables and specifications; the plan completes names and tables."""
+    entries = []
+    for entry in listed(value):
+        if not isinstance(entry, str | os.PathLike | ModelSpec | Mapping):
+            raise ArgumentError(
+                info.field_name,
+                expected="names or tables with a name",
+                got=shown(entry),
+                remedy="A torch.nn.Module is measured with hs.profile, or hs.capture and hs.local_lipschitz: "
+                'see "A module of your own" in the guide "Measure a model".'
+                if callable(entry)
+                else "",
+            )
+        entries.append(entry if isinstance(entry, ModelSpec | Mapping) else {"name": entry})
+    return tuple(entries)
 
 
-@dataclass(frozen=True)
-class Plan(Options):
+@options
+class Plan:
     """The plan of a study: which constants to measure, of which models and on which inputs.
 
     Constants are measured at all combinations of models, texts, lengths, samples, scopes and layers, and also
@@ -343,88 +316,59 @@ class Plan(Options):
     plan are either all text input (texts, token ids, embedded tokens) or all images.
     """
 
-    models: tuple[ModelSpec, ...] = option(
-        None,
-        several(Kind(str, _model_entry, place=True), once=False),
+    models: Annotated[
+        tuple[ModelSpec, ...],
+        PlainValidator(_models),
+        Told("MODEL", positional=True, several=True),
         "A built-in model, a local folder, or a Hub id; several are measured into one store. "
         f"Default: {' '.join(_DEFAULT_MODELS)}.",
-        metavar="MODEL",
-        positional=True,
-    )
-    texts: tuple[str, ...] = option(
-        None,
-        several(words(place=True)),
-        "A text: a .txt file, a .csv file in AG_NEWS format, alice, ag_news, or - (standard input). May be "
-        "repeated. "
-        f"Default: {DEFAULT_TEXT}.",
-        metavar="NAME|PATH",
-        flag="text",
-    )
-    lengths: tuple[int, ...] = option(
-        None,
-        token_counts(),
-        "Numbers of tokens: start:stop:step with the stop included, or a list such as 8,16,32. "
-        "Default: the even numbers from 2 to 100; for images, some lengths of the model.",
-        metavar="RANGES",
-    )
-    samples: int = option(
-        10,
-        whole(1),
-        "Number of sequences for each length. They are windows of the text that do not overlap, without "
-        "special tokens.",
-    )
-    images: tuple[str, ...] = shared("images")
-    tokens: tuple[str, ...] = shared("tokens")
-    embeddings: tuple[str, ...] = shared("embeddings")
-    scopes: tuple[str, ...] = option(
-        ("attention",),
-        several(choice(*SCOPES, "model", CROSS_SCOPE)),
+    ] = LATER
+    texts: Texts = LATER
+    lengths: Lengths = LATER
+    samples: Samples = 10
+    images: Images = ()
+    tokens: Tokens = ()
+    embeddings: Embeddings = ()
+    scopes: Annotated[
+        tuple[Scope, ...],
+        BeforeValidator(listed),
+        AfterValidator(once),
+        Told("SCOPE", flag="scope", several=True),
         "The map to measure. head: one head without output projection; heads: all heads without output "
         "projection; attention: all heads with output projection; residual: input plus attention; "
-        "block: residual with the norm layer; model: the whole model from its embeddings, one constant for "
-        "all layers; cross-attention: attention to another sequence, the memory. May be repeated.",
-        metavar="SCOPE",
-        flag="scope",
-    )
-    output: str = shared("output")
-    side: str | None = option(
-        None,
-        choice(*SIDES),
+        "block: residual with the norm layer; model: the whole model from its embeddings, one constant "
+        "for all layers; cross-attention: attention to another sequence, the memory. May be repeated.",
+    ] = ("attention",)
+    output: Output = "hidden"
+    side: Annotated[
+        Literal["queries", "memory", "joint"] | None,
         "With the scope cross-attention, which sequence moves: the tokens of the queries, the memory, or "
-        "both (joint, the default). With the scope model of an encoder-decoder: queries, from the embeddings "
-        "of its decoder, or memory, from those of its encoder.",
-        metavar="|".join(SIDES),
-    )
-    layers: Ranges = shared("layers")
-    heads: Ranges = shared("heads")
-    random_init: bool = shared("random_init")
-    as_decoder: bool = shared("as_decoder")
-    part: str | None = shared("part")
-    as_published: str = option(
-        "",
-        some_of(*PUBLISHED_ITEMS, elsewhere=_PUBLISHED_ELSEWHERE),
-        "Also measure what the paper's published code computes, and write it to published.csv. Choose some "
-        "of its differences from the corrected constant: output, block, unmasked, dropout, stopping; or "
-        "all, for those that apply.",
-        metavar="all|ITEMS",
-    )
-    rtol: float = shared("rtol")
-    confidence: float = shared("confidence")
-    max_iterations: int = shared("max_iterations")
-    seed: int = shared("seed")
-    device: str = shared("device")
-    dtype: str = shared("dtype")
-    bounds: str = option(
-        "auto",
-        choice(*BOUNDS),
-        "Bounds to compute beside the constants. auto: as many as take at most a fifth of the measuring "
-        "time.",
-        metavar="|".join(BOUNDS),
-        panel=HOW,
-    )
-    memory: int | None = shared("memory")
+        "both (joint, the default). With the scope model of an encoder-decoder: queries, from the "
+        "embeddings of its decoder, or memory, from those of its encoder.",
+    ] = None
+    layers: Layers = ALL
+    heads: Heads = ALL
+    random_init: RandomInit = False
+    as_decoder: AsDecoder = False
+    part: Part = None
+    as_published: Annotated[
+        str,
+        PlainValidator(some_of(*PUBLISHED_ITEMS, elsewhere=_PUBLISHED_ELSEWHERE)),
+        Told("all|ITEMS"),
+        "Also measure what the paper's published code computes, and write it to published.csv. Choose "
+        "some of its differences from the corrected constant: output, block, unmasked, dropout, "
+        "stopping; or all, for those that apply.",
+    ] = ""
+    rtol: Rtol = 1e-4
+    confidence: Confidence = 0.999
+    max_iterations: Iterations = 200
+    seed: Seed = 0
+    device: Device = "cpu"
+    dtype: Dtype = "float32"
+    bounds: Bounds = "auto"
+    memory: Memory = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Choose defaults that depend on other fields, and refuse plans that no model or text can satisfy."""
         others = self.tokens or self.embeddings or self.images
         if self.models is None:
@@ -435,12 +379,12 @@ class Plan(Options):
                     got="none",
                     remedy="The default models are measured on texts only.",
                 )
-            self._set("models", tuple({"name": name} for name in _DEFAULT_MODELS))
+            self._set(models=tuple({"name": name} for name in _DEFAULT_MODELS))
         if self.texts is None:
-            self._set("texts", () if others else (DEFAULT_TEXT,))
+            self._set(texts=() if others else (DEFAULT_TEXT,))
         if self.lengths is None:
-            self._set("lengths", () if self._senses() <= {"images"} else _DEFAULT_LENGTHS)
-        self._set("models", tuple(self._model(entry) for entry in self.models))
+            self._set(lengths=() if self._senses() <= {"images"} else _DEFAULT_LENGTHS)
+        self._set(models=tuple(self._model(entry) for entry in self.models))
         self._check_inputs()
         self._check_models()
         _check_heads(self.heads, self.scopes)
@@ -465,10 +409,10 @@ class Plan(Options):
         usual = {name: getattr(self, name) for name in ("random_init", "as_decoder", "part")}
         table = usual | dict(entry)
         with renamed(lambda name: f"models: {name}"):
-            check_keys(table, list(options_of(ModelSpec)))
-            if "name" not in table:
-                raise ArgumentError("name", expected="a name in every table", got="none")
             return ModelSpec(**table)
+
+    def _set(self, **values: Any) -> None:
+        vars(self).update(values)  # a plan is frozen once it is made
 
     def _senses(self) -> set[str]:
         return {"images" if source.kind == "images" else "text" for source in self.sources}
@@ -504,11 +448,7 @@ class Plan(Options):
 
         All images together are one input. Every other file is one input.
         """
-        apart = {
-            "text": self.texts,
-            "tokens": self.tokens,
-            "embeddings": self.embeddings,
-        }
+        apart = {"text": self.texts, "tokens": self.tokens, "embeddings": self.embeddings}
         single = [InputSpec(kind, (place,)) for kind, places in apart.items() for place in places or ()]
         return (*single, *([InputSpec("images", self.images)] if self.images else []))
 
@@ -545,87 +485,96 @@ class Plan(Options):
 # ---- One model and one input
 
 
-@dataclass(frozen=True)
-class InputPlan(Options):
+@options
+class InputPlan:
     """The base class of plans that examine one model on one input."""
 
-    source: str = shared("source")
-    text: str | None = shared(
-        "text",
-        default=None,
-        kind=one_of(words(place=True)),
-        help=f"{_SHARED['text'].metadata['option'].help} Default: {DEFAULT_TEXT}.",
-    )
-    images: tuple[str, ...] = shared("images")
-    tokens: tuple[str, ...] = shared("tokens")
-    embeddings: tuple[str, ...] = shared("embeddings")
-    layers: Ranges = shared("layers")
-    random_init: bool = shared("random_init")
-    as_decoder: bool = shared("as_decoder")
-    part: str | None = shared("part")
-    seed: int = shared("seed")
+    source: Source
+    text: Text = None
+    tokens: Tokens = ()
+    seed: Seed = 0
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise ArgumentError if the plan names more than one input."""
-        given = [f"--{kind}" for kind in KINDS if getattr(self, kind)]
-        if len(given) > 1 or any(len(getattr(self, kind)) > 1 for kind in ("tokens", "embeddings")):
+        given = [f"--{kind}" for kind in self.inputs]
+        if len(given) > 1 or any(len(self.inputs.get(kind, ())) > 1 for kind in ("tokens", "embeddings")):
             raise ArgumentError(
                 "inputs", expected="one text, file of tokens or images", got=" and ".join(given)
             )
 
     @property
+    def inputs(self) -> dict[str, Any]:
+        """The inputs that are given, by their kind; empty for the default text."""
+        return {kind: given for kind in KINDS if (given := getattr(self, kind, None))}
+
+    @property
     def kind(self) -> str:
         """The kind of the input, one of :data:`KINDS`."""
-        return next((kind for kind in KINDS if getattr(self, kind)), "text")
+        return next(iter(self.inputs), "text")
 
 
-@dataclass(frozen=True)
+def _radius(value: Any, info: Any) -> float | str:
+    """Read a finite number above zero, or "auto"."""
+    try:
+        found = "auto" if value == "auto" else float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if found != "auto" and (isinstance(value, bool) or not 0 < float(found) < math.inf):
+        expected = "a finite number > 0, or auto"
+        raise ArgumentError(info.field_name, expected=expected, got=shown(value))
+    return found
+
+
+@options
 class BoundPlan(InputPlan):
     """A plan for bounds: the layers and heads of a model to bound, the lengths, the radius of the ball of
     tokens, and whether to search this ball.
     """
 
-    heads: Ranges = shared("heads")
-    scope: str = shared("scope")
-
-    lengths: tuple[int, ...] = option(
-        (),
-        token_counts(),
-        "Numbers of tokens: start:stop:step or a list. Default: 64, or fewer if the model or the input is "
-        "shorter.",
-        metavar="RANGES",
-    )
-    radius: float | str = option(
-        "auto",
-        number(positive=True, among=("auto",)),
-        "Radius of the ball that contains the tokens. auto: the largest norm that the norm layer before the "
-        "attention can produce; without a norm layer, the largest norm of the given tokens.",
-        metavar="R|auto",
-    )
-    search: bool = option(
-        False,
-        flag(),
+    images: Images = ()
+    embeddings: Embeddings = ()
+    layers: Layers = ALL
+    heads: Heads = ALL
+    scope: Annotated[
+        Literal["head", "heads", "attention"],
+        Told(
+            "SCOPE",
+            elsewhere=((CROSS_SCOPE, "No bound is known for it; howsmooth measure takes this scope."),),
+        ),
+        "The part of attention. head: one head without output projection; heads: all heads without "
+        "output projection; attention: all heads with output projection.",
+    ] = "attention"
+    lengths: Annotated[
+        Lengths,
+        "Numbers of tokens: start:stop:step or a list. Default: 64, or fewer if the model or the input "
+        "is shorter.",
+    ] = ()
+    radius: Annotated[
+        float | str,
+        PlainValidator(_radius),
+        Told("R|auto"),
+        "Radius of the ball that contains the tokens. auto: the largest norm that the norm layer before "
+        "the attention can produce; without a norm layer, the largest norm of the given tokens.",
+    ] = "auto"
+    search: Annotated[
+        bool,
         "Also search the ball for the tokens with the largest constant, by gradient ascent. Takes from "
         "seconds to minutes a table.",
-    )
-    steps: int = option(
-        30,
-        whole(1, _MOST_SEARCH_STEPS),
+    ] = False
+    steps: Annotated[
+        Integer,
+        Field(ge=1, le=_MOST_SEARCH_STEPS),
+        HOW,
         "Steps of the gradient ascent of --search; more take longer and may find more.",
-        panel=HOW,
-    )
+    ] = 30
+    random_init: RandomInit = False
+    part: Part = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise ArgumentError if the plan names more than one input, or chooses heads in a scope other than
         ``head``.
         """
         _check_heads(self.heads, (self.scope,))
-        super().check()
+        super().__post_init__()
         if self.steps != BoundPlan.steps and not self.search:
             raise ArgumentError("steps", expected="no steps without --search", got=str(self.steps))
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """The fields of :class:`Plan` that name the inputs, with their values; empty for the default text."""
-        given = {kind: getattr(self, kind) for kind in KINDS[1:] if getattr(self, kind)}
-        return given if self.text is None else given | {"texts": (self.text,)}

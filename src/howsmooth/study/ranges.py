@@ -14,7 +14,7 @@ from typing import Any
 
 from howsmooth.errors import ArgumentError
 
-__all__ = ["Ranges"]
+__all__ = ["ALL", "Ranges"]
 
 _ITEM = re.compile(r"(?P<start>-?\d+)(?::(?P<stop>-?\d+)(?::(?P<step>-?\d+))?)?")
 _GRAMMAR = "numbers and start:stop:step ranges (the stop is included), separated by commas"
@@ -136,3 +136,7 @@ class Ranges:
                 self.argument, expected=f"at most {_MOST_VALUES} numbers", got=repr(self.text)
             )
         return tuple(sorted(set().union(*spans)))
+
+
+ALL = Ranges("all", "", ())
+"""Every layer or head."""

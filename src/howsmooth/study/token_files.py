@@ -6,13 +6,16 @@ import hashlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from howsmooth.errors import ArgumentError, NonFiniteError, reason
 
-__all__ = ["TokenStream", "load_tokens"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TokenStream", "load_tokens", "open_tokens"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +36,8 @@ class TokenStream:
         return len(self.tokens)
 
 
-def load_tokens(source: str | os.PathLike[str], kind: str) -> TokenStream:
-    """Read token ids or embedded tokens from a ``.npy`` file.
+def open_tokens(source: str | os.PathLike[str], kind: str) -> np.ndarray:
+    """Open the array of token ids or embedded tokens in a ``.npy`` file, and check its dtype and its shape.
 
     Parameters
     ----------
@@ -47,15 +50,20 @@ def load_tokens(source: str | os.PathLike[str], kind: str) -> TokenStream:
     Raises
     ------
     ArgumentError
-        If the file cannot be read, or its array is of another dtype or shape, or has numbers that are no ids.
-    NonFiniteError
-        If embedded tokens contain NaN or infinity.
+        If the file cannot be read, or its array is of another dtype or shape.
 
     """
-    what = {"tokens": "token ids", "embeddings": "embedded tokens"}[kind]
     path = Path(source).expanduser()
-    where = str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."
-    array = _read(path, where, kind)
+    where = _shortened(path)
+    array, got = None, repr(where)
+    if path.suffix.lower() == ".npy":
+        try:
+            array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        except Exception as error:  # numpy raises many kinds of errors for a damaged header
+            got = f"{where}, which cannot be read ({reason(error)})"
+    if array is None:
+        remedy = "numpy.save(file, array) writes one."
+        raise ArgumentError(kind, expected="a .npy file", got=got, remedy=remedy)
     ids = kind == "tokens"
     axes = array.ndim - (not ids)  # without that of the dimension
     right = array.dtype.kind in "iu" if ids else array.dtype.kind == "f" and array.dtype.itemsize in (4, 8)
@@ -68,29 +76,41 @@ def load_tokens(source: str | os.PathLike[str], kind: str) -> TokenStream:
             got=f"{array.dtype} of shape {array.shape}",
             remedy="Token ids are given as tokens, and floating-point numbers as embeddings.",
         )
+    return array
+
+
+def load_tokens(source: str | os.PathLike[str], kind: str) -> TokenStream:
+    """Read token ids or embedded tokens from a ``.npy`` file, as :func:`open_tokens` finds them.
+
+    Raises
+    ------
+    ArgumentError
+        As :func:`open_tokens`, and if numbers are no ids.
+    NonFiniteError
+        If embedded tokens contain NaN or infinity.
+
+    """
+    import torch  # takes seconds, and a wrong file is told before
+
+    array, ids = open_tokens(source, kind), kind == "tokens"
+    path = Path(source).expanduser()
+    where = _shortened(path)
     if ids and not 0 <= int(array.min()) <= int(array.max()) < 2**63:
         got = str(min(0, int(array.min())) or int(array.max()))
         raise ArgumentError(where, expected="token ids, whole numbers of at least 0", got=got)
     if not ids and not np.isfinite(array).all():
         raise NonFiniteError(where, expected="finite numbers", got="NaN or infinity")
-    sequences = array if axes == 2 else array[None]
+    sequences = array if array.ndim == 3 - ids else array[None]
     # torch supports neither foreign byte orders nor all strides, so that the array is copied.
     dtype = np.dtype(np.int64) if ids else array.dtype.newbyteorder("=")
     tokens = torch.from_numpy(np.array(sequences, dtype=dtype, order="C")).flatten(0, 1)
     lengths = (sequences.shape[1],) * len(sequences)
     digest = hashlib.sha256(f"{tokens.dtype} {lengths} ".encode())
     digest.update(tokens.reshape(-1).view(torch.uint8).numpy().data)
+    what = "token ids" if ids else "embedded tokens"
     count = "one sequence" if len(lengths) == 1 else f"{len(lengths)} sequences"
     return TokenStream(path.stem, f"{what} of {where}, {count}", digest.hexdigest(), tokens, lengths)
 
 
-def _read(path: Path, where: str, argument: str) -> np.ndarray:
-    got = repr(where)
-    if path.suffix.lower() == ".npy":
-        try:
-            return np.asarray(np.load(path, allow_pickle=False))
-        except Exception as error:  # numpy raises many kinds of errors for a damaged header
-            got = f"{where}, which cannot be read ({reason(error)})"
-    raise ArgumentError(
-        argument, expected="a .npy file", got=got, remedy="numpy.save(file, array) writes one."
-    )
+def _shortened(path: Path) -> str:
+    return str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["BUILTIN_MODELS", "builtin_folder"]
-
-#: The names of the built-in models: a BERT type, trained by masked-token prediction, and a GPT-2 type,
-#: trained by next-token prediction.
-BUILTIN_MODELS = ("builtin-encoder", "builtin-decoder")
+__all__ = ["builtin_folder"]
 
 
 def builtin_folder(name: str) -> Path:

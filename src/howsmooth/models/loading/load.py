@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
-from howsmooth.models.builtin import BUILTIN_MODELS
+from howsmooth.model_names import BUILTIN_MODELS
 from howsmooth.models.float32_weights import HALF, computing_dtype, fingerprint, stored_dtype
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.model_inputs import (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +13,11 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 
-from howsmooth.errors import HowsmoothError, ModelError, reason, similar_name
-from howsmooth.models.builtin import BUILTIN_MODELS, builtin_folder
+from howsmooth.errors import HowsmoothError, ModelError, reason
+from howsmooth.model_names import BUILTIN_MODELS, folder_of, remedy
+from howsmooth.models.builtin import builtin_folder
 
 __all__ = ["Place", "find", "hub_reachable"]
-
-# "package.module:Class", "model.py" or "module.Class"; a colon is in no name of the Hub.
-_OF_PYTHON = re.compile(r":|\.py$|^[a-z_][\w.]*\.[A-Z]\w*$")
 
 
 @dataclass(frozen=True)
@@ -75,29 +71,16 @@ class Place:
             return f"The model {self.name!r} {why}"
         if caused_by(GatedRepoError):
             return f"The Hub model {self.name!r} is gated: log in with `hf auth login` and accept its terms."
+        instead = remedy(self.name, CONFIG_MAPPING)
         if caused_by(RepositoryNotFoundError):
-            return f"The Hugging Face Hub has no model {self.name!r} (or it is private). {_remedy(self.name)}"
+            return f"The Hugging Face Hub has no model {self.name!r} (or it is private). {instead}"
         if self.local_files_only or caused_by(LocalEntryNotFoundError):
             return (
                 f"The model {self.name!r} is neither built in nor a local folder, and the Hugging Face Hub "
                 "cannot be reached (no network), nor does its cache here hold the model. "
-                f"{_remedy(self.name)}"
+                f"{instead}"
             )
         return f"The Hub model {self.name!r} {why}"
-
-
-def _remedy(name: str) -> str:
-    told = (
-        f"Give the folder of a model, a built-in one ({', '.join(BUILTIN_MODELS)}), or build one with "
-        "untrained weights from a model type such as 'gpt2' with random_init (--random-init)."
-    )
-    if _OF_PYTHON.search(name):
-        told = (
-            "It looks like a Python class or file, which commands do not load: give the module to "
-            'hs.profile, or to hs.capture and hs.local_lipschitz, as the page "Measure a model" shows under '
-            f'"A module of your own". {told}'
-        )
-    return f"{told} {similar_name(name, (*BUILTIN_MODELS, *CONFIG_MAPPING))}".rstrip()
 
 
 def find(name: str, *, random_init: bool) -> Place:
@@ -112,53 +95,18 @@ def find(name: str, *, random_init: bool) -> Place:
     """
     if name in BUILTIN_MODELS:
         return Place(name, str(builtin_folder(name)), f"the built-in model {name}", local_files_only=True)
-    path = Path(name).expanduser()
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError) as error:  # the name is too long or has a null character, say
-        shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
-        raise ModelError(f"There is no model {shown}: {reason(error)}. {_remedy(name)}") from None
-    if path.is_dir() and (folder := _model_folder(path)) is not None:
-        return Place(name, str(folder), f"the local folder {path}", local_files_only=True)
-    is_type = random_init and name in CONFIG_MAPPING
-    if path.exists() and not is_type:
-        what = "holds no model (no config.json)" if path.is_dir() else "is a file, not the folder of a model"
-        inside = sorted(one.parent.name for one in path.glob("*/config.json"))
-        hint = f" Models are in the folders {', '.join(inside)} inside." if inside else ""
-        if path.suffix in (".npy", ".npz", ".safetensors"):
-            hint = (
-                " Tensors of your own make a howsmooth.SelfAttention in Python, which hs.bounds.table bounds."
-            )
-        elif path.suffix == ".toml":
-            hint = " A plan file is given as howsmooth measure --plan FILE."
-        raise ModelError(f"{name!r} {what}.{hint} {_remedy(name)}")
-    # What no name of the Hub looks like.
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or re.search(r"[\\:]", name):
-        raise ModelError(f"There is no folder {name!r}. {_remedy(name)}")
+    folder = folder_of(name, random_init=random_init, types=CONFIG_MAPPING)
+    if folder is not None:
+        where = f"the local folder {Path(name).expanduser()}"
+        return Place(name, str(folder), where, local_files_only=True)
     offline = not hub_reachable()
     place = Place(name, name, f"the Hugging Face Hub model {name}", local_files_only=offline)
-    if is_type:
+    if random_init and name in CONFIG_MAPPING:
         try:
             AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
         except Exception:  # the Hub has no such model, or offline the cache has not
             return Place(name, None, f"the default {name} of transformers", local_files_only=True)
     return place
-
-
-def _model_folder(folder: Path) -> Path | None:
-    """Return the folder with the config.json of the model: the given one or, for sentence-transformers, one
-    inside it; None if there is none.
-    """
-    inside = []
-    if not (folder / "config.json").is_file() and (folder / "modules.json").is_file():
-        try:
-            modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
-            inside = [folder / str(m["path"]) for m in modules if str(m["type"]).endswith("Transformer")]
-        except (ValueError, KeyError, TypeError):
-            return None
-    return next((one for one in (folder, *inside) if (one / "config.json").is_file()), None)
 
 
 def hub_reachable() -> bool:

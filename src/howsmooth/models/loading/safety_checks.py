@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import ModelError
+from howsmooth.model_names import check_weights
 from howsmooth.models.loading.model_location import Place
 
 __all__ = ["check_files"]
@@ -27,12 +28,8 @@ def check_files(place: Place, config: Any) -> None:
     """
     cannot = f"{place.name!r} cannot be loaded:"
     folder = Path(place.location or "")
-    if place.location is not None and folder.is_dir() and not any(folder.glob("*.safetensors")):
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        why = "it has a configuration but no model.safetensors"
-        if pickled:
-            why = "its weights are pickled, which howsmooth never reads; convert them to safetensors"
-        raise ModelError(f"{cannot} {why}. With random_init only its configuration is used.")
+    if place.location is not None and folder.is_dir():
+        check_weights(place.name, folder)
     named = getattr(config, "transformers_weights", None)
     if named is not None:
         _check_name(cannot, named, "its configuration", (".safetensors", ".safetensors.index.json"))

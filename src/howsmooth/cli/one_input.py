@@ -1,12 +1,8 @@
-"""The base class of the options of commands that examine one model on one input, and functions that run such
-a command and print its result.
-"""
+"""What commands share that examine one model on one input: their options, and how they load and print."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
@@ -16,12 +12,11 @@ from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, say
 from howsmooth.cli.typer_command import Shown
 from howsmooth.errors import ArgumentError
-from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, shared
-from howsmooth.study.token_files import load_tokens
+from howsmooth.study.execution_options import Threads
+from howsmooth.study.options import options
+from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, Span
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from howsmooth.models import LoadedModel
     from howsmooth.profiling.result_base_classes import Result
 
@@ -31,7 +26,7 @@ Step = Callable[[float, int], None]
 """A function that is told how many steps are done, and how many there are."""
 
 
-@dataclass(frozen=True)
+@options
 class OneInputPlan(InputPlan):
     """Base class of the options of a command that examines one model on one input."""
 
@@ -42,62 +37,72 @@ class OneInputPlan(InputPlan):
         "howsmooth profile takes --images; in Python, hs.profile(model, inputs) takes tensors of any model."
     )
 
-    span: str | None = shared("span")
-    device: str = shared("device")
-    parquet: bool = shared("parquet")
+    span: Span = None
+    threads: Threads = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise ArgumentError if the plan names more than one input, or a span of tokens for an input that is
         neither a text nor token ids.
         """
-        super().check()
+        super().__post_init__()
         if self.span is not None and self.kind not in ("text", "tokens"):
             expected = f"none beside {self.kind}"
             raise ArgumentError("span", expected=expected, got=self.span, remedy=self.NO_SPAN)
-        if len(self.images) > 1:
-            raise ArgumentError("images", expected="one image", got=str(len(self.images)))
+        if len(images := self.inputs.get("images", ())) > 1:
+            raise ArgumentError("images", expected="one image", got=str(len(images)))
 
     @property
     def step(self) -> str:
         """What the progress of the command counts."""
         return "layer"
 
-    @property
-    def with_head(self) -> bool:
-        """Whether the model is loaded together with the output layer that computes its logits."""
-        return getattr(self, "output", "hidden") != "hidden"
-
     def load(self) -> LoadedModel:
         """Load the model, and keep its weights in the dtype of the weights file."""
         from howsmooth.models import load_model
 
-        return self.loaded_by(load_model, head=self.with_head)
+        return self.loaded_by(load_model, head=getattr(self, "output", "hidden") != "hidden")
 
     def loaded_by(self, load: Callable[..., LoadedModel], **more: Any) -> LoadedModel:
         """Load the model with a function that takes the arguments of :func:`~howsmooth.models.load_model`."""
         names = ("random_init", "as_decoder", "part", "seed", "device")
-        options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.random_init and not self.tokens:
+        given = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        if getattr(self, "random_init", False) and not self.tokens:
             # Most types of models have no tokenizer of their own: one is then trained on the text.
-            options["tokenizer_text"] = self._text()
-        return load(self.source, dtype=None, **options, **more)
+            given["tokenizer_text"] = self.words()
+        return load(self.source, dtype=None, **given, **more)
 
     def layers_of(self, loaded: Any) -> tuple[int, ...] | None:
         """Return the indices of the chosen layers, or None for all self-attention layers."""
-        if loaded.layers is None or not self.layers.items:
+        chosen: Any = getattr(self, "layers")  # noqa: B009 - of subclasses
+        if loaded.layers is None or not chosen.items:
             return None
-        return self.layers.resolve(loaded.layers, self.source, "layers")
+        return tuple(chosen.resolve(loaded.layers, self.source, "layers"))
+
+    def words(self) -> str:
+        """Return the text."""
+        return texts.load_text(self.text or DEFAULT_TEXT).content
 
     def input_of(self, loaded: Any) -> Any:
         """Return the input of a loaded model in a form that :func:`howsmooth.profile` takes."""
         from howsmooth.models import image_inputs
 
-        if self.images:
-            made = image_inputs(loaded, self.images[0])
+        given: Any = self.inputs.get(self.kind)
+        if self.kind == "images":
+            made = image_inputs(loaded, given[0])
             # The built-in images are thirty, of which the first is taken.
-            return {name: one[:1] for name, one in made.items()} if self.images == ("builtin",) else made
-        for path in self.tokens or self.embeddings:
-            return _one_sequence(self.kind, path)
+            return {name: one[:1] for name, one in made.items()} if given == ("builtin",) else made
+        if self.kind in ("tokens", "embeddings"):
+            from howsmooth.study.token_files import load_tokens
+
+            found = load_tokens(given[0], self.kind)
+            if len(found.lengths) > 1:
+                raise ArgumentError(
+                    self.kind,
+                    expected="a file with one sequence",
+                    got=f"{found.name} with {len(found.lengths)}",
+                    remedy="Write one of them into a file of its own.",
+                )
+            return found.tokens
         if loaded.modality != "text":
             raise ArgumentError(
                 "text",
@@ -105,18 +110,10 @@ class OneInputPlan(InputPlan):
                 got="a text",
                 remedy=self.OTHERWISE,
             )
-        return self._text()
+        return self.words()
 
-    def _text(self) -> str:
-        return texts.load_text(self.text or DEFAULT_TEXT).content
-
-    def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Result:
-        """Compute the result of the command.
-
-        The function ``on_step`` is called with the number of layers or tokens that are done, and the number
-        of all. ``folder`` is the folder of the option ``--out``; a command may save partial results there
-        before an interruption.
-        """
+    def find(self, loaded: Any, inputs: Any, on_step: Step) -> Result:
+        """Compute the result; ``on_step`` is told the numbers of layers or tokens done, and of all."""
         raise NotImplementedError
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
@@ -124,29 +121,17 @@ class OneInputPlan(InputPlan):
         return {}, []
 
 
-def _one_sequence(kind: str, path: str) -> Tensor:
-    given = load_tokens(path, kind)
-    if len(given.lengths) > 1:
-        raise ArgumentError(
-            kind,
-            expected="a file with one sequence",
-            got=f"{given.name} with {len(given.lengths)}",
-            remedy="Write one of them into a file of its own.",
-        )
-    return given.tokens
-
-
-def find_and_show(plan: OneInputPlan, folder: Path, shown: Shown) -> Any:
+def find_and_show(plan: Any, shown: Shown) -> Any:
     """Load the model and the input of a plan, compute the result, write it, print it and return it."""
     with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
         loaded = plan.load()
         inputs = plan.input_of(loaded)
         display.phase(plan.PHASE)
-        found = plan.find(loaded, inputs, display.counter(plan.step), folder)
+        found = plan.find(loaded, inputs, display.counter(plan.step))
         more, lines = plan.beside(found)
         display.phase("Writing")
-        written = found.write(folder, parquet=plan.parquet)
+        written = found.write(plan.out)
     if shown.json:
         typer.echo(as_json(**found.described(), **more, files=written))
     else:

@@ -1,0 +1,86 @@
+"""Tell what is named and not there before PyTorch and transformers are imported, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from ctypes import CDLL
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from howsmooth import texts
+from howsmooth.errors import ArgumentError, reason
+from howsmooth.model_names import BUILTIN_MODELS, check_tokenizer, check_weights, folder_of
+from howsmooth.study.file_writing import check_parquet
+from howsmooth.study.options import shown
+
+__all__ = ["check_at_once"]
+
+_DEVICES = re.compile(r"(cpu|cuda|hpu|ipu|maia|meta|mkldnn|mps|mtia|vulkan|xla|xpu)(:\d+)?")
+_DRIVERS = ("libcuda.so.1", "nvcuda.dll")  # of NVIDIA, which every CUDA device needs
+
+
+def check_at_once(given: Any, *, models: bool = True) -> None:
+    """Raise an error if an input, a folder or a device that options name is not there; of models only with
+    ``models``.
+    """
+    if hasattr(given, "device"):
+        _check_device(given.device)
+    if getattr(given, "out", None) is not None:
+        _check_folder(given.out)
+    if getattr(given, "parquet", False):
+        check_parquet("parquet")
+    files = {kind: getattr(given, kind, ()) or () for kind in ("tokens", "embeddings", "images")}
+    reads_text = (hasattr(given, "text") or hasattr(given, "texts")) and not any(files.values())
+    named = getattr(given, "models", [given] if hasattr(given, "source") else [])
+    for one in named if models else ():
+        name = one.source if one is given else one.name
+        random_init = getattr(one, "random_init", False)
+        folder = None if name in BUILTIN_MODELS else folder_of(name, random_init=random_init)
+        if folder is not None and not random_init:
+            check_weights(name, folder)
+            if reads_text and getattr(one, "part", None) is None:
+                check_tokenizer(name, folder)
+    text = getattr(given, "text", None)
+    for name in getattr(given, "texts", (text,) if text else ()):
+        if name not in (*texts.TEXTS, "-"):
+            texts.load_text(name)
+    for kind, names in files.items():
+        for name in names if isinstance(names, tuple) else ():  # inspect takes a number of tokens
+            if kind != "images":
+                from howsmooth.study.token_files import open_tokens  # imports numpy, which no help needs
+
+                open_tokens(name, kind)
+            elif name != "builtin" and not os.path.exists(Path(name).expanduser()):  # noqa: PTH110 - too long
+                raise ArgumentError("images", expected="builtin, or a file or folder", got=shown(name))
+
+
+def _check_device(device: str) -> None:
+    known = bool(_DEVICES.fullmatch(device) or entry_points(group="torch.backends"))
+    if device.startswith("cuda") and not os.path.exists("/dev/kfd"):  # noqa: PTH110 - that of AMD
+        known = known and any(map(_loads, _DRIVERS))
+    if not known or (device.startswith("mps") and sys.platform != "darwin"):
+        expected = "a device that PyTorch can use here, such as 'cpu'"
+        raise ArgumentError("device", expected=expected, got=shown(device))
+
+
+def _loads(library: str) -> bool:
+    try:
+        CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        found = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if found.is_dir() and os.access(found, os.W_OK):
+            return
+        got = f"{found}, which is read-only" if found.is_dir() else f"the file {found}"
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        got = f"{shown(str(folder))} ({reason(error)})"
+    remedy = "Choose another output folder."
+    raise ArgumentError("out", expected="a writable folder", got=got, remedy=remedy)

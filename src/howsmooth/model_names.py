@@ -1,0 +1,123 @@
+"""The names of models: the built-in ones, and what a local folder must hold.
+
+PyTorch and transformers are not imported here, so that a wrong name is told at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from howsmooth.errors import ModelError, reason, similar_name
+
+__all__ = ["BUILTIN_MODELS", "check_tokenizer", "check_weights", "folder_of", "remedy"]
+
+#: The names of the built-in models: a BERT type, trained by masked-token prediction, and a GPT-2 type,
+#: trained by next-token prediction.
+BUILTIN_MODELS = ("builtin-encoder", "builtin-decoder")
+
+# "package.module:Class", "model.py" or "module.Class"; a colon is in no name of the Hub.
+_OF_PYTHON = re.compile(r":|\.py$|^[a-z_][\w.]*\.[A-Z]\w*$")
+_READS_TEXT = re.compile(
+    rb'(?s)(?!.*"(?:conv_dim|num_mel_bins|image_size|vision_config|audio_config)").*"vocab_size"'
+)
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.bpe", "*.tiktoken", "tekken.json")
+
+
+def folder_of(name: str, *, random_init: bool, types: Collection[str] | None = None) -> Path | None:
+    """Return the local folder that holds the configuration of a model; None for a name of the Hugging Face
+    Hub or of a type of models, one of ``types`` if they are known.
+
+    Raises
+    ------
+    ModelError
+        If the name is a folder without a model, or looks like a path that does not exist.
+
+    """
+    known, path = types or (), Path(name).expanduser()
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # the name is too long or has a null character, say
+        shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
+        raise ModelError(f"There is no model {shown}: {reason(error)}. {remedy(name, known)}") from None
+    if path.is_dir() and (folder := _with_config(path)) is not None:
+        return folder
+    is_type = random_init and (name.isidentifier() if types is None else name in types)
+    if path.exists() and not is_type:
+        what = "holds no model (no config.json)" if path.is_dir() else "is a file, not the folder of a model"
+        inside = sorted(one.parent.name for one in path.glob("*/config.json"))
+        hint = f" Models are in the folders {', '.join(inside)} inside." if inside else ""
+        if path.suffix in (".npy", ".npz", ".safetensors"):
+            hint = (
+                " Tensors of your own make a howsmooth.SelfAttention in Python, which hs.bounds.table bounds."
+            )
+        elif path.suffix == ".toml":
+            hint = " A plan file is given as howsmooth measure --plan FILE."
+        raise ModelError(f"{name!r} {what}.{hint} {remedy(name, known)}")
+    # What no name of the Hub looks like.
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or re.search(r"[\\:]", name):
+        raise ModelError(f"There is no folder {name!r}. {remedy(name, known)}")
+    return None
+
+
+def remedy(name: str, types: Collection[str] = ()) -> str:
+    """Return sentences on what to give in place of the name of a model that is not found."""
+    told = (
+        f"Give the folder of a model, a built-in one ({', '.join(BUILTIN_MODELS)}), or build one with "
+        "untrained weights from a model type such as 'gpt2' with random_init (--random-init)."
+    )
+    if _OF_PYTHON.search(name):
+        told = (
+            "It looks like a Python class or file, which commands do not load: give the module to "
+            'hs.profile, or to hs.capture and hs.local_lipschitz, as the page "Measure a model" shows under '
+            f'"A module of your own". {told}'
+        )
+    return f"{told} {similar_name(name, (*BUILTIN_MODELS, *types))}".rstrip()
+
+
+def check_weights(name: str, folder: Path) -> None:
+    """Raise ModelError if the folder of a model holds no weights in safetensors format."""
+    if any(folder.glob("*.safetensors")):
+        return
+    why = "it has a configuration but no model.safetensors"
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        why = "its weights are pickled, which howsmooth never reads; convert them to safetensors"
+    raise ModelError(f"{name!r} cannot be loaded: {why}. With random_init only its configuration is used.")
+
+
+def check_tokenizer(name: str, folder: Path) -> None:
+    """Raise ModelError if the folder of a model that reads token ids has no files of a tokenizer, or one that
+    is damaged.
+    """
+    files = [path for pattern in _TOKENIZERS for path in folder.glob(pattern)]
+    try:
+        for path in files:
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
+        if files or not _READS_TEXT.match((folder / "config.json").read_bytes()):
+            return
+        why = "has no usable tokenizer"
+    except (OSError, ValueError) as error:
+        why = f"has no usable tokenizer: its {path.name} cannot be read ({reason(error)})"
+    raise ModelError(
+        f"{name!r} {why}. Give token ids instead of text: --tokens FILE, or the key tokens of a plan file; "
+        "or embedded tokens, to the commands that take --embeddings FILE."
+    )
+
+
+def _with_config(folder: Path) -> Path | None:
+    """Return the folder with the config.json of the model: the given one or, for sentence-transformers, one
+    inside it; None if there is none.
+    """
+    inside = []
+    if not (folder / "config.json").is_file() and (folder / "modules.json").is_file():
+        try:
+            modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+            inside = [folder / str(m["path"]) for m in modules if str(m["type"]).endswith("Transformer")]
+        except (ValueError, KeyError, TypeError):
+            return None
+    return next((one for one in (folder, *inside) if (one / "config.json").is_file()), None)

@@ -1,0 +1,126 @@
+"""Cheap mistakes are told before PyTorch or transformers is imported, and so is every help."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+from howsmooth.cli import app
+
+# Imports of what takes seconds fail, and each command line gives its exit code and its errors.
+PROGRAM = """
+import contextlib, io, json, sys, time
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "pandas", "matplotlib", "scipy"):
+            raise AssertionError(f"{name} is imported")
+
+sys.meta_path.insert(0, Refused())
+from howsmooth.cli import main
+for line in json.load(sys.stdin):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = main(line)
+    print(json.dumps([code, out.getvalue(), time.process_time()]))
+"""
+
+ENCODER = ["profile", "builtin-encoder"]
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "folder of a model": (["profile", "./nosuch"], "There is no folder './nosuch'. Give the folder"),
+    "folder without a model": (["precision", "empty"], "'empty' holds no model (no config.json)"),
+    "folder without weights": (["inspect", "bare"], "it has a configuration but no model.safetensors"),
+    "no tokenizer": (["radius", "words"], "'words' has no usable tokenizer. Give token ids"),
+    "damaged tokenizer": (["measure", "damaged"], "no usable tokenizer: its tokenizer.json cannot be read"),
+    "text": ([*ENCODER, "--text", "no.txt"], "'no.txt' is neither a known name nor a file"),
+    "text of a figure": (["reproduce", "--text", "bytes.txt"], "is not UTF-8 text"),
+    "model of a figure": (["reproduce", "--model", "/nosuch,as-decoder"], "There is no folder '/nosuch'"),
+    "token ids": (["bound", "builtin-encoder", "--tokens", "no.npy"], "tokens: expected a .npy file"),
+    "ids that are none": ([*ENCODER, "--tokens", "half.npy"], "expected token ids as an integer array"),
+    "images": ([*ENCODER, "--images", "no.png"], "images: expected builtin, or a file or folder"),
+    "device": (["measure", "--device", "gpu"], "device: expected a device that PyTorch can use here"),
+    "output folder": ([*ENCODER, "--out", "taken/below"], "out: expected a writable folder, got the file"),
+    "option": (["measure", "--lenghts", "3"], "--lengths"),
+    "command": (["mesure"], "Did you mean 'measure'"),
+    "number": (["measure", "--samples", "many"], "--samples"),
+    "number out of range": (["measure", "--threads", "0"], "threads: expected a number of at least 1, got 0"),
+    "accuracy": ([*ENCODER, "--rtol", "0"], "rtol: expected a number from 1e-12"),
+    "range": (["measure", "--layers", "0:"], "layers: expected numbers and start:stop:step ranges"),
+    "length": (["bound", "builtin-encoder", "--lengths", "0"], "lengths: expected numbers of at least 1"),
+    "memory": (["measure", "--memory", "lots"], "memory: expected a number of bytes such as 8GiB"),
+    "choice": (["measure", "--scope", "atention"], "Is attention meant?"),
+    "plan file": (["measure", "--plan", "no.toml"], "plan: expected a plan file in TOML"),
+    "key of a plan": (["measure", "--plan", "plan.toml"], "plan.toml: length: expected one of the keys"),
+}
+
+
+def told(lines: list[list[str]], folder: Path) -> list[list[object]]:
+    """The exit code, the words and the processor time of each command line."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(lines),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with what is wrong."""
+    for name in ("empty", "bare", "words", "damaged"):
+        (tmp_path / name).mkdir()
+        if name != "empty":
+            (tmp_path / name / "config.json").write_text('{"vocab_size": 9}')
+        if name in ("words", "damaged"):
+            (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{")
+    (tmp_path / "taken").touch()
+    (tmp_path / "bytes.txt").write_bytes(b"\xe9")
+    np.save(tmp_path / "half.npy", np.zeros(3, np.float32))
+    (tmp_path / "plan.toml").write_text('models = ["a"]\nlength = 3\n')
+    return tmp_path
+
+
+def test_cheap_mistakes_are_told_before_what_takes_seconds(folder: Path) -> None:
+    found = told([line for line, _ in MISTAKES.values()], folder)
+    for (code, words, _), (name, (_, said)) in zip(found, MISTAKES.items(), strict=True):
+        assert code == 2, name
+        assert said in str(words), name
+        assert str(words).startswith("error: "), name
+        assert str(words).count("\n") == 1, name
+    assert float(str(found[0][2])) < 1.0  # of processor time, so that a load on the machine is no failure
+
+
+def test_every_help_is_told_before_what_takes_seconds(tmp_path: Path) -> None:
+    commands = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert len(commands) == 7
+    found = told([["--help"], *([name, "--help"] for name in commands), ["--version"]], tmp_path)
+    assert [code for code, _, _ in found] == [0] * 9
+    assert float(str(found[0][2])) < 1.0
+
+
+def test_options_are_few_enough_to_be_read() -> None:
+    program = typer.main.get_command(app)
+    slots = [
+        name
+        for command in program.commands.values()  # type: ignore[attr-defined]
+        for one in command.params
+        if one.param_type_name == "option"
+        for name in one.opts
+        if name.startswith("--")
+    ]
+    assert len(slots) <= 130
+    assert len(set(slots)) <= 90
