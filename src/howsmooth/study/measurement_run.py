@@ -17,7 +17,7 @@ from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.study_preparation import PreparedStudy, prepared_study
-from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds
+from howsmooth.study.tasks.bounds import bounds_left
 from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
 from howsmooth.study.tasks.task import Failed, Work
 
@@ -65,7 +65,5 @@ def run(
         for work in listed:
             runner.carry_out(work)
         if plan.bounds != "none":
-            for alike, n, seconds in spent_on_bounds(study.store):
-                runner.task_times.learn(alike, n, 1, seconds)
-            runner.carry_out(bounds_left(study), seconds=seconds_for_bounds(study))
+            runner.carry_out(bounds_left(study))
         return runner.finish(began)

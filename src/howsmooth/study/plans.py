@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 BOUNDS = ("auto", "all", "none")
-"""Which bounds to compute beside constants: as many as take little time, all, or none."""
+"""Which bounds to compute beside constants: those that take little time, all, or none."""
 
 FIGURES = ("page", "all")
 """Which figures a study draws: those on its page, or also files of each layer and head."""
@@ -417,8 +417,8 @@ class Plan(Options):
     bounds: str = option(
         "auto",
         choice(*BOUNDS),
-        "Bounds to compute beside the constants. auto: as many as take at most a fifth of the measuring "
-        "time.",
+        "Bounds to compute beside the constants. auto: those that take little time. all: also the sharper "
+        "ones that take longer.",
         metavar="|".join(BOUNDS),
         panel=HOW,
     )

@@ -19,8 +19,11 @@ class Listener:
     def phase(self, words: str) -> None:
         """Receive the name of the phase that starts."""
 
-    def advance(self, done: float, total: float, words: str) -> None:
-        """Receive the finished amount and the total amount of work in the current phase, in the same unit."""
+    def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
+        """Receive the finished amount and the total amount of work in the current phase, in the same unit.
+
+        ``left`` are the seconds that the rest takes; without them, they follow from the amounts.
+        """
 
     def counter(self, noun: str) -> Callable[[float, int], None]:
         """Return a function that receives the number of finished steps and of all steps, and reports them.
@@ -39,15 +42,13 @@ class Outcome:
 
     Three dictionaries count rows by the name of their table: ``made`` the requested rows that this run added,
     ``kept`` the requested rows that the store already had, and ``unsettled`` the added rows that did not
-    converge to the requested precision. ``left_out`` counts attentions whose bounds were left out to save
-    time, ``failed`` the failures in the store, of which ``first_failure`` is the first reason. ``seconds`` is
-    wall time, with the checks at the start.
+    converge to the requested precision. ``failed`` counts the failures in the store, of which
+    ``first_failure`` is the first reason. ``seconds`` is wall time, with the checks at the start.
     """
 
     made: Counter[str] = field(default_factory=Counter)
     kept: Counter[str] = field(default_factory=Counter)
     unsettled: Counter[str] = field(default_factory=Counter)
-    left_out: int = 0
     failed: int = 0
     first_failure: str = ""
     seconds: float = 0.0

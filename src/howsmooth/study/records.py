@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from functools import cache
+from types import NoneType
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import pandas as pd
 
@@ -19,7 +21,7 @@ __all__ = [
     "MEASURE", "PLACE", "PUBLISHED",
     "Bounding", "Contents", "Failure", "FigureRow",
     "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
-    "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord",
+    "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord",
     "plain_rows", "quantities",
 ]  # fmt: skip
 
@@ -79,6 +81,18 @@ class Row:
         """Return the names of the table's columns, which are the fields of the class."""
         return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
 
+    @classmethod
+    @cache
+    def types(cls) -> dict[str, tuple[type, bool]]:
+        """Return for each column the type of its values, and whether a value may be missing (None)."""
+        hints = get_type_hints(cls)
+        found = {}
+        for name in cls.columns():
+            parts = get_args(hints[name]) if NoneType in get_args(hints[name]) else (hints[name],)
+            plain = next(part for part in parts if part is not NoneType)
+            found[name] = (getattr(plain, "__origin__", plain), NoneType in parts)
+        return found
+
 
 @dataclass(frozen=True)
 class StudyRecord(Row, table="studies", key=("kind",)):
@@ -96,7 +110,6 @@ class StudyRecord(Row, table="studies", key=("kind",)):
 class Run(Row, table="runs", key=("id",), again="replace"):
     """A run: one process that computed rows of the store.
 
-    ``worked`` is the time in seconds from the start of its first row to its last row, by a monotonic clock.
     ``finished`` is ``None`` if the run did not reach its end.
     """
 
@@ -106,7 +119,6 @@ class Run(Row, table="runs", key=("id",), again="replace"):
     command: str
     device: str
     environment: str
-    worked: float
 
 
 @dataclass(frozen=True)
@@ -164,8 +176,13 @@ class Measurement(Row, table="measurements", key=PLACE):
 
     The fields up to ``seed`` are columns of ``measurements.csv``, which also has ``computed``, here
     ``dtype``, and ``stored``, the dtype of the model's weights. ``start`` is the index of the sequence's
-    first token in the tokenised text. ``seconds`` is the time of the batch divided by the number of its
-    sequences.
+    first token in the tokenised text. ``seconds`` is the share of the sequence in the time of its batch, by
+    tokens.
+
+    ``input_energy[i]`` is the share of token i in the leading singular vectors of the Jacobian: |v_i|², where
+    v is the unit direction of the tokens that changes the output most; ``output_energy[i]`` is |u_i|², where
+    u is the direction of that change. Each sums to one, but the output energies are all zero if the constant
+    is zero. They are kept for sample 0 and up to 512 tokens, and ``None`` elsewhere.
     """
 
     model: str
@@ -191,6 +208,8 @@ class Measurement(Row, table="measurements", key=PLACE):
     masking: str
     site: str
     start: int
+    input_energy: tuple[float, ...] | None = None
+    output_energy: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -209,26 +228,6 @@ class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"
     start: int
     place: int | None
     tokens: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Sensitivity(Row, table="sensitivities", key=PLACE):
-    """A row of the store: the share of each token in the leading singular vectors of one Jacobian.
-
-    ``input_energy[i]`` is |v_i|², where v is the unit direction of the tokens that changes the output most.
-    ``output_energy[i]`` is |u_i|², where u is the direction of that change. Each sums to one, but the output
-    energies are all zero if the constant is zero.
-    """
-
-    model: str
-    text: str
-    scope: str
-    layer: int
-    head: int | None
-    n: int
-    sample: int
-    input_energy: tuple[float, ...]
-    output_energy: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -251,11 +250,10 @@ class SiteBound:
 
 
 @dataclass(frozen=True)
-class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
+class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side"), again="replace"):
     """A row of the store: one bound on an attention layer or head at one sequence of a study.
 
-    ``radius`` is the radius of the ball of tokens on which global bounds hold. ``seconds`` is the time of all
-    bounds on this attention and sequence together.
+    ``radius`` is the radius of the ball of tokens on which global bounds hold.
     """
 
     model: str
@@ -267,7 +265,6 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
     sample: int
     start: int
     radius: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -375,12 +372,11 @@ class Contents:
     study
         The settings of the study and the time of its creation; empty if nothing was measured.
     sensitivities
-        One row for each sequence, scope, layer and head, for sample 0 and up to 512 tokens. It has the
-        columns of :class:`Sensitivity` and :class:`SequenceRecord`, and whether the measurement
-        ``converged``.
+        The measurements with energies, for sample 0 and up to 512 tokens, with the columns of
+        :class:`SequenceRecord`.
     bounds, published
-        The columns of :class:`Bounding` without ``seconds``, and of :class:`PublishedValue`, and the number
-        of the run. Missing values are NaN.
+        The columns of :class:`Bounding` and of :class:`PublishedValue`, and the number of the run. Missing
+        values are NaN.
 
     """
 

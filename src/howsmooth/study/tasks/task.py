@@ -45,6 +45,9 @@ class Failed:
         return cls(rows, error)
 
 
+# Below this number of tokens, a result takes about the same time at all lengths.
+_SHORT = 64
+
 Found = Sequence[Row] | Failed
 """One result of a task: rows that are written together, or a failure."""
 
@@ -90,12 +93,9 @@ class Task(ABC):
     size: int
 
     @property
-    def alike(self) -> tuple[Any, ...]:
-        """The key that is equal for tasks with similar running times, such as (table, model, scope).
-
-        So the times of finished tasks predict the times of other tasks with the same key.
-        """
-        return (self.kind.table,)
+    def work(self) -> float:
+        """The work of the task, in a unit of its own: its results, each by its number of tokens."""
+        return self.size * max(self.n, _SHORT)
 
     @property
     def words(self) -> str:
@@ -151,11 +151,6 @@ class SequenceTask(Task):
     def model(self) -> str:  # type: ignore[override]
         """The name of the model in results."""
         return self.subject.model.label
-
-    @property
-    def alike(self) -> tuple[Any, ...]:
-        """The key that is equal for tasks with similar running times: the table, the model and the scope."""
-        return self.kind.table, self.model, self.scope
 
     @property
     def words(self) -> str:
@@ -220,11 +215,11 @@ class SequenceTask(Task):
         return Failed.of(error, self.kind, *((*where, sample) for sample in samples or self.starts))
 
 
-def each_if_not_all(items: Sequence[int], take: Any, refused: Any) -> Iterator[Any]:
-    """Try all items together; if that fails, try each item alone.
+def each_if_not_all(items: Sequence[Any], take: Any, refused: Any) -> Iterator[Any]:
+    """Try all items together; if that fails, try each half of them, down to single items.
 
-    Yield the results of ``take(items)``. If it fails or returns nothing, yield the results of
-    ``take([item])`` for each item, or ``refused(error, item)`` for an item that fails alone.
+    Yield the results of ``take(some)`` for parts of the items for which it neither fails nor returns nothing,
+    and ``refused(error, item)`` for an item that fails alone.
     """
     try:
         found = take(items)
@@ -235,5 +230,5 @@ def each_if_not_all(items: Sequence[int], take: Any, refused: Any) -> Iterator[A
         found = []
     yield from found
     if not found and len(items) > 1:
-        for item in items:
-            yield from each_if_not_all([item], take, refused)
+        for some in (items[: len(items) // 2], items[len(items) // 2 :]):
+            yield from each_if_not_all(some, take, refused)
