@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
-from howsmooth.study.dry_run import dry_run
 from howsmooth.study.measurement_outputs import write_outputs
+from howsmooth.study.measurement_run import dry_run
 from howsmooth.study.measurement_run import run as real_run
 from howsmooth.study.plan_file import read_plan
 from howsmooth.study.plans import ModelSpec, Plan

@@ -115,6 +115,7 @@ class AttentionSource:
             layers=plan.layers,
             heads=plan.heads,
             seed=plan.seed,
+            special_tokens=plan.special_tokens,
             **plan.inputs,
         )
         (text,) = open_sources(self._plan)

@@ -41,6 +41,7 @@ class ImageFeed:
     """
 
     parts = None  # every image is a sequence
+    special = 0
 
     def __init__(self, images: Images, model: LoadedModel, layers: Sequence[int] | None) -> None:
         self._images, self._model, self.count = images, model, len(images)

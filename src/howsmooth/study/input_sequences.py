@@ -68,6 +68,8 @@ class TokenFeed:
     content: str = ""  #: The text of which these are the tokens.
     #: The index of the first character of each token in the text; empty if it is not known.
     places: Sequence[int] = ()
+    #: The ids of the special tokens before and after the tokens of each sequence. They count as its tokens.
+    around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     lengths: ClassVar[tuple[int, ...]] = ()  # every length is possible
     usual: ClassVar[tuple[int, ...]] = ()
@@ -77,22 +79,35 @@ class TokenFeed:
         """The number of tokens."""
         return len(self.tokens)
 
+    @property
+    def special(self) -> int:
+        """The number of special tokens of each sequence."""
+        return sum(map(len, self.around))
+
     def inputs(self, starts: Sequence[int], n: int) -> Inputs:
         """Return the inputs of the model for the sequences of n tokens that begin at ``starts``."""
-        windows = torch.stack([self.tokens[start : start + n] for start in starts])
+        windows = torch.stack([self.tokens[start : start + n - self.special] for start in starts])
+        if self.special:
+            before, after = (windows.new_tensor(ids).expand(len(starts), -1) for ids in self.around)
+            windows = torch.cat([before, windows, after], dim=1)
         return {self.argument: windows} if self.argument else windows
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
         """Return the piece of text for each token of the sequence of n tokens that begins at token ``start``.
 
-        Without the places of the tokens, it is the decoded form of each token; without a text, its index.
+        Without the places of the tokens, it is the decoded form of each token, as it is of special tokens;
+        without a text, its index.
         """
         if self.decoded is None:
             return tuple(map(str, range(start, start + n)))
-        if not self.places:
-            return tuple(self.decoded(self.tokens[start : start + n].tolist()))
-        # Include the token after the last: its first character is the end of the last piece.
-        return tuple(token_pieces(self.content, self.places[: start + n + 1], start, n))
+        end = start + n - self.special
+        if self.places:
+            # Include the token after the last: its first character is the end of the last piece.
+            pieces = token_pieces(self.content, self.places[: end + 1], start, end - start)
+        else:
+            pieces = self.decoded(self.tokens[start:end].tolist())
+        before, after = (self.decoded(list(ids)) if ids else [] for ids in self.around)
+        return (*before, *pieces, *after)
 
     def place(self, start: int) -> int | None:
         """Return the index of the first character of token ``start`` in the text; None if it is not known."""
@@ -149,10 +164,13 @@ def open_data(spec: InputSpec) -> OpenedInput:
     return OpenedInput(record, content, data)
 
 
-def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> TokenFeed | ImageFeed:
+def feed_of(
+    source: OpenedInput, model: Any, layers: tuple[int, ...], *, special_tokens: bool = False
+) -> TokenFeed | ImageFeed:
     """Prepare a text or another input for a model, for example by tokenising a text.
 
-    ``layers`` are the layers that will be captured.
+    ``layers`` are the layers that will be captured. With ``special_tokens``, the special tokens of the
+    tokenizer stand around each sequence of a text.
 
     Raises
     ------
@@ -163,13 +181,19 @@ def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> TokenFe
     if source.data is not None:
         return file_feed(source.data, model, layers)
     ids, places = model.tokenizer.located(source.content)
+    around = model.tokenizer.special_tokens if special_tokens else ((), ())
+    before, after = (" ".join(model.tokenizer.decoded(list(one))) or "nothing" for one in around)
+    said = f"with special tokens: {before} before and {after} after each sequence"
+    if not any(around):
+        said = "without special tokens" + (", of which it has none" if special_tokens else "")
     return TokenFeed(
         torch.tensor(ids, dtype=torch.int64),
         ((0, len(ids)),),
-        model.tokenizer_source,
+        f"{model.tokenizer_source}, {said}",
         decoded=model.tokenizer.decoded,
         content=source.content,
         places=places,
+        around=around,
     )
 
 

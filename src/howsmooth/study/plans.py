@@ -181,6 +181,12 @@ _SHARED: dict[str, Any] = {
         "with a head.",
         metavar="|".join(OUTPUTS),
     ),
+    "special_tokens": option(
+        False,
+        flag(),
+        "Put the tokenizer's special tokens, such as [CLS] or a start token, around each sequence of a text. "
+        "They count as tokens.",
+    ),
     "random_init": option(False, flag(), "Build the architecture with untrained weights."),
     "as_decoder": option(False, flag(), "Run an encoder as a decoder, with its causal mask."),
     "part": option(
@@ -370,9 +376,9 @@ class Plan(Options):
     samples: int = option(
         10,
         whole(1),
-        "Number of sequences for each length. They are windows of the text that do not overlap, without "
-        "special tokens.",
+        "Number of sequences for each length. They are windows of the text that do not overlap.",
     )
+    special_tokens: bool = shared("special_tokens")
     images: tuple[str, ...] = shared("images")
     tokens: tuple[str, ...] = shared("tokens")
     embeddings: tuple[str, ...] = shared("embeddings")
@@ -538,7 +544,7 @@ class Plan(Options):
         """
         names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
         given = {name: getattr(self, name) for name in names}
-        usual = {"output": ("hidden",), "side": (None, "joint")}
+        usual = {"output": ("hidden",), "side": (None, "joint"), "special_tokens": (False,)}
         return given | {name: value for name in usual if (value := getattr(self, name)) not in usual[name]}
 
 
@@ -559,6 +565,7 @@ class InputPlan(Options):
     images: tuple[str, ...] = shared("images")
     tokens: tuple[str, ...] = shared("tokens")
     embeddings: tuple[str, ...] = shared("embeddings")
+    special_tokens: bool = shared("special_tokens")
     layers: Ranges = shared("layers")
     random_init: bool = shared("random_init")
     as_decoder: bool = shared("as_decoder")

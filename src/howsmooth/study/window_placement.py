@@ -1,6 +1,6 @@
 """Place the sequences of a study in a text, as windows of tokens that do not overlap.
 
-A text is tokenised once, without special tokens. A seed determines where the windows lie. The windows of all
+A text is tokenised once. A seed determines where the windows lie. The windows of all
 lengths are disjoint, so no two points of a study share a token. Windows that were measured keep their places
 when more are added.
 """

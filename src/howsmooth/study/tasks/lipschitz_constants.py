@@ -245,13 +245,13 @@ def batch_size(heads: int, n: int, dtype: str) -> int:
     return max(1, _BATCH_BYTES // (heads * n * n * itemsize * _ARRAYS_A_HEAD))
 
 
-def joined(work: Work, device: str) -> Work:
+def joined(work: Work) -> Work:
     """Join the measuring tasks of one model, input and scope into tasks that each have several lengths."""
-    most = _TOKENS.get(torch.device(device).type, _TOKENS_ELSEWHERE)
     groups: list[list[ConstantsTask]] = []
     latest: dict[tuple[int, str], list[ConstantsTask]] = {}
     for task in work.tasks:
         assert isinstance(task, ConstantsTask)
+        most = _TOKENS.get(torch.device(task.plan.device).type, _TOKENS_ELSEWHERE)
         group = latest.get((id(task.subject), task.scope))
         if group is None or sum(len(one.starts) * one.n for one in [*group, task]) > most:
             group = latest[id(task.subject), task.scope] = []
