@@ -43,14 +43,11 @@ Inputs = torch.Tensor | dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class OpenedInput:
-    """A text or another input of a study after it has been read: its name, its digest and its content.
-
-    ``data`` has the tokens or images of another input, and is ``None`` for a text.
-    """
+    """A text or another input of a study after it has been read: its name, its digest and its content."""
 
     record: TextRecord
     content: str = field(default="", repr=False)
-    data: Any = field(default=None, repr=False)
+    data: Any = field(default=None, repr=False)  #: The tokens or images of another input than a text.
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +115,9 @@ class TokenFeed:
 class SequenceData:
     """The inputs of a model for some sequences, in a form that can be sent to a worker process.
 
-    The token labels of the first sequence may come with them. ``arrays`` maps the names of the model's inputs
-    to NumPy arrays; a single input has an empty name. NumPy is used because PyTorch sends tensors between
-    processes through shared memory, with one open file for each.
+    The token labels of the first sequence may come with them. ``arrays`` has the model's inputs by name, of
+    which a single one is empty. NumPy is used because PyTorch sends tensors between processes through shared
+    memory, with one open file for each.
     """
 
     arrays: Mapping[str, Any]
@@ -129,10 +126,7 @@ class SequenceData:
 
     @classmethod
     def of(cls, feed: TokenFeed | ImageFeed, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
-        """Cut the sequences of n tokens that begin at ``starts`` out of an input, to send them to a worker.
-
-        With ``worded``, they include the token labels of the first sequence.
-        """
+        """Cut sequences of n tokens out of an input; with ``worded``, with the token labels of the first."""
         inputs = feed.inputs(starts, n)
         named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
         arrays = {name: value.cpu().numpy().copy() for name, value in named.items()}
@@ -171,12 +165,6 @@ def feed_of(
 
     ``layers`` are the layers that will be captured. With ``special_tokens``, the special tokens of the
     tokenizer stand around each sequence of a text.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If the model takes another kind of input.
-
     """
     if source.data is not None:
         return file_feed(source.data, model, layers)
@@ -238,18 +226,8 @@ def sequence_starts(
     """Choose at random where each sequence of a study begins in its text or other input.
 
     Windows do not overlap; :func:`howsmooth.study.window_placement.arrange` places them. Images are drawn in
-    random order, and the same images serve for every length.
-
-    Returns
-    -------
-    dict
-        For each (length, sample), the first token of the window or the number of the image.
-
-    Raises
-    ------
-    ValueError
-        If the sequences do not fit into the source.
-
+    random order, and the same images serve for every length. The result has the first token of the window or
+    the number of the image by (length, sample). If the sequences do not fit, ValueError is raised.
     """
     if feed.parts is None:
         if samples > feed.count:

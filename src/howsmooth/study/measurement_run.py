@@ -41,8 +41,7 @@ def run(
 
     Folder and store are created after all checks have passed. A failure is recorded; since it leaves no
     measurement, the next run tries it again. Without ``means``, the tasks run in this process, and the first
-    failure ends the run. The functions ``beside`` list more work at the same sequences, such as the values of
-    the paper's published code.
+    failure ends the run. The functions ``beside`` list more work at the same sequences.
 
     Raises
     ------
@@ -83,37 +82,30 @@ _VECTORS = 40
 
 @dataclass(frozen=True)
 class Part:
-    """What is left to measure of one model on one text in one scope.
-
-    ``layers``, ``lengths``, ``sequences`` and ``measurements`` are numbers; ``longest`` is the largest number
-    of tokens of a sequence. ``memory`` are the bytes that the sequences of this length take which are
-    measured together, beside the model and its input: attention probabilities and the vectors of the solver.
-    It is None if it is not known beforehand. ``lacking`` is None if one of these sequences fits into the
-    memory that it may use, or else the bytes that it would need: it will be refused.
-    """
+    """How much is left to measure of one model on one text in one scope."""
 
     model: str
     text: str
     scope: str
     layers: int
     lengths: int
-    longest: int
+    longest: int  #: The largest number of tokens of a sequence.
     sequences: int
     measurements: int
+    #: The bytes of the sequences of the largest length that are measured together, beside the model and its
+    #: input: attention probabilities and the vectors of the solver. None if it is not known beforehand.
     memory: float | None
+    #: The bytes of one of these sequences, if they are more than it may use: it will be refused.
     lacking: float | None
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run of a plan would measure.
-
-    ``kept`` is the number of measurements of the plan that the store already has. ``impossible`` are the
-    models and texts that cannot be measured, as (model, text or None, reason).
-    """
+    """What a run of a plan would measure."""
 
     parts: tuple[Part, ...]
-    kept: int
+    kept: int  #: The number of measurements that the store already has.
+    #: The models and texts that cannot be measured, as (model, text or None, reason).
     impossible: tuple[tuple[str, str | None, str], ...]
 
 

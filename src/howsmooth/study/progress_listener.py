@@ -38,17 +38,11 @@ SILENT = Listener()
 
 @dataclass
 class Outcome:
-    """The outcome of a run: how many rows it computed, and how many computations failed.
+    """The outcome of a run: how many rows it computed, by table, and how many computations failed."""
 
-    Three dictionaries count rows by the name of their table: ``made`` the requested rows that this run added,
-    ``kept`` the requested rows that the store already had, and ``unsettled`` the added rows that did not
-    converge to the requested precision. ``failed`` counts the failures in the store, of which
-    ``first_failure`` is the first reason. ``seconds`` is wall time, with the checks at the start.
-    """
-
-    made: Counter[str] = field(default_factory=Counter)
-    kept: Counter[str] = field(default_factory=Counter)
-    unsettled: Counter[str] = field(default_factory=Counter)
+    made: Counter[str] = field(default_factory=Counter)  #: Requested rows that this run added.
+    kept: Counter[str] = field(default_factory=Counter)  #: Requested rows that the store already had.
+    unsettled: Counter[str] = field(default_factory=Counter)  #: Added rows that did not converge.
     failed: int = 0
-    first_failure: str = ""
-    seconds: float = 0.0
+    first_failure: str = ""  #: The reason of the first failure.
+    seconds: float = 0.0  #: Wall time, with the checks at the start.

@@ -47,26 +47,16 @@ KINDS: list[type[Row]] = []
 
 
 class Row:
-    """The base class of the rows of a store.
+    """The base class of the rows of a store."""
 
-    Parameters
-    ----------
-    table
-        The name of the table.
-    key
-        The columns that identify a row.
-    again
-        What to do with a row whose key is already in the table: ``"refuse"`` it with an error, because that
-        would be a bug; let the first row ``"stay"``; or ``"replace"`` the first row.
-
-    """
-
-    table: ClassVar[str]
-    key: ClassVar[tuple[str, ...]]
+    table: ClassVar[str]  #: The name of the table.
+    key: ClassVar[tuple[str, ...]]  #: The columns that identify a row.
+    #: What to do with a row whose key is already in the table: ``"refuse"`` it with an error, because that
+    #: would be a bug; let the first row ``"stay"``; or ``"replace"`` the first row.
     again: ClassVar[str]
 
     def __init_subclass__(cls, *, table: str, key: tuple[str, ...], again: str = "refuse") -> None:
-        """Set the name of the table, its key, and what to do with a repeated key."""
+        """Set the class variables."""
         super().__init_subclass__()
         cls.table, cls.key, cls.again = table, key, again
         KINDS.append(cls)
@@ -108,14 +98,11 @@ class StudyRecord(Row, table="studies", key=("kind",)):
 
 @dataclass(frozen=True)
 class Run(Row, table="runs", key=("id",), again="replace"):
-    """A run: one process that computed rows of the store.
-
-    ``finished`` is ``None`` if the run did not reach its end.
-    """
+    """A run: one process that computed rows of the store."""
 
     id: int
     started: str
-    finished: str | None
+    finished: str | None  #: None if the run did not reach its end.
     command: str
     device: str
     environment: str
@@ -123,11 +110,7 @@ class Run(Row, table="runs", key=("id",), again="replace"):
 
 @dataclass(frozen=True)
 class ModelRecord(Row, table="models", key=("label",), again="stay"):
-    """A model that was measured.
-
-    ``stored`` is the dtype of the weights in the model's file; ``Measurement.dtype`` is the dtype in which
-    they were measured.
-    """
+    """A model that was measured."""
 
     label: str
     name: str
@@ -137,37 +120,31 @@ class ModelRecord(Row, table="models", key=("label",), again="stay"):
     layers: int
     heads: int
     max_length: int | None
-    stored: str
+    stored: str  #: The dtype of the weights in the model's file, beside that of a measurement.
 
 
 @dataclass(frozen=True)
 class TextRecord(Row, table="texts", key=("name",), again="stay"):
-    """A text, or another input, on which models were measured.
-
-    ``kind`` is one of :data:`howsmooth.study.plans.KINDS`. ``characters`` is the number of characters of a
-    text, or of tokens or images of other inputs.
-    """
+    """A text, or another input, on which models were measured."""
 
     name: str
     digest: str
     source: str
-    characters: int
-    kind: str = "text"
+    characters: int  #: The number of characters of a text, or of tokens or images of other inputs.
+    kind: str = "text"  #: One of :data:`howsmooth.study.plans.KINDS`.
 
 
 @dataclass(frozen=True)
 class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
-    """A row of the store: a model and an input on which it was measured.
-
-    ``fingerprint`` is a SHA-256 hash of the configuration, the weights and the tokenizer of the model, so
-    that an encoder has another one than the same as decoder. ``tokens`` is the number of tokens of the input.
-    """
+    """A model and an input on which it was measured."""
 
     model: str
     text: str
+    #: SHA-256 of the configuration, the weights and the tokenizer of the model, so that an encoder has
+    #: another one than the same as decoder.
     fingerprint: str
     tokenizer_source: str
-    tokens: int
+    tokens: int  #: The number of tokens of the input.
 
 
 @dataclass(frozen=True)
@@ -214,19 +191,18 @@ class Measurement(Row, table="measurements", key=PLACE):
 
 @dataclass(frozen=True)
 class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"), again="stay"):
-    """The tokens of a measured sequence, as pieces of its text.
+    """The tokens of a measured sequence, as pieces of its text, which they give when joined.
 
-    Joined, the pieces give the text of the sequence. ``start`` is the index of the first token in the
-    tokenised text. ``place`` is the index of its first character in the text. If the tokenizer does not
-    report character positions, ``place`` is ``None`` and each piece is the decoded form of its token.
+    If the tokenizer does not report character positions, and for special tokens, a piece is the decoded form
+    of its token.
     """
 
     model: str
     text: str
     n: int
     sample: int
-    start: int
-    place: int | None
+    start: int  #: The index of the first token in the tokenised text.
+    place: int | None  #: The index of its first character in the text, if it is known.
     tokens: tuple[str, ...]
 
 
@@ -251,10 +227,7 @@ class SiteBound:
 
 @dataclass(frozen=True)
 class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side"), again="replace"):
-    """A row of the store: one bound on an attention layer or head at one sequence of a study.
-
-    ``radius`` is the radius of the ball of tokens on which global bounds hold.
-    """
+    """One bound on an attention layer or head at one sequence of a study."""
 
     model: str
     text: str
@@ -264,14 +237,14 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side"), aga
     n: int
     sample: int
     start: int
-    radius: float
+    radius: float  #: The radius of the ball of tokens on which global bounds hold.
 
 
 @dataclass(frozen=True)
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """A row of the store: a constant as the paper's published code computes it, or corrected fully or partly.
+    """A constant as the paper's published code computes it, or corrected fully or partly.
 
     The paper's published code differs from the definition of the constant in some items; the correct constant
     is measured without them. ``quantity`` is ``corrected`` (no item), ``only`` followed by one item, or ``as
@@ -306,14 +279,8 @@ CORRECTED, PUBLISHED = "corrected", "as published"
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the variants of the constant to measure, each with its deviations (items) of the published code.
-
-    Returns
-    -------
-    dict
-        Each quantity's name with its items: the corrected constant (no item), each item alone, and all items
-        together.
-
+    """Return the variants of the constant to measure, each name with its deviations (items) of the published
+    code: the corrected constant (no item), each item alone, and all items together.
     """
     single = {f"only {item}": (item,) for item in items} if len(items) > 1 else {}
     return {CORRECTED: (), **single, PUBLISHED: tuple(items)}
@@ -321,7 +288,7 @@ def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
-    """A row of the store: a failed computation. A later run that computes the missing rows deletes it.
+    """A failed computation. A later run that computes the missing rows deletes it.
 
     A field that is ``None`` stands for all values: without a text, the model could not be used at all.
     ``kind`` is the class of the error, ``error`` its message, ``detail`` its traceback, ``happened`` its
@@ -344,7 +311,7 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
 
 @dataclass(frozen=True)
 class FigureRow(Row, table="figure_rows", key=("unit", "number")):
-    """A row of the store: one row of numbers in a figure of the paper.
+    """One row of numbers in a figure of the paper.
 
     ``unit`` is a JSON object with all values on which the numbers depend, such as the fingerprint of a model.
     A unit is computed by one task, and has one or more rows, which are counted by ``number``. ``numbers`` is
@@ -360,24 +327,8 @@ class FigureRow(Row, table="figure_rows", key=("unit", "number")):
 
 @dataclass(frozen=True)
 class Contents:
-    """The measurements of a store, and all tables that belong to them.
-
-    Attributes
-    ----------
-    measurements
-        All columns of :class:`Measurement`, and the number of the run.
-    models, texts, inputs, runs, failures
-        The columns of :class:`ModelRecord`, :class:`TextRecord`, :class:`InputRecord`, :class:`Run` and
-        :class:`Failure`.
-    study
-        The settings of the study and the time of its creation; empty if nothing was measured.
-    sensitivities
-        The measurements with energies, for sample 0 and up to 512 tokens, with the columns of
-        :class:`SequenceRecord`.
-    bounds, published
-        The columns of :class:`Bounding` and of :class:`PublishedValue`, and the number of the run. Missing
-        values are NaN.
-
+    """The measurements of a store, and all tables that belong to them, with the fields of their rows as
+    columns. Those that a run wrote also have its number.
     """
 
     measurements: pd.DataFrame
@@ -386,8 +337,8 @@ class Contents:
     inputs: pd.DataFrame
     runs: pd.DataFrame
     failures: pd.DataFrame
-    study: dict[str, Any]
-    sensitivities: pd.DataFrame
+    study: dict[str, Any]  #: The settings of the study and when it was created; empty without measurements.
+    sensitivities: pd.DataFrame  #: The measurements with energies, and the columns of their sequences.
     bounds: pd.DataFrame
     published: pd.DataFrame
 

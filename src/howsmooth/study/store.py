@@ -56,8 +56,7 @@ _READ: dict[type, Callable[[Any], Any]] = {tuple: lambda stored: tuple(json.load
 class Store:
     """The opened database of a study's results; use it as a context manager, or call :meth:`close`.
 
-    The connection leads to a checked store file; ``path`` is the path of this file, for messages. A writer
-    holds the lock while the store is open; a reader has no lock.
+    A writer holds the lock while the store is open; a reader has no lock.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
@@ -106,9 +105,7 @@ class Store:
     # ---- The identity: settings that all rows of a kind of work share
 
     def identity(self, kind: str) -> dict[str, Any]:
-        """Return the settings shared by all rows of one kind of work, such as ``measure``; empty if there are
-        none.
-        """
+        """Return the settings shared by all rows of one kind of work, such as ``measure``, if it began."""
         row = self._query("SELECT identity FROM studies WHERE kind = ?", kind).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
@@ -131,9 +128,8 @@ class Store:
                 )
 
     def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Record the settings that all rows of one kind of work share, if none are recorded yet.
-
-        The store is created if it is not there yet.
+        """Create the store if it is not there, and record the settings that all rows of one kind of work
+        share, if none are recorded yet.
         """
         if self._late:
             self._connection.close()
@@ -158,10 +154,9 @@ class Store:
         self.add([replace(run, finished=now())])
 
     def add(self, rows: Iterable[Row], run: int | None = None) -> None:
-        """Write rows of any kinds in one transaction: all of them or, after an error, none.
+        """Write rows of any kinds with the number of their run in one transaction: all of them or none.
 
-        Failures whose missing rows are now there are deleted. ``run`` is the number of the rows' run, from
-        :meth:`start_run`.
+        Failures whose missing rows are now there are deleted.
         """
         with self.transaction():
             written = list(rows)
@@ -253,7 +248,7 @@ class Store:
         return {(n, sample): start for n, sample, start in frozenset().union(*used)}
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Return a dictionary of all tables that have rows, by name, read in one transaction."""
+        """Return all tables that have rows, by name, read in one transaction."""
         with self._one_state():
             return {kind.table: self.table(kind) for kind in KINDS if self.count(kind)}
 
@@ -317,7 +312,7 @@ def _condition(where: Mapping[str, object]) -> str:
 
 
 def _statements_of(kind: type[Row]) -> tuple[str, str]:
-    """Return the SQL statements that create a table and the unique index of its key."""
+    """Return the statements that create a table and the unique index of its key."""
     columns = [
         f"{name} {_SQL_TYPES[plain]}{'' if nullable else ' NOT NULL'}"
         for name, (plain, nullable) in kind.types().items()
@@ -331,7 +326,7 @@ def _statements_of(kind: type[Row]) -> tuple[str, str]:
 
 
 def _insertion_of(kind: type[Row]) -> str:
-    """Return the SQL statement that inserts a row with the number of its run and its seal (a digest)."""
+    """Return the statement that inserts a row with the number of its run and its seal (a digest)."""
     names = [*kind.columns(), "run"]
     # Named parameters, because the seal is computed from the same values as the row.
     marks = [f":{name}" for name in names]

@@ -46,23 +46,20 @@ Impossible = list[tuple[ModelSpec, str | None, Exception]]
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model, an input on which to measure it, and the layers, heads and lengths to measure.
-
-    Only the scope ``head`` uses ``heads``. ``content`` is the text on which the tokenizer of an untrained
-    model is trained; it is empty for other models. ``starts`` is empty until the sequences are placed: then
-    it has the index of the first token, or of the image, by (length, sample).
-    """
+    """A model, an input on which to measure it, and the layers, heads and lengths to measure."""
 
     spec: ModelSpec
     model: ModelRecord
     text: TextRecord
+    #: The text on which the tokenizer of an untrained model is trained; empty for other models.
     content: str = field(repr=False)
     fingerprint: str
     tokenizer_source: str
     layers: tuple[int, ...]
-    heads: tuple[int, ...]
+    heads: tuple[int, ...]  #: Used by the scope ``head`` alone.
     lengths: tuple[int, ...]
     feed: TokenFeed | ImageFeed = field(repr=False)
+    #: The index of the first token, or of the image, by (length, sample), once the sequences are placed.
     starts: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,14 +100,7 @@ class Models:
         return self._model
 
     def load_for(self, subject: Subject) -> Any:
-        """Load a model that was checked before.
-
-        Raises
-        ------
-        ModelError
-            If the fingerprint differs from the one when the subject was checked.
-
-        """
+        """Load a model that was checked before; raise ModelError if its fingerprint has changed since."""
         model = self.load(subject.spec, subject.content)
         if model.fingerprint != subject.fingerprint:
             raise ModelError(
@@ -226,14 +216,7 @@ class PreparedStudy:
 def prepared_study(
     plan: Plan, folder: str | os.PathLike[str], *, write: bool = True, keep_going: bool = False
 ) -> Iterator[PreparedStudy]:
-    """Check that a plan can be carried out, and yield the study, with the store in ``folder``.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If the plan is impossible, or with ``keep_going`` all of it, or if the store cannot be used.
-
-    """
+    """Check that a plan can be carried out, and yield the study, with the store in ``folder``."""
     # Open an existing store before loading a model: an unusable store is then reported at once.
     with Store.open(folder, write=write, late=True) as store:
         yield PreparedStudy(plan, store, keep_going=keep_going)
@@ -276,14 +259,7 @@ def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
 
 
 def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> Subject:
-    """Determine the layers, heads and lengths of a model that a plan measures, and prepare the input.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If the model has no such layers or heads, or takes another kind of input.
-
-    """
+    """Determine the layers, heads and lengths of a model that a plan measures, and prepare the input."""
     label = spec.label
     layer_count, head_count = layer_and_head_counts(model, label)
     layers = plan.layers_of(spec).resolve(layer_count, label, "layers")
@@ -317,14 +293,7 @@ def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> 
 
 
 def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
-    """Return the number of attention layers of a model, and the number of heads of its first attention layer.
-
-    Raises
-    ------
-    CaptureError
-        If none of its attention layers could be observed.
-
-    """
+    """Return the number of attention layers of a model, and the number of heads of the first of them."""
     if model.layers is None or model.heads is None:
         raise CaptureError(f"{label}: {model.obstacle}")
     return model.layers, model.heads
@@ -336,12 +305,6 @@ def place_sequences(
     """Check the lengths to measure, and choose where the plan's sequences begin in the input.
 
     Sequences that the store has (``held``) keep their places.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If the model or the input does not allow a length, or the sequences do not fit into the input.
-
     """
     _check_lengths(subject)
     feed, text = subject.feed, subject.text
@@ -409,17 +372,6 @@ def capture_sites(
     ``howsmooth.scopes.SCOPES``, or ``model``, whose only layer is 0, or ``cross-attention``, with one
     sequence. The heads are those of the subject. ``output`` is the output of a whole model, and ``side`` says
     which of two input sequences is perturbed.
-
-    Returns
-    -------
-    list of howsmooth.models.Site
-
-    Raises
-    ------
-    CaptureError
-        If other layers or heads are captured than were asked for, or a layer receives another number of
-        tokens than n.
-
     """
     from howsmooth.models import CrossSite, capture
 

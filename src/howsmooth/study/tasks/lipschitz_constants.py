@@ -194,10 +194,7 @@ def _energy(direction: torch.Tensor) -> tuple[float, ...]:
 def start_seed(
     plan: Plan, subject: Subject, scope: str, layer: int, head: int | None, n: int, sample: int
 ) -> int:
-    """Return the seed of the solver's random start for one measurement.
-
-    It depends only on the plan's seed and the arguments.
-    """
+    """Return the seed of the solver's random start for one measurement."""
     return derive_seed(
         purpose="start",
         seed=plan.seed,
@@ -212,10 +209,7 @@ def start_seed(
 
 
 def constants_left(study: PreparedStudy) -> Work:
-    """List the tasks that measure the constants of a study that are missing in the store.
-
-    They are ordered by model and input, then from short to long sequences.
-    """
+    """List the tasks that measure the missing constants of a study, by model, input and length."""
     tasks, kept = [], 0
     for subject in study.subjects:
         known = study.store.keys(Measurement, KEY_COLUMNS, model=subject.model.label, text=subject.text.name)
