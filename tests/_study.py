@@ -37,6 +37,7 @@ class FakeTokenizer:
     """Words such as ``w17`` are tokens."""
 
     knows_places: bool = True
+    special_tokens: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def encode(self, text: str) -> list[int]:
         return [int(word[1:]) for word in text.split()]

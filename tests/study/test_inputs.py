@@ -210,6 +210,8 @@ def test_a_study_with_special_tokens_is_another_one_and_says_so(tmp_path: Path) 
     assert "without special tokens" in write_outputs(plain).report.read_text()
     with pytest.raises(StoreError, match="with --special-tokens True, not its default"):
         run(replace(plan, special_tokens=False), tmp_path)
+    with pytest.raises(ArgumentError, match="special_tokens: expected them around a text, got tokens"):
+        replace(plan, texts=(), tokens=("ids.npy",))
     with pytest.raises(ArgumentError, match="more than 2 tokens, the special tokens"):
         run(replace(plan, lengths=(2,)), tmp_path / "short")
 

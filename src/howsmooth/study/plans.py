@@ -256,6 +256,11 @@ def check_output(output: str, scopes: tuple[str, ...]) -> None:
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
 
 
+def _check_special_tokens(asked: bool, kinds: set[str]) -> None:
+    if asked and "text" not in kinds:
+        raise ArgumentError("special_tokens", expected="them around a text", got=", ".join(sorted(kinds)))
+
+
 def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
     if heads.items and "head" not in scopes:
         raise ArgumentError(
@@ -449,6 +454,7 @@ class Plan(Options):
         self._set("models", tuple(self._model(entry) for entry in self.models))
         self._check_inputs()
         self._check_models()
+        _check_special_tokens(self.special_tokens, {source.kind for source in self.sources})
         _check_heads(self.heads, self.scopes)
         check_output(self.output, self.scopes)
         if self.side is not None and not {"model", CROSS_SCOPE} & {*self.scopes}:
@@ -579,6 +585,7 @@ class InputPlan(Options):
             raise ArgumentError(
                 "inputs", expected="one text, file of tokens or images", got=" and ".join(given)
             )
+        _check_special_tokens(self.special_tokens, {self.kind})
 
     @property
     def kind(self) -> str:
