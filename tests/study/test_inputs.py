@@ -193,7 +193,9 @@ def test_special_tokens_stand_around_each_sequence_and_count(tmp_path: Path) -> 
 
 
 def test_a_study_with_special_tokens_is_another_one_and_says_so(tmp_path: Path) -> None:
-    plan = Plan(("builtin-encoder",), lengths=(4,), samples=2, layers="0", bounds="none", special_tokens=True)
+    plan = Plan(
+        ("builtin-encoder",), lengths=(4, 5, 6), samples=2, layers="0", bounds="none", special_tokens=True
+    )
     run(plan, tmp_path)
     rows, plain = contents_of(tmp_path), tmp_path / "plain"
     run(replace(plan, special_tokens=False), plain)
@@ -204,6 +206,7 @@ def test_a_study_with_special_tokens_is_another_one_and_says_so(tmp_path: Path) 
     (site,) = hs.capture(loaded, torch.tensor([[2, *ids, 3]]), layers=[0])
     wanted = hs.local_lipschitz(site.map, site.x, seed=int(row["seed"]))
     assert float(wanted.lower[0]) * (1 - 1e-4) <= row["lipschitz"] <= float(wanted.upper[0]) * (1 + 1e-4)
+    assert ", with special tokens)" in hs.read(tmp_path)["exponents"].attrs["howsmooth"]
     page = write_outputs(tmp_path).report.read_text()
     assert "each with the special tokens of the tokenizer" in page
     assert "with special tokens: [CLS] before and [SEP] after each sequence" in page

@@ -20,17 +20,13 @@ __all__ = [
     "CORRECTED", "FIGURE", "KEY_COLUMNS", "KINDS",
     "MEASURE", "PLACE", "PUBLISHED",
     "Bounding", "Contents", "Failure", "FigureRow",
-    "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
+    "InputRecord", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
     "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord",
     "plain_rows", "quantities",
 ]  # fmt: skip
 
-Key = tuple[str, int, int | None, int, int]
-"""The key (scope, layer, head, n, sample) of a measurement of one model on one text."""
-
 KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
-"""The columns of a :data:`Key`."""
-
+"""The columns that identify a measurement of one model on one text."""
 
 PublishedKey = tuple[int, int, int, str, str]
 """The key (layer, n, sample, quantity, items) of a published value of one model on one text."""

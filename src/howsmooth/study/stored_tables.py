@@ -108,6 +108,7 @@ def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterat
     digests = {row["name"]: row["digest"] for row in plain_rows(contents.texts)}
     fingerprints = {(row["model"], row["text"]): row["fingerprint"] for row in plain_rows(contents.inputs)}
     made_by = json.loads(plain_rows(contents.runs)[-1]["environment"])
+    special = ", with special tokens" if contents.study.get("special_tokens") else ""
     fitted = [row for row in exponents if not row["note"]]
     for (model, scope, text), family in groupby(fitted, key=itemgetter("model", "scope", "text")):
         rows = list(family)
@@ -117,9 +118,10 @@ def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterat
             place = f"the largest of {len(rows)} fits, {place}"
         yield (
             f"Local Lipschitz constant of {readable(model)}, {scope_in_words(most)}, on {readable(text)} "
-            f"(SHA-256 {digests[text][:12]}): n to the power {most['slope']:z.3f}, interval of level {LEVEL} "
-            f"from {most['low']:z.3f} to {most['high']:z.3f}{place and f' ({place})'}, {most['n_points']} "
-            f"points from n = {most['n_min']} to {most['n_max']}; model {fingerprints[model, text][:12]}; "
+            f"(SHA-256 {digests[text][:12]}{special}): n to the power {most['slope']:z.3f}, interval of "
+            f"level {LEVEL} from {most['low']:z.3f} to {most['high']:z.3f}{place and f' ({place})'}, "
+            f"{most['n_points']} points from n = {most['n_min']} to {most['n_max']}; model "
+            f"{fingerprints[model, text][:12]}; "
             + ", ".join(f"{name} {made_by[name]}" for name in ("howsmooth", "torch", "transformers"))
             + "."
         )
