@@ -171,7 +171,7 @@ def given_inputs(
                 remedy="Give pathlib.Path(path).read_text().",
             )
         ids = torch.tensor(_encoded(tokenizer, inputs, special), dtype=torch.int64)
-        what += f" {'with' if special else 'without'} special tokens"
+        what += f", {'with' if special else 'without'} special tokens"
     elif isinstance(inputs, Mapping):
         named = {str(name): value for name, value in inputs.items()}
         if span is not None:
