@@ -99,7 +99,7 @@ def test_absorbed_attention_is_attention_after_the_norm(kind: str, positions: bo
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ArgumentError, match="norm: expected a LayerNorm or RMSNorm .*, got Linear"):
+    with pytest.raises(ArgumentError, match=r"norm: expected a LayerNorm or RMSNorm .*, got Linear"):
         norm_radius(torch.nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match="dimension 6"):
         absorb_norm(random_attention(0), _norm("RMSNorm", 0, d=5))

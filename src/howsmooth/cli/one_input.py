@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
@@ -68,7 +69,7 @@ class OneInputPlan(InputPlan):
         given = {name: getattr(self, name) for name in names if hasattr(self, name)}
         if getattr(self, "random_init", False) and not self.tokens:
             # Most types of models have no tokenizer of their own: one is then trained on the text.
-            given["tokenizer_text"] = self.words()
+            given["tokenizer_text"] = self.words().content
         return load(self.source, dtype=None, **given, **more)
 
     def layers_of(self, loaded: Any) -> tuple[int, ...] | None:
@@ -78,9 +79,10 @@ class OneInputPlan(InputPlan):
             return None
         return tuple(chosen.resolve(loaded.layers, self.source, "layers"))
 
-    def words(self) -> str:
+    def words(self) -> texts.Text:
         """Return the text."""
-        return texts.load_text(self.text or DEFAULT_TEXT).content
+        found = texts.load_text(self.text or DEFAULT_TEXT)
+        return replace(found, special_tokens=getattr(self, "special_tokens", False))
 
     def input_of(self, loaded: Any) -> Any:
         """Return the input of a loaded model in a form that :func:`howsmooth.profile` takes."""

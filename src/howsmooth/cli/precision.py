@@ -12,7 +12,7 @@ from howsmooth.cli.typer_command import Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Out
 from howsmooth.study.options import HOW, Real, Told, options, some_of, token_counts
-from howsmooth.study.plans import Device, Layers, RandomInit
+from howsmooth.study.plans import Device, Layers, RandomInit, SpecialTokens
 from howsmooth.study.ranges import ALL
 
 __all__ = ["PrecisionPlan", "precision"]
@@ -38,6 +38,7 @@ class PrecisionPlan(OneInputPlan):
 
     PHASE: ClassVar[str] = "Quantising"
 
+    special_tokens: SpecialTokens = False
     layers: Layers = ALL
     bits: Annotated[
         tuple[int, ...],

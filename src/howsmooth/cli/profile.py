@@ -23,6 +23,7 @@ from howsmooth.study.plans import (
     Part,
     RandomInit,
     Rtol,
+    SpecialTokens,
     check_output,
 )
 from howsmooth.study.ranges import ALL
@@ -53,6 +54,7 @@ class ProfilePlan(OneInputPlan):
         Told("builtin|PATH", several=True),
         "An image instead of a text: a file, or builtin (generated).",
     ] = ()
+    special_tokens: SpecialTokens = False
     layers: Layers = ALL
     scope: Annotated[
         Literal["all", "attention", "head", "model"],

@@ -174,14 +174,18 @@ Lengths = Annotated[
 Samples = Annotated[
     Integer,
     Field(ge=1),
-    "Number of sequences for each length. They are windows of the text that do not overlap, without "
-    "special tokens.",
+    "Number of sequences for each length. They are windows of the text that do not overlap.",
 ]
 Output = Annotated[
     Literal["hidden", "logits", "margin"],
     "With the scope model: the last hidden state of all tokens, the logits, or the margin, the largest "
     "logit minus the second largest (of a language model at the last token). The last two need a model "
     "with a head.",
+]
+SpecialTokens = Annotated[
+    bool,
+    "Put the tokenizer's special tokens, such as [CLS] or a start token, around each sequence of a text. "
+    "They count as tokens.",
 ]
 RandomInit = Annotated[bool, "Build the architecture with untrained weights."]
 AsDecoder = Annotated[bool, "Run an encoder as a decoder, with its causal mask."]
@@ -217,7 +221,8 @@ Dtype = Annotated[
 Bounds = Annotated[
     Literal["auto", "all", "none"],
     HOW,
-    "Bounds to compute beside the constants. auto: as many as take at most a fifth of the measuring time.",
+    "Bounds to compute beside the constants. auto: those that take little time. all: also the sharper ones "
+    "that take longer.",
 ]
 
 
@@ -226,6 +231,11 @@ def check_output(output: str, scopes: tuple[str, ...]) -> None:
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
+
+
+def _check_special_tokens(asked: bool, kinds: set[str]) -> None:
+    if asked and "text" not in kinds:
+        raise ArgumentError("special_tokens", expected="them around a text", got=", ".join(sorted(kinds)))
 
 
 def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
@@ -326,6 +336,7 @@ class Plan:
     texts: Texts = LATER
     lengths: Lengths = LATER
     samples: Samples = 10
+    special_tokens: SpecialTokens = False
     images: Images = ()
     tokens: Tokens = ()
     embeddings: Embeddings = ()
@@ -387,6 +398,7 @@ class Plan:
         self._set(models=tuple(self._model(entry) for entry in self.models))
         self._check_inputs()
         self._check_models()
+        _check_special_tokens(self.special_tokens, {source.kind for source in self.sources})
         _check_heads(self.heads, self.scopes)
         check_output(self.output, self.scopes)
         if self.side is not None and not {"model", CROSS_SCOPE} & {*self.scopes}:
@@ -478,7 +490,7 @@ class Plan:
         """
         names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
         given = {name: getattr(self, name) for name in names}
-        usual = {"output": ("hidden",), "side": (None, "joint")}
+        usual = {"output": ("hidden",), "side": (None, "joint"), "special_tokens": (False,)}
         return given | {name: value for name in usual if (value := getattr(self, name)) not in usual[name]}
 
 
@@ -501,6 +513,7 @@ class InputPlan:
             raise ArgumentError(
                 "inputs", expected="one text, file of tokens or images", got=" and ".join(given)
             )
+        _check_special_tokens(getattr(self, "special_tokens", False), {self.kind})
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -531,6 +544,7 @@ class BoundPlan(InputPlan):
     tokens, and whether to search this ball.
     """
 
+    special_tokens: SpecialTokens = False
     images: Images = ()
     embeddings: Embeddings = ()
     layers: Layers = ALL
