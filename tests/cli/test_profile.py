@@ -57,7 +57,7 @@ def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> No
 def test_without_an_engine_for_parquet_nothing_is_measured(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("howsmooth.study.file_writing.find_spec", lambda _: None)
+    monkeypatch.setattr("howsmooth.files.find_spec", lambda _: None)
     assert main(["profile", "builtin-encoder", "--span", "0:4", "--parquet"]) == 2
     assert "parquet: expected an engine for parquet, got none. Install one" in capsys.readouterr().err
     assert not Path("howsmooth-profile").exists()

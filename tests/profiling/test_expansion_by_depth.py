@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from howsmooth.profiling.figures import draw_depth
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import howsmooth as hs
 from howsmooth.cli import main
-from howsmooth.profiling.figures import draw_depth
 from tests._tiny_models import WithoutDowncast, tiny, token_ids
 from tests.architectures.build import build
 

@@ -19,13 +19,12 @@ from matplotlib.figure import Figure
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, StoreError
-from howsmooth.study.figures import drawing, measurements
-from howsmooth.study.figures.drawing import add_colourbar, linear_ticks, log_ticks
-from howsmooth.study.html_assets import png
+from howsmooth.results.drawing import add_colourbar, linear_ticks, log_ticks, new_figure, png, save
+from howsmooth.study import figures
 from howsmooth.study.measurement_outputs import Outputs, write_outputs
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.text_formatting import decimal, file_stem, readable
+from howsmooth.words import decimal, file_stem, readable
 from tests._study import FakeModel, make_plan, make_tools, run
 
 FIRST = Ranges.parse("0", "layers")
@@ -142,19 +141,24 @@ def test_the_same_store_gives_the_same_files(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_characters_that_the_font_lacks_give_no_warning(tmp_path: Path) -> None:
-    figure = drawing.new_figure(2, 1)
+    figure = new_figure(2, 1)
     figure.suptitle("\u7231")
     assert png(figure)
-    drawing.save(figure, tmp_path, "figure", "title")
+    save(figure, tmp_path, "figure", "title")
 
 
-def test_by_default_no_figure_is_a_file_and_the_page_draws_them_itself(tmp_path: Path) -> None:
-    run(make_plan(), tmp_path, make_tools()[0])
+def test_by_default_each_model_has_one_overview_and_the_page_draws_all_points(tmp_path: Path) -> None:
+    models = tuple(ModelSpec(name) for name in ("small", "other"))
+    tools, _ = make_tools(models={name.name: FakeModel() for name in models})
+    run(make_plan(models=models, scopes=("head", "attention")), tmp_path, tools)
     written = write_outputs(tmp_path)
-    assert written.pictures == []
-    assert not (tmp_path / "figures").exists()
-    assert "data:image" not in written.report.read_text(encoding="utf-8")
-    assert 'id="scatter"' in written.report.read_text(encoding="utf-8")
+    shown = [(one.model, one.scope, one.overview) for one in written.pictures]
+    assert shown == [("other", "attention", True), ("small", "attention", True)]
+    assert len(list((tmp_path / "figures").iterdir())) == 4
+    page = written.report.read_text(encoding="utf-8")
+    assert page.count("data:image") == 2
+    assert 'id="scatter"' in page
+    assert "second panel" not in page  # which the figures of single layers have
     with pytest.raises(ArgumentError, match=r"figures: expected one of page, all, got 'none'"):
         write_outputs(tmp_path, figures="none")
 
@@ -301,6 +305,14 @@ def test_the_page_gives_the_test_of_a_quarter_and_the_exponents_at_three_radii(t
         assert decimal(row[name], 3) in page.text
 
 
+def test_colours_span_radii_that_are_nearly_equal() -> None:
+    radii = pd.Series([4.0, 4.003, 4.006])
+    norm = figures._radius_norm(radii)
+    assert (norm.vmin, norm.vmax) == pytest.approx((4.0, 4.006))
+    same = figures._radius_norm(radii * 0 + 4.0)  # rounding alone is no difference of colour
+    assert same.vmax - same.vmin == pytest.approx(8e-4)
+
+
 def test_sequences_that_do_not_overlap_are_not_blamed(page: Page) -> None:
     assert "No two windows overlap, whatever their lengths." in page.text
     assert "overlap others" not in page.text
@@ -319,9 +331,9 @@ def test_a_panel_says_which_interval_excludes_zero() -> None:
     value = 1 + 0.1 * np.cos(n)
     rows = pd.DataFrame({"n": n, "lipschitz": value, "lower": value, "upper": value, "radius_mean": 1.0})
     rows = rows.assign(layer=0, head=None, converged=True)
-    (part,) = measurements._parts_of(rows)
+    (part,) = figures._parts_of(rows)
     fit = dataclasses.replace(part.fit, slope=0.071, low=-0.003, high=0.145)
     part = dataclasses.replace(part, fit=fit)
-    family = measurements._Family(Path(), "small", "prose", "attention", "text", "scope attention")
-    figure = measurements._draw_overview([part], rows, family, "title")
+    family = figures._Family(Path(), "small", "prose", "attention", "text", "scope attention")
+    figure = figures._draw_overview([part], rows, family, "title")
     assert [text.get_text() for text in figure.axes[0].texts] == ["0.071 [\N{MINUS SIGN}0.003, 0.145]"]

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from howsmooth.study.exponents import compare, exponents
-from howsmooth.study.figures.measurements import draw_all
+from howsmooth.study.figures import draw_all
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.records import Bounding, Contents, PublishedValue, Sensitivity
 from howsmooth.study.report import chart_data
@@ -31,11 +31,10 @@ from howsmooth.study.report.chart_data import (
     scatter_data,
     script_json,
     sensitivity_data,
-    visible_token,
 )
 from howsmooth.study.report.page import render
 from howsmooth.study.report.tables import sharpest
-from howsmooth.study.text_formatting import decimal
+from howsmooth.words import decimal, visible_token
 from tests._browser import Complaints, chromium, opened
 
 UPLOT = Path(__file__).parents[2] / "src" / "howsmooth" / "study" / "templates" / "report" / "uplot"

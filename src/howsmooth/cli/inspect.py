@@ -16,7 +16,7 @@ from howsmooth.scopes import CROSS_SCOPE, SCOPES
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, Options, flag, option, whole
 from howsmooth.study.plans import shared
-from howsmooth.study.text_formatting import counted, readable, sentence
+from howsmooth.words import counted, readable, sentence
 
 if TYPE_CHECKING:
     from howsmooth.models import InspectedSite, Inspection, LoadedModel

@@ -16,7 +16,7 @@ from howsmooth.cli.typer_command import FAILED, ShownOrQuiet, as_typed, command,
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import WHAT, choice, flag, option
 from howsmooth.study.plans import FIGURES, Plan, shared
-from howsmooth.study.text_formatting import counted, encodable, readable
+from howsmooth.words import counted, encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.dry_run import DryRun

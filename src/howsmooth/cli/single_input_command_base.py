@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from howsmooth.models import LoadedModel
-    from howsmooth.profiling.result_base_classes import Result
+    from howsmooth.results.result import Result
 
 __all__ = ["OneInputPlan", "Step", "find_and_show"]
 

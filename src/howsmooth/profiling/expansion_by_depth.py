@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pandas as pd
-from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
@@ -18,11 +17,13 @@ from howsmooth.models import Site
 from howsmooth.models.capture import model_parts
 from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.printed_table import PrintedTable
-from howsmooth.profiling.figures import draw_depth
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
-from howsmooth.profiling.result_base_classes import in_interval
 from howsmooth.profiling.token_influence import ResultWithInfluence, as_last_step
 from howsmooth.profiling.token_influence import influence as influence_of
+from howsmooth.results.curves import DASHED, SOLID, Curve, Panel, add_legend, draw
+from howsmooth.results.drawing import GREY, Figure, styled, titled
+from howsmooth.results.page import frame, parts
+from howsmooth.results.result import in_interval, intervals
 from howsmooth.scopes import OUTPUTS
 from howsmooth.seeds import derive_seed
 from howsmooth.study.plans import PROFILE_RTOL, Plan
@@ -31,6 +32,11 @@ from howsmooth.study.records import plain_rows
 __all__ = ["DepthProfile", "depth_profile"]
 
 _MAPS = ("own", "until", "beyond")
+_CURVES = {
+    "until": ("embeddings to here", "#3b528b", SOLID),
+    "beyond": ("here to the output", "#e07b00", SOLID),
+    "own": ("the stage alone", "#21918c", (0.0, (1.0, 1.2))),
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -96,18 +102,46 @@ class DepthProfile(ResultWithInfluence):
     def _place_of_influence(self) -> str:
         return f"whole model to the {self.output}"
 
+    @styled
     def plot(self) -> Figure:
         """Draw four curves, with a point for each stage, such as a block. Three curves show the constants of
         the stage, of the model up to its end, and of the model after it. The fourth shows the product of the
         constants of all stages up to this one.
         """
-        return draw_depth(self.table, f"{self.model}, {self.length}, to the {self.output}")
+        table = self.table.assign(place=range(len(self.table)))
+        product = Curve(
+            table["place"], table["product"], "product of the stages", GREY, mark="o", size=9, dashes=DASHED
+        )
+        curves = [product] + [
+            intervals(table, "place", label, column, colour=colour, dashes=dashes, size=9)
+            for column, (label, colour, dashes) in _CURVES.items()
+        ]
+        width = max(4.6, 2.4 + 0.3 * len(table))
+        title = titled(f"{self.model}, {self.length}, to the {self.output}", width - 0.8)
+        names = [stage.removeprefix("block ") for stage in table["stage"]]
+        panel = Panel(curves, title, "block", scales=("linear", "log"), names=names)
+        figure, _ = draw([[panel]], (width, 3.8))
+        add_legend(figure, 2)
+        return figure
 
-    def _shown(self, most: int) -> dict[str, Any]:
-        table = self.table[["stage", *_MAPS, "product", "ratio"]]
-        found: str = table.to_html(index=False, float_format="{:.5g}".format, na_rep="")
-        # The page's security policy allows the styles of its style sheet alone.
-        return super()._shown(most) | {"table": Markup(found.replace(' style="text-align: right;"', ""))}
+    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
+        shown = self.table[["stage", *_MAPS, "product", "ratio"]]
+        alt = "The constants down the depth of the model; the numbers are in the table."
+        return [
+            parts().words(
+                f"Where in its depth the model expands a change of its embeddings, at one input: {self._at} "
+                f"Each interval holds with probability {self.confidence:.4g}."
+            ),
+            parts().picture(images[self.NAME], alt),
+            frame(shown.map(_short)),
+            parts().words(
+                "Own: the constant of the stage; until: of the map from the embeddings to the end of the "
+                f"stage; beyond: of the map from there to the {self.output}; product: of the constants of "
+                "the stages so far; ratio: until / product.",
+                "soft",
+            ),
+            *self._parts_of_influence(images),
+        ]
 
     def described(self) -> dict[str, Any]:
         """Return the settings and the table, as a dict for JSON."""
@@ -245,6 +279,10 @@ def _block(
         **measured("until", stage, parts.until(layer)),
         **measured("beyond", stage, parts.beyond(layer, output, last_token=last_token)),
     }
+
+
+def _short(value: Any) -> Any:
+    return f"{value:.5g}" if isinstance(value, float) and not math.isnan(value) else value
 
 
 def _in_words(output: str, last_token: bool) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pandas as pd
-from matplotlib.figure import Figure
+from markupsafe import Markup
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.attention import SelfAttention, StagedAttention
@@ -18,22 +18,25 @@ from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.printed_table import PrintedTable
-from howsmooth.profiling.figures import draw_heatmap
 from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
-from howsmooth.profiling.result_base_classes import in_interval
 from howsmooth.profiling.token_influence import Influence, ResultWithInfluence, as_last_step
 from howsmooth.profiling.token_influence import influence as influence_of
-from howsmooth.rounding import COLUMNS_IN_DIGITS
+from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled, titled
+from howsmooth.results.heatmaps import Cells
+from howsmooth.results.page import parts
+from howsmooth.results.result import in_interval
+from howsmooth.rounding import interval_in_digits
 from howsmooth.seeds import derive_seed
 from howsmooth.study.plans import PROFILE_RTOL, Plan
 from howsmooth.study.records import plain_rows
-from howsmooth.study.report.chart_data import visible_token
-from howsmooth.study.text_formatting import place_in_words, readable
+from howsmooth.words import place_in_words, readable, visible_token
 
 __all__ = ["SCOPES", "Profile", "profile"]
 
 _SHOWN = 10  # rows of the ranking in a printed profile
 _LEVELS = 9  # shades of a highlighted token
+_CELL = 0.32  # inches
+_SUMMARY = Markup('<span class="place">{}</span> <b>{:.6g}</b> <span class="soft">in {}{}</span>')
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -154,33 +157,70 @@ class Profile(ResultWithInfluence):
                 said.append(f"{top['position']}{token} {100 * top[column]:.0f} %")
         return f"  {' → '.join(said)}" if said else ""
 
+    @styled
     def plot(self) -> Figure:
         """Draw the constants of all heads as a heatmap, with a second panel for the constants of whole
         layers.
+
+        Each panel has its own scale of colours, because heads and layers are maps between different spaces. A
+        cell is crossed out if its measurement did not converge, and empty if it was not measured.
         """
+        layers = sorted(self.table["layer"].unique())
+        of_head = self.table["head"].notna()
+        panels = [rows for rows in (self.table[of_head], self.table[~of_head]) if len(rows)]
+        columns = [max(1, rows["head"].nunique()) for rows in panels]
+        width = max(4.6, _CELL * sum(columns) + 1.3 * len(panels))
+        figure = new_figure(width, max(2.6, 1.6 + _CELL * len(layers)))
+        # Each panel has its colour bar as a further axis, so that all cells have one size.
+        ratios = [ratio for count in columns for ratio in (count, min(0.5, 0.08 * sum(columns)))]
+        axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
+        for axis, bar, rows in zip(axes[::2], axes[1::2], panels, strict=True):
+            heads = sorted(rows["head"].dropna().unique())
+            place = {"index": "layer", "columns": "head"}
+            cells = rows.assign(head=rows["head"].fillna(-1)).pivot(**place, values=["value", "converged"])
+            values = cells["value"].reindex(layers).to_numpy(float)
+            missed = cells["converged"].reindex(layers).eq(False).to_numpy()
+            down, across = ([str(one) for one in some] for some in (layers, heads or [""]))
+            norm = logarithmic(values)
+            Cells(values, down, across, "head" if heads else "whole layer", missed=missed).draw(axis, norm)
+            add_colourbar(figure, axis, norm, inside=bar)
+        axes[0].set_ylabel("layer")
         title = f"{self.model}, one input of {self.length}:\nlocal Lipschitz constants"
-        return draw_heatmap(self.table, title)
+        figure.suptitle(titled(title, width))
+        return figure
 
     def _tables(self) -> dict[str, pd.DataFrame]:
         return {self.NAME: self.table, "tokens": self.tokens} | super()._tables()
 
-    def _shown(self, most: int) -> dict[str, Any]:
-        ranking = [rows.head(most) for _, rows in self.ranking.groupby("scope", sort=False)]
-        rows = [
-            row
-            | {"value": f"{row['value']:.6g}"}
-            | {name: form(row[name]) for name, form in COLUMNS_IN_DIGITS.items()}
-            | {"place": place_in_words(row["layer"], row["head"])}
-            | {"sides": self._sides(row["layer"], row["head"])}
-            for row in plain_rows(pd.concat(ranking))
+    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
+        html = parts()
+        alt = "Heatmap of the constants by layer and head; the numbers are in the ranking and in profile.csv."
+        body = [
+            html.words(
+                f"The local Lipschitz constant of each attention layer and head at one input: {self._at} "
+                f"Each interval holds with probability {self.confidence:.4g}."
+            ),
+            *(html.words(f"Not measured: {reason}", "note") for reason in self.refused),
+            html.picture(images[self.NAME], alt),
+            *self._parts_of_influence(images),
         ]
-        return super()._shown(most) | {"rows": rows, "shown": len(rows), "total": len(self.table)}
+        shown = 0
+        for scope, rows in self.ranking.groupby("scope", sort=False):
+            what = "Heads" if scope == "head" else "Layers"
+            body.append(html.heading(f"{what}, the largest constant first"))
+            for place, row in enumerate(plain_rows(rows.head(most))):
+                status = "" if row["converged"] else ", not converged"
+                ends = interval_in_digits(row["lower"], row["upper"])
+                summary = _SUMMARY.format(_place(row), row["value"], ends, status)
+                body.append(html.folded(summary, self._sides(row["layer"], row["head"]), place == 0))
+                shown += 1
+        if shown < len(self.table):
+            body.append(html.words(f"{shown} of {len(self.table)} rows are shown here.", "note"))
+        return body
 
-    def _sides(self, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
-        """Return two titled lists of all tokens with shades. In the first list the shades show how much a
-        change of the token matters, in the second they show how much the output token changes.
-
-        A token is given as a triple: its shade, its text, and its share as a phrase.
+    def _sides(self, layer: int, head: int | None) -> Markup:
+        """Return two lists of all tokens with shades. In the first list the shades show how much a change of
+        the token matters, in the second they show how much the output token changes.
         """
         rows = self._tokens_of(layer, head)
         words = [visible_token(word) for word in self.words] or [f" {i} " for i in rows["position"]]
@@ -188,20 +228,19 @@ class Profile(ResultWithInfluence):
         for title, column in (("A change matters at", "input_share"), ("It shows at", "output_share")):
             shares = rows[column].fillna(0.0).to_list()
             most = max(shares) or 1.0
-            spans = [
+            shaded = [
                 (round(_LEVELS * share / most), word, f"token {i}: {100 * share:.2g} %")
                 for i, (share, word) in enumerate(zip(shares, words, strict=False))
             ]
-            sides.append((title, spans))
-        return sides
+            sides += [parts().words(title, "soft"), parts().tokens(shaded)]
+        return Markup("".join(sides))
 
     def _in_latex(self) -> tuple[pd.DataFrame, str]:
-        """Return the ranking and the sentence of its caption."""
         caption = (
             f"Local Lipschitz constants of {self.model} at one input of {self.length}, with intervals of "
             f"{self.confidence:.4g} confidence"
         )
-        table = self._sorted[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
+        table = self.ranking
         return table.assign(head=table["head"].astype("string").fillna("all")), caption
 
     def described(self) -> dict[str, Any]:

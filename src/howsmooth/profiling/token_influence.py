@@ -4,18 +4,15 @@ results that contain such a measurement.
 
 from __future__ import annotations
 
-import html
 import operator
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from howsmooth.attention import TokenMap
@@ -30,27 +27,32 @@ from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_lipschi
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import Method
 from howsmooth.models.identification.model_part_map import ModelMap
-from howsmooth.profiling.figures import draw_influence
-from howsmooth.profiling.model_input import shown_progress
-from howsmooth.profiling.result_base_classes import Result
+from howsmooth.profiling.model_input import InputResult, shown_progress
+from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled
+from howsmooth.results.heatmaps import Cells
+from howsmooth.results.page import parts
+from howsmooth.results.result import Result, made_by
 from howsmooth.rounding import interval_in_digits
-from howsmooth.study.figures.drawing import save
-from howsmooth.study.file_writing import writable_folder
-from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.plans import INFLUENCE_RTOL, Plan
 from howsmooth.study.records import plain_rows
-from howsmooth.study.text_formatting import counted, readable
+from howsmooth.words import counted, readable
 
 __all__ = ["Influence", "ResultWithInfluence", "as_last_step", "influence"]
 
 _PRINTED = 10  # norms that a command prints; the table has all
+_MOST_WORDS = 64
+# Influences below this share of the largest have one colour.
+_RANGE = 1e-4
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Influence:
+class Influence(Result):
     """The norms ‖∂y_i/∂x_j‖₂ of the blocks of a Jacobian, which say how far the output token y_i moves if the
     input token x_j moves.
     """
+
+    NAME: ClassVar[str] = "influence"
+    TITLE: ClassVar[str] = "Influence"
 
     #: The largest value found of each norm, (outputs, n), float64.
     value: Float[Tensor, "outputs n"]
@@ -107,14 +109,14 @@ class Influence:
 
     @property
     def citation(self) -> str:
-        """A one-line summary of the result, which is also its ``repr``."""
-        return repr(self)
+        """One line to cite: what is printed, and the versions of the libraries."""
+        return f"{self!r}; {made_by('torch')}; digest {self.digest}."
 
-    def _repr_html_(self) -> str:
-        """Return HTML for notebooks: a one-line summary and the heatmap."""
-        picture = f'<img src="{data_url(png(self.plot()))}" alt="Influence matrix">'
-        return f"<p>{html.escape(repr(self))}</p>{picture}"
+    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
+        alt = "Heatmap of the influence of each input token on each output; the numbers are in influence.csv."
+        return [parts().words(repr(self)), parts().picture(images[self.NAME], alt)]
 
+    @styled
     def plot(self, words: Sequence[str] | None = None) -> Figure:
         """Draw the block norms as a heatmap, with a row for each output and a column for each input token.
 
@@ -122,10 +124,6 @@ class Influence:
         ----------
         words
             The text of each of the n input tokens, as labels; None for their numbers.
-
-        Returns
-        -------
-        matplotlib.figure.Figure
 
         Raises
         ------
@@ -137,17 +135,33 @@ class Influence:
             raise ArgumentError(
                 "words", expected=f"{self.value.shape[1]} words, one a token", got=f"{len(words)}"
             )
-        return draw_influence(
-            self.value.numpy(),
-            self.converged.numpy(),
-            self.outputs,
-            None if words is None else [readable(word) for word in words],
-            token_outputs=self.token_outputs,
-        )
+        value = self.value.numpy()
+        rows, n = value.shape
+        # Colours span four orders of magnitude; a norm of zero is white.
+        shown = np.maximum(np.where(value > 0, value, np.nan), _RANGE * value.max())
+        norm = logarithmic(shown)
+        cell = 0.2 if words is not None and n <= _MOST_WORDS else max(0.02, min(0.2, 5.0 / n))
+        figure = new_figure(max(4.2, 1.9 + cell * n), max(2.6, 1.4 + cell * rows))
+        axis = figure.subplots()
+        names = [str(j) for j in range(n)] if words is None else [readable(word) for word in words]
+        # A single output that is no token, such as a margin, has no number of its own.
+        alone = [""] if rows == 1 else [str(i) for i in self.outputs]
+        Cells(
+            shown,
+            [names[i] for i in self.outputs] if self.token_outputs else alone,
+            names,
+            "input token, which is moved",
+            "output token" if self.token_outputs else "output",
+            missed=~self.converged.numpy(),
+            words=words is not None,
+            most=_MOST_WORDS if words is not None and max(rows, n) <= _MOST_WORDS else 24,
+        ).draw(axis, norm)
+        add_colourbar(figure, axis, norm, "‖∂y/∂x‖₂")
+        return figure
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ResultWithInfluence(Result):
+class ResultWithInfluence(InputResult):
     """Base class of results at one input of a model that may say which token moves which."""
 
     #: The text of each token; empty for inputs without token ids.
@@ -188,21 +202,23 @@ class ResultWithInfluence(Result):
         more = {} if self.influence is None else {"influence": self._table_of_influence()}
         return super()._tables() | more
 
-    def _shown(self, most: int) -> dict[str, Any]:
+    def _figures(self) -> dict[str, Figure]:
         if self._moved is None:
-            return {"influence": None}
-        found, place, words = self._moved
-        ends = interval_in_digits(found.token_wise.lower, found.token_wise.upper, digits=4)
-        return {"influence": data_url(png(found.plot(words))), "place": place, "token_wise": ends}
+            return super()._figures()
+        found, _, words = self._moved
+        return super()._figures() | {found.NAME: found.plot(words)}
 
-    def write(self, folder: str | os.PathLike[str], *, parquet: bool = False) -> list[Path]:
-        """Write what every result writes, and the figure of the influence; return the paths."""
-        paths = super().write(folder, parquet=parquet)
-        if self._moved is not None:
-            found, _, words = self._moved
-            with writable_folder(folder) as folder:
-                paths += save(found.plot(words), folder, "influence", f"Influence in {self.model}")
-        return paths
+    def _parts_of_influence(self, images: Mapping[str, str]) -> list[str]:
+        if self._moved is None:
+            return []
+        found, place, _ = self._moved
+        ends = interval_in_digits(found.token_wise.lower, found.token_wise.upper, digits=4)
+        said = (
+            "How far each output (row) moves, to first order, if an input token (column) moves by one. If "
+            f"every token moves by at most one, the output that moves most moves by a distance in {ends}."
+        )
+        (_, picture) = found._parts(images, 0)
+        return [parts().heading(f"Which token moves which, {place}"), parts().words(said), picture]
 
     def described_influence(self) -> dict[str, Any]:
         """Return the largest norms and the token-wise constant, as a dict for JSON."""

@@ -17,9 +17,9 @@ import pandas as pd
 
 from howsmooth import bounds
 from howsmooth.errors import ArgumentError
+from howsmooth.files import writable_folder
 from howsmooth.study.attention_sources import AttentionSource, Ball, Target, largest_norm
 from howsmooth.study.bound_search import Worst, search_ball
-from howsmooth.study.file_writing import writable_folder
 from howsmooth.study.plans import BoundPlan
 from howsmooth.study.progress_listener import SILENT, Listener
 

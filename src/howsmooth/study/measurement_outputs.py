@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from howsmooth.files import csv_of, replace_file, write_parquet, written_beside
 from howsmooth.study.exponents import compare, exponents
-from howsmooth.study.figures.measurements import Picture, draw_all
-from howsmooth.study.file_writing import csv_of, replace_file, write_parquet, written_beside
+from howsmooth.study.figures import Picture, draw_all
 from howsmooth.study.options import choice
 from howsmooth.study.plans import FIGURES
 from howsmooth.study.progress_listener import SILENT, Listener
@@ -48,11 +48,11 @@ def write_outputs(
 ) -> Outputs:
     """Write ``measurements.csv``, ``exponents.csv`` and ``report.html`` beside a store.
 
-    If the store has published values, also write ``published.csv`` and ``published-exponents.csv``. With
-    ``figures="all"``, also draw a figure of each layer and head into the folder ``figures``, as PNG and PDF,
-    and show them in the report; by default the report draws its figures when it is opened. With
-    ``parquet``, also write ``measurements.parquet`` and ``exponents.parquet``, with the lines to cite in
-    their metadata.
+    If the store has published values, also write ``published.csv`` and ``published-exponents.csv``. Draw one
+    overview for each model into the folder ``figures``, as PNG and PDF, and show it in the report, which also
+    draws all points when it is opened; with ``figures="all"``, draw all overviews and a figure of each layer
+    and head. With ``parquet``, also write ``measurements.parquet`` and ``exponents.parquet``, with the lines
+    to cite in their metadata.
 
     Raises
     ------
@@ -77,9 +77,9 @@ def write_outputs(
             write_parquet(each, path, "\n".join(citations(contents, plain_rows(table))))
         replace_file(folder / "measurements.csv", csv_of(written))
         replace_file(folder / "exponents.csv", csv_of(table))
-        pictures = []
-        if figures == "all":
-            pictures = draw_all(contents.with_choices(rows), folder / "figures", listener, contents.kinds)
+        chosen = contents.with_choices(rows)
+        few = figures != "all"
+        pictures = draw_all(chosen, folder / "figures", listener, contents.kinds, overviews=few)
         page = folder / "report.html"
         replace_file(page, render(contents, table, compared, pictures))
         if len(contents.published):

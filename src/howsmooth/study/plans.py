@@ -39,7 +39,7 @@ from howsmooth.study.options import (
     words,
 )
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.text_formatting import encodable
+from howsmooth.words import encodable
 
 __all__ = [
     "BOUNDS",
@@ -117,7 +117,7 @@ _MOST_SEARCH_STEPS = 1_000_000
 def _parquet(name: str, value: Any) -> bool:
     """Read a flag; if it is true, refuse it where pandas has no engine for parquet."""
     if flag().read(name, value):
-        from howsmooth.study.file_writing import check_parquet  # imports pandas, which takes a while
+        from howsmooth.files import check_parquet  # imports pandas, which takes a while
 
         check_parquet(name)
     return bool(value)

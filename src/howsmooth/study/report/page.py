@@ -1,8 +1,4 @@
-"""Assemble the report: one HTML file that contains its style, its script and its data.
-
-The content security policy names the digests of its one style sheet and its one script. So a browser applies
-no other style and runs no other script, even if the data contain HTML.
-"""
+"""Assemble the report: one HTML file that contains its style, its script and its data."""
 
 from __future__ import annotations
 
@@ -13,17 +9,17 @@ from typing import Any
 
 import jinja2
 import pandas as pd
-from markupsafe import Markup
 
+from howsmooth.results.drawing import data_url
+from howsmooth.results.page import page, templates
 from howsmooth.rounding import limit_in_digits
 from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.exponents import STRATA
-from howsmooth.study.figures.measurements import Picture
-from howsmooth.study.html_assets import data_url, digest, style_sheet, templates_of
+from howsmooth.study.figures import Picture
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import tables
 from howsmooth.study.report.chart_data import bounds_data, scatter_data, script_json, sensitivity_data
-from howsmooth.study.text_formatting import (
+from howsmooth.words import (
     amount_in_words,
     duration,
     kind_in_words,
@@ -51,29 +47,25 @@ def render(
     """
     rows = contents.measurements
     found = _sections(contents.with_choices(rows), exponents, pictures)
-    style, script = _style(found), _script()
+    bounds = bounds_data(contents.bounds, rows)
     data = {
         "scatter": scatter_data(rows, exponents, contents.published, compared),
-        "bounds": bounds_data(contents.bounds, rows),
+        "bounds": bounds,
         "tokens": sensitivity_data(contents.sensitivities),
     }
     kinds = set(contents.kinds.values())
-    page: str = _template(contents).render(
-        style=Markup(style),
-        script=Markup(script),
-        style_digest=digest(style),
-        script_digest=digest(script),
-        data=[(name, script_json(value)) for name, value in data.items() if value is not None],
+    body = _template(contents).render(
         points=data["scatter"],
         published=plain_rows(compared),
         items=tables.items_of(compared),
-        sharpest=tables.sharpest(data["bounds"]) if data["bounds"] else [],
+        sharpest=tables.sharpest(bounds) if bounds else [],
         most_bounds=_MOST_BOUNDS,
         tokens=data["tokens"],
         study=contents.study,
         level=tables.CONFIDENCE,
         families=found,
-        drawn=any(one["overviews"] or one["singles"] or one["not_shown"] for one in found),
+        drawn=bool(pictures),
+        singles=not all(picture.overview for picture in pictures),
         exponents=plain_rows(exponents),
         strata=STRATA,
         by_radius=bool(exponents["radius_correlation"].notna().any()),
@@ -93,19 +85,25 @@ def render(
         unbounded=tables.without_bounds(rows, contents.bounds),
         zeros=int((rows["lipschitz"] <= 0).sum()),
     )
-    return page
+    labels = ", ".join(contents.models["label"])
+    return page(
+        f"How smooth is attention? {labels}",
+        [body],
+        style=f"{_asset('uplot/uPlot.min.css')}\n{_asset('report.css')}",
+        script=_script(),
+        data={name: script_json(value) for name, value in data.items() if value is not None},
+    )
 
 
 def _template(contents: Contents) -> jinja2.Template:
     nouns = {tables.plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
-    environment = templates_of("howsmooth.study")
+    environment = templates("howsmooth.study")
     environment.globals |= {"amount": amount_in_words, "place": place_in_words, "scope": scope_in_words}
     environment.filters |= {
         "number": tables.number,
         "limit": partial(limit_in_digits, digits=3),
         "slope": tables.slope,
         "chance": tables.chance,
-        "plain": tables.plain,
         "percent": lambda share: f"{100 * share:.2g} %",
         "head": lambda head: "all" if head is None else head,
         "duration": duration,
@@ -148,21 +146,8 @@ def _image(picture: Picture) -> dict[str, Any]:
         "alt": picture.alt,
         "place": "every layer" if picture.layer is None else place_in_words(picture.layer, picture.head),
         "file": f"figures/{picture.pdf.name}",
-        # Show the figure in the size of paper; on a narrow screen shrink it, but not below a legible width,
-        # and let the reader scroll.
         "width": round(picture.inches * _DOTS_AN_INCH),
-        "least": round(max(min(picture.inches, 6.5), 0.55 * picture.inches) * _DOTS_AN_INCH),
     }
-
-
-def _style(found: Sequence[dict[str, Any]]) -> str:
-    """Return the style sheets; a class for each least width of an image stands in for style attributes, which
-    the policy forbids.
-    """
-    images = (image for family in found for kind in ("overviews", "singles") for image in family[kind])
-    least = sorted({int(image["least"]) for image in images})
-    rules = "".join(f".least-{width} {{ min-width: {width}px; }}\n" for width in least)
-    return style_sheet(f"{_asset('uplot/uPlot.min.css')}\n{_asset('report.css')}") + rules
 
 
 def _script() -> str:

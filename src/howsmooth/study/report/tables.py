@@ -12,8 +12,8 @@ from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.plans import PUBLISHED_ITEMS
 from howsmooth.study.records import plain_rows
-from howsmooth.study.text_formatting import decimal, place_in_words, readable
 from howsmooth.study.window_placement import bounded_lengths
+from howsmooth.words import decimal, place_in_words, readable
 
 __all__ = [
     "CONFIDENCE", "chance", "convergence", "headline", "items_of", "maskings", "number",

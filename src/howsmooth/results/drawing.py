@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as _Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from howsmooth.study.html_assets import png
-
 __all__ = [
-    "COLOURS", "GREY", "STYLE", "add_colourbar", "draw_cells", "linear_ticks", "literal",
-    "log_ticks", "logarithmic", "new_figure", "save", "set_axis", "set_bar_ticks",
+    "COLOURS", "GREY", "STYLE", "Figure", "LogNorm", "Normalize", "add_colourbar", "data_url",
+    "linear_ticks", "literal", "log_ticks", "logarithmic", "new_figure", "png", "save", "set_axis",
+    "set_bar_ticks", "shades", "styled", "titled",
 ]  # fmt: skip
 
 STYLE: dict[Any, Any] = {
@@ -38,12 +42,16 @@ STYLE: dict[Any, Any] = {
     "pdf.fonttype": 42,  # TrueType: journals refuse Type 3
     "savefig.dpi": 150,
 }
+styled = rc_context(STYLE)
+"""A decorator of functions that draw in this style."""
+
 COLOURS = "viridis"
 GREY = "0.35"
 _FEW_LENGTHS = 6
+_CHARACTERS = 10  # of a title in an inch
 
 
-class NotebookFigure(Figure):
+class Figure(_Figure):
     """A figure that a notebook shows without ``%matplotlib inline``."""
 
     def savefig(self, *to: Any, **options: Any) -> None:
@@ -59,7 +67,7 @@ class NotebookFigure(Figure):
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure of a given size in inches, which a notebook shows."""
     # Without pyplot, which keeps its figures in a global list and may open a window.
-    figure = NotebookFigure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -92,18 +100,27 @@ def logarithmic(values: np.ndarray) -> Normalize:
     return LogNorm(low, high) if high > 1.001 * low else Normalize(0.9 * low, 1.1 * high)
 
 
-def draw_cells(axis: Axes, values: np.ndarray, norm: Normalize) -> None:
-    """Draw a matrix as coloured cells, without tick marks or a frame; a NaN stays white."""
-    axis.imshow(values, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
-    axis.tick_params(length=0)
-    for side in axis.spines.values():
-        side.set_visible(False)
+def shades(values: Sequence[float] | pd.Series, norm: Normalize) -> np.ndarray:
+    """Return the colours of some values, of shape (values, 4)."""
+    found: np.ndarray = ScalarMappable(norm, COLOURS).to_rgba(np.asarray(values, dtype=float))
+    return found
 
 
-def add_colourbar(figure: Figure, axis: Axes, norm: Normalize, label: str, *, whole: bool = False) -> None:
-    """Add a colour bar beside an axis."""
-    bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=axis, pad=0.015, aspect=28)
+def add_colourbar(
+    figure: Figure,
+    axis: Axes | Sequence[Axes],
+    norm: Normalize,
+    label: str = "",
+    *,
+    whole: bool = False,
+    inside: Axes | None = None,
+    aspect: float = 28,
+) -> None:
+    """Add a colour bar beside one axis or several, or ``inside`` an axis of its own."""
+    where: dict[str, Any] = {"cax": inside} if inside else {"ax": axis, "pad": 0.015, "aspect": aspect}
+    bar = figure.colorbar(ScalarMappable(norm, COLOURS), **where)
     set_bar_ticks(bar, norm, whole=whole)
+    # Beside the bar it would read as the name of an axis of the panel.
     bar.ax.set_title(label, loc="right", fontsize="medium")
 
 
@@ -122,6 +139,23 @@ def set_bar_ticks(bar: Colorbar, norm: Normalize, *, whole: bool = False) -> Non
 def literal(words: str) -> str:
     """Escape dollar signs and backslashes, so that matplotlib does not read them as mathematics."""
     return words.replace("\\", "\\\\").replace("$", r"\$")
+
+
+def titled(title: str, width: float) -> str:
+    """Break a title into lines of a width in inches, which matplotlib does not read as mathematics."""
+    return "\n".join(literal(fill(line, int(_CHARACTERS * width))) for line in title.split("\n"))
+
+
+def png(figure: Figure) -> bytes:
+    """Return a figure as the bytes of a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": "howsmooth"})
+    return file.getvalue()
+
+
+def data_url(image: bytes) -> str:
+    """Return a PNG file as a URL that contains it."""
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
 def save(figure: Figure, folder: Path, stem: str, title: str) -> tuple[Path, Path]:

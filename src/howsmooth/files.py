@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from howsmooth.errors import ArgumentError, StoreError
-from howsmooth.study.text_formatting import RUN_AGAIN
+from howsmooth.words import RUN_AGAIN
 
 __all__ = [
     "check_parquet",

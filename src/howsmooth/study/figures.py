@@ -13,32 +13,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LogNorm, Normalize
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patheffects import Normal, Stroke
 
-from howsmooth.study.exponents import Exponent, fitted_groups
-from howsmooth.study.figures.drawing import (
-    COLOURS,
+from howsmooth.results.curves import SOLID, Curve, Panel, add_legend, draw
+from howsmooth.results.drawing import (
     GREY,
-    STYLE,
+    Figure,
+    LogNorm,
+    Normalize,
     add_colourbar,
     literal,
-    new_figure,
     save,
-    set_axis,
-    set_bar_ticks,
+    shades,
+    styled,
 )
+from howsmooth.study.exponents import Exponent, fitted_groups
 from howsmooth.study.progress_listener import Listener
-from howsmooth.study.text_formatting import (
+from howsmooth.words import (
     decimal,
     file_stem,
     kind_in_words,
@@ -83,28 +76,36 @@ def draw_all(
     folder: str | os.PathLike[str],
     listener: Listener,
     kinds: Mapping[str, str] = {},
+    *,
+    overviews: bool = False,
 ) -> list[Picture]:
     """Draw a figure of the constants for each layer or head, and overviews of several layers or heads.
 
     There is an overview for each model, text and scope with several layers or heads; it comes before the
-    figures of its layers.
+    figures of its layers. With ``overviews`` there is one figure for each model: of its first text, in the
+    scope ``attention`` if that was measured.
     ``kinds`` maps the name of each input that is not a text to its kind, one of
     :data:`howsmooth.study.plans.KINDS`.
     """
     folder = Path(folder)
     figures: list[Callable[[], Picture]] = []
-    for (model, text, scope), family in measurements.groupby(["model", "text", "scope"], sort=True):
+    families = dict(iter(measurements.groupby(["model", "text", "scope"], sort=True)))
+    if overviews:
+        usual = sorted(families, key=lambda names: names[2] != "attention", reverse=True)
+        first = {names[0]: names for names in usual}
+        families = {names: families[names] for names in sorted(first.values())}
+    for (model, text, scope), family in families.items():
         parts = _parts_of(family)
         kind, words = kinds.get(str(text), "text"), scope_in_words(family.iloc[0])
         shown = _Family(folder, str(model), str(text), str(scope), kind, words)
-        figures += [partial(_overview, parts, shown)] if len(parts) > 1 else []
-        figures += [partial(_single, part, shown) for part in parts]
+        several = len(parts) > 1
+        figures += [partial(_overview, parts, shown)] if several else []
+        figures += [] if overviews and several else [partial(_single, part, shown) for part in parts]
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    with rc_context(STYLE):
-        for draw in figures:
-            drawn.append(draw())
-            listener.advance(float(len(drawn)), float(len(figures)), f"{len(drawn)} of {len(figures)}")
+    for draw_one in figures:
+        drawn.append(draw_one())
+        listener.advance(float(len(drawn)), float(len(figures)), f"{len(drawn)} of {len(figures)}")
     return drawn
 
 
@@ -157,6 +158,7 @@ class _Family:
 # ---- One layer
 
 
+@styled
 def _single(part: _Part, family: _Family) -> Picture:
     title = (
         f"{readable(family.model)}, {part.name}, {family.scope_words}, {kind_in_words(family.kind)} "
@@ -168,30 +170,28 @@ def _single(part: _Part, family: _Family) -> Picture:
 
 def _draw_single(part: _Part, family: _Family, title: str) -> Figure:
     group, fit = part.rows, part.fit
-    figure = new_figure(9.6, 4.1)
-    left, right = figure.subplots(1, 2, sharey=True)
     first, last = float(group["n"].min()), float(group["n"].max())
     lengths = LogNorm(first, last) if last > first else Normalize(first - 0.5, last + 0.5)
     radii = _radius_norm(group["radius_mean"])
-    _scatter(left, group, "n", "radius_mean", radii)
-    _draw_guides(left, fit)
-    _scatter(right, group, "radius_mean", "n", lengths)
-    set_axis(left, "x", group["n"], whole=True)
-    set_axis(right, "x", group["radius_mean"])
-    set_axis(left, "y", pd.concat([group["lower"], group["upper"]]))
+    label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {fit.ends()}"
+    against_length = Panel(
+        [*_points(group, "n", "radius_mean", radii), *_guides(fit, label)],
+        f"no exponent: {fit.note}" if fit.note else "",
+        f"sequence length n ({unit_in_words(family.kind)})",
+    )
+    against_radius = Panel(
+        _points(group, "radius_mean", "n", lengths),
+        x="radius R (root mean square token norm)" + _constancy(group["radius_mean"]),
+        scales=("log", "log"),
+    )
+    figure, axes = draw([[against_length, against_radius]], (9.6, 4.1), sharey=True)
+    left, right = axes[0]
     # Without a line and ticks, the numbers of the left colour bar do not read as an axis of the right panel.
     right.spines["left"].set_visible(False)
     right.tick_params(axis="y", left=False)
-    left.set_xlabel(f"sequence length n ({unit_in_words(family.kind)})")
-    left.set_ylabel("local Lipschitz constant")
-    right.set_xlabel("radius R (root mean square token norm)" + _constancy(group["radius_mean"]))
     add_colourbar(figure, left, radii, "radius R")
     add_colourbar(figure, right, lengths, "length n", whole=True)
-    if fit.note:
-        left.set_title(f"no exponent: {fit.note}", fontsize=9)
-    else:
-        label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {fit.ends()}"
-        figure.legend(handles=_guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
+    add_legend(figure, 3)
     hollow = int((~group["converged"]).sum())
     words = f"\n{hollow} of {len(group)} did not converge: hollow, with their interval, not in the fit"
     figure.suptitle(literal(title) + (words if hollow else ""))
@@ -201,6 +201,7 @@ def _draw_single(part: _Part, family: _Family, title: str) -> Figure:
 # ---- All layers
 
 
+@styled
 def _overview(parts: Sequence[_Part], family: _Family) -> Picture:
     rows = pd.concat([part.rows for part in parts])
     by_head = any(part.head is not None for part in parts)
@@ -219,23 +220,21 @@ def _draw_overview(parts: Sequence[_Part], rows: pd.DataFrame, family: _Family, 
     norm, unit = _radius_norm(rows["radius_mean"]), unit_in_words(family.kind).split(":")[0]
     heads = len({part.head for part in parts})
     columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(parts), _FEW_COLUMNS)
-    lines = math.ceil(len(parts) / columns)
+    label = "least-squares fit, exponent [95 % interval]"
+    panels = [
+        Panel(
+            [*_points(part.rows, "n", "radius_mean", norm, size=7.0), *_guides(part.fit, label)],
+            part.name,
+            f"length n ({unit})",
+            "",
+        )
+        for part in parts
+    ]
+    table = [panels[first : first + columns] for first in range(0, len(panels), columns)]
     width = 2.3 if columns <= _FEW_COLUMNS else 1.7
-    figure = new_figure(1.6 + width * columns, 1.3 + 2.0 * lines)
-    axes = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    for axis in axes[len(parts) :]:
-        axis.set_visible(False)
-    axes = axes[: len(parts)]
-    # If the last row is not full, the panels above its gaps are the lowest of their columns.
-    for axis in axes[-columns:]:
-        axis.tick_params(labelbottom=True)
-        axis.set_xlabel(f"length n ({unit})")
-    for axis, part in zip(axes, parts, strict=True):
-        _scatter(axis, part.rows, "n", "radius_mean", norm, size=7.0)
-        _draw_guides(axis, part.fit)
-        set_axis(axis, "x", rows["n"], whole=True)
-        set_axis(axis, "y", pd.concat([rows["lower"], rows["upper"]]))
-        axis.set_title(part.name, pad=4)
+    size = 1.6 + width * columns, 1.3 + 2.0 * len(table)
+    figure, axes = draw(table, size, sharex="all", sharey="all")
+    for axis, part in zip(axes.ravel(), parts, strict=False):
         axis.text(
             0.04,
             0.96,
@@ -247,88 +246,54 @@ def _draw_overview(parts: Sequence[_Part], rows: pd.DataFrame, family: _Family, 
             bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
         )
     figure.supylabel("local Lipschitz constant", fontsize=10)
-    slim = 5 * figure.get_figheight()
-    bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=figure.axes, aspect=slim, pad=0.015)
-    set_bar_ticks(bar, norm)
-    bar.ax.set_title("radius R", loc="right", fontsize="medium")
+    add_legend(figure, 3)
+    add_colourbar(figure, list(axes.ravel()), norm, "radius R", aspect=5 * figure.get_figheight())
     figure.suptitle(literal(title))
-    figure.legend(handles=_guide_handles(), loc="outside lower center", ncols=3)
     return figure
 
 
-# ---- Lines
+# ---- Points and lines
 
 
-def _draw_guides(axis: Axes, fit: Exponent) -> None:
-    """Draw a fitted power law, and lines of the reference slopes, which meet it in the middle."""
+def _guides(fit: Exponent, label: str) -> list[Curve]:
+    """Return the line of a fitted power law, and those of the reference slopes that meet it in its middle."""
     if fit.note:
-        return
+        return []
     ends = np.array([fit.n_min, fit.n_max], dtype=float)
     middle = math.sqrt(fit.n_min * fit.n_max)
-    for slope, _, dashes in _REFERENCE_SLOPES:
-        axis.plot(
-            ends,
-            fit.at(middle) * (ends / middle) ** slope,
-            color=GREY,
-            linestyle=dashes,
-            linewidth=1.1,
-            zorder=1,
-        )
-    halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]
-    fitted = [fit.at(end) for end in ends]
-    axis.plot(ends, fitted, color=_FIT_COLOUR, linewidth=1.7, zorder=1.5, path_effects=halo)
-
-
-def _guide_handles(label: str = "least-squares fit, exponent [95 % interval]") -> list[Line2D]:
-    """Return the legend entries of the lines that :func:`_draw_guides` draws."""
-    handles = [Line2D([], [], color=_FIT_COLOUR, linewidth=1.6, label=label)]
-    handles += [
-        Line2D([], [], color=GREY, linestyle=dashes, linewidth=1.1, label=f"slope {words}")
-        for _, words, dashes in _REFERENCE_SLOPES
-    ]
-    return handles
-
-
-# ---- Points
-
-
-def _scatter(
-    axis: Axes, group: pd.DataFrame, across: str, colour: str, norm: Normalize, size: float = 13.0
-) -> None:
-    positive = group[group["lipschitz"] > 0]
-    good = positive[positive["converged"]]
-    rest = positive[~positive["converged"]]
-    axis.scatter(
-        good[across],
-        good["lipschitz"],
-        c=good[colour],
-        cmap=COLOURS,
-        norm=norm,
-        s=size,
-        alpha=0.85,
-        linewidths=0,
-        zorder=2,
+    line = Curve(
+        ends, [fit.at(end) for end in ends], label, _FIT_COLOUR, dashes=SOLID, spans=False, halo=True
     )
-    if len(rest):
-        colours: Any = ScalarMappable(norm, COLOURS).to_rgba(rest[colour].to_numpy())
-        floor = rest["lipschitz"].min() * 1e-3
-        axis.vlines(
-            rest[across],
-            rest["lower"].clip(lower=floor),
-            rest["upper"],
-            colors=colours,
-            linewidth=0.9,
-            zorder=2,
+    return [line] + [
+        Curve(ends, fit.at(middle) * (ends / middle) ** slope, f"slope {words}", dashes=dashes, spans=False)
+        for slope, words, dashes in _REFERENCE_SLOPES
+    ]
+
+
+def _points(
+    group: pd.DataFrame, across: str, colour: str, norm: Normalize, size: float = 13.0
+) -> list[Curve]:
+    """Return the constants as dots, coloured by a column; those that did not converge are hollow, with their
+    intervals.
+    """
+    positive = group[group["lipschitz"] > 0]
+    curves = []
+    for converged in (True, False):
+        rows = positive[positive["converged"] == converged]
+        floor = rows["lipschitz"].min() * 1e-3
+        curves.append(
+            Curve(
+                rows[across],
+                rows["lipschitz"],
+                colour=shades(rows[colour], norm),
+                mark="o",
+                size=size,
+                alpha=0.85,
+                filled=converged,
+                spread=None if converged else (rows["lower"].clip(lower=floor), rows["upper"]),
+            )
         )
-        axis.scatter(
-            rest[across],
-            rest["lipschitz"],
-            s=size * 1.3,
-            facecolors="white",
-            edgecolors=colours,
-            linewidths=0.9,
-            zorder=3,
-        )
+    return curves
 
 
 def _description(part: _Part) -> str:
@@ -353,9 +318,9 @@ def _range_of_exponents(parts: Sequence[_Part]) -> str:
 
 
 def _radius_norm(radii: pd.Series) -> Normalize:
-    # The ends of the scale are at least 2 % apart, so that rounding alone does not change the colour.
+    # The colours span what is there, unless radii agree to four digits, where rounding alone differs.
     middle = float(radii.min() + radii.max()) / 2
-    half = max(float(radii.max() - radii.min()) / 2, 0.01 * abs(middle), 1e-12)
+    half = max(float(radii.max() - radii.min()) / 2, 1e-4 * abs(middle), 1e-12)
     low, high = middle - half, middle + half
     return LogNorm(low, high) if high > _WIDE * low > 0 else Normalize(low, high)
 
