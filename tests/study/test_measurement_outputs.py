@@ -335,5 +335,5 @@ def test_a_panel_says_which_interval_excludes_zero() -> None:
     fit = dataclasses.replace(part.fit, slope=0.071, low=-0.003, high=0.145)
     part = dataclasses.replace(part, fit=fit)
     family = figures._Family(Path(), "small", "prose", "attention", "text", "scope attention")
-    figure = figures._draw_overview([part], rows, family, "title")
+    figure = figures._draw_overview([part], family, "title")
     assert [text.get_text() for text in figure.axes[0].texts] == ["0.071 [\N{MINUS SIGN}0.003, 0.145]"]

@@ -54,8 +54,8 @@ class MeasurementShown(ShownOrQuiet):
     figures: str = option(
         "page",
         choice(*FIGURES),
-        "page: the figures that report.html draws when it is opened. all: also one of each layer and head, "
-        "as PNG and PDF in the folder figures and in the report, which takes longer.",
+        "page: the points that report.html draws when it is opened, and one overview of each model as PNG "
+        "and PDF in the folder figures. all: also one of each layer and head, which takes longer.",
         metavar="|".join(FIGURES),
     )
     parquet: bool = shared("parquet")

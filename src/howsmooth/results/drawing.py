@@ -6,10 +6,10 @@ import base64
 import io
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -24,8 +24,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 __all__ = [
     "COLOURS", "GREY", "STYLE", "Figure", "LogNorm", "Normalize", "add_colourbar", "data_url",
-    "linear_ticks", "literal", "log_ticks", "logarithmic", "new_figure", "png", "save", "set_axis",
-    "set_bar_ticks", "shades", "styled", "titled",
+    "linear_ticks", "literal", "log_ticks", "logarithmic", "new_figure", "png", "rc_context", "save",
+    "set_axis", "set_bar_ticks", "shades", "styled", "titled",
 ]  # fmt: skip
 
 STYLE: dict[Any, Any] = {
@@ -39,11 +39,9 @@ STYLE: dict[Any, Any] = {
     "legend.fontsize": 8.5,
     "legend.frameon": False,
     "figure.titlesize": 11,
-    "pdf.fonttype": 42,  # TrueType: journals refuse Type 3
     "savefig.dpi": 150,
 }
-styled = rc_context(STYLE)
-"""A decorator of functions that draw in this style."""
+P, T = ParamSpec("P"), TypeVar("T")
 
 COLOURS = "viridis"
 GREY = "0.35"
@@ -62,6 +60,11 @@ class Figure(_Figure):
 
     def _repr_png_(self) -> bytes:
         return png(self)
+
+
+def styled(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function draw in this style."""
+    return rc_context(STYLE)(function)
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -164,8 +167,9 @@ def save(figure: Figure, folder: Path, stem: str, title: str) -> tuple[Path, Pat
     title = title.encode("latin-1", "replace").decode("latin-1")
     figure.savefig(image, metadata={"Title": title, "Software": "howsmooth"})
     figure.set_layout_engine("none")  # keep the layout: computing it again takes as long as drawing
-    # Without a date, the same store gives the same file.
-    figure.savefig(pdf, metadata={"Title": title, "Creator": "howsmooth", "CreationDate": None})
+    # Without a date, the same store gives the same file. TrueType: journals refuse Type 3.
+    with rc_context({"pdf.fonttype": 42}):
+        figure.savefig(pdf, metadata={"Title": title, "Creator": "howsmooth", "CreationDate": None})
     return image, pdf
 
 

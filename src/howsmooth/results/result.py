@@ -35,6 +35,8 @@ class Result(ABC):
     NAME: ClassVar[str]
     #: The title of the page.
     TITLE: ClassVar[str]
+    #: The column of the table against which ``plot`` draws the values.
+    AXIS: ClassVar[str] = ""
     #: How the columns of the table whose names end so are written in LaTeX.
     FORMATS: ClassVar[Mapping[str, Callable[[float], str]]] = COLUMNS_IN_DIGITS
 
@@ -49,9 +51,20 @@ class Result(ABC):
     def citation(self) -> str:
         """One line to cite the result, with its most important numbers and how they were computed."""
 
-    @abstractmethod
     def plot(self) -> Figure:
-        """Draw the result as a figure."""
+        """Draw the result as a figure; what did not converge is hollow."""
+        from howsmooth.results.curves import Panel, add_legend, draw
+        from howsmooth.results.drawing import STYLE, rc_context
+
+        with rc_context(STYLE):
+            panel = Panel(self._curves(), x=self.AXIS, scales=("linear", "log"))
+            figure, _ = draw([[panel]], (5.4, 3.4))
+            add_legend(figure, 3)
+        return figure
+
+    def _curves(self) -> list[Curve]:
+        """Return the curves that ``plot`` draws."""
+        return [intervals(self.table, self.AXIS)]
 
     @property
     def digest(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from howsmooth.words import (
     unit_in_words,
 )
 
-__all__ = ["Picture", "draw_all"]
+__all__ = ["Picture", "draw_all", "overview"]
 
 _MOST_COLUMNS = 16
 _WIDE = 20.0
@@ -89,24 +89,42 @@ def draw_all(
     """
     folder = Path(folder)
     figures: list[Callable[[], Picture]] = []
-    families = dict(iter(measurements.groupby(["model", "text", "scope"], sort=True)))
-    if overviews:
-        usual = sorted(families, key=lambda names: names[2] != "attention", reverse=True)
-        first = {names[0]: names for names in usual}
-        families = {names: families[names] for names in sorted(first.values())}
-    for (model, text, scope), family in families.items():
-        parts = _parts_of(family)
-        kind, words = kinds.get(str(text), "text"), scope_in_words(family.iloc[0])
-        shown = _Family(folder, str(model), str(text), str(scope), kind, words)
+    for family, parts in _families(measurements, folder, kinds, overviews=overviews):
         several = len(parts) > 1
-        figures += [partial(_overview, parts, shown)] if several else []
-        figures += [] if overviews and several else [partial(_single, part, shown) for part in parts]
+        figures += [partial(_overview, parts, family)] if several else []
+        figures += [] if overviews and several else [partial(_single, part, family) for part in parts]
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for draw_one in figures:
         drawn.append(draw_one())
         listener.advance(float(len(drawn)), float(len(figures)), f"{len(drawn)} of {len(figures)}")
     return drawn
+
+
+def overview(measurements: pd.DataFrame, kinds: Mapping[str, str] = {}) -> Figure:
+    """Return the figure of the first model that :func:`draw_all` draws as an overview."""
+    family, parts = next(_families(measurements, Path(), kinds, overviews=True))
+    if len(parts) > 1:
+        return _draw_overview(parts, family, family.title("every layer"))
+    return _draw_single(parts[0], family, family.title(parts[0].name))
+
+
+def _families(
+    measurements: pd.DataFrame, folder: Path, kinds: Mapping[str, str], *, overviews: bool
+) -> Iterator[tuple[_Family, list[_Part]]]:
+    """Yield each model on one input in one scope with its layers and heads; with ``overviews``, one of each
+    model.
+    """
+    families = dict(iter(measurements.groupby(["model", "text", "scope"], sort=True)))
+    chosen = sorted(families)
+    if overviews:
+        usual = sorted(families, key=lambda names: (names[2] != "attention", names), reverse=True)
+        chosen = sorted({names[0]: names for names in usual}.values())
+    for names in chosen:
+        model, text, scope = map(str, names)
+        rows = families[names]
+        kind, words = kinds.get(text, "text"), scope_in_words(rows.iloc[0])
+        yield _Family(folder, model, text, scope, kind, words), _parts_of(rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +164,12 @@ class _Family:
     kind: str
     scope_words: str
 
+    def title(self, place: str) -> str:
+        """Return the title of a figure of a layer or head, or of every layer."""
+        where = f"{kind_in_words(self.kind)} {readable(self.text)}"
+        return f"{readable(self.model)}, {self.scope_words}, {where}: {place}"
+
+    @styled
     def saved(self, figure: Figure, title: str, alt: str, part: _Part | None = None) -> Picture:
         """Write a figure of a layer or head, or of all of them (``part`` is None), as PNG and PDF."""
         words = ["overview"] if part is None else part.stem
@@ -158,16 +182,13 @@ class _Family:
 # ---- One layer
 
 
-@styled
 def _single(part: _Part, family: _Family) -> Picture:
-    title = (
-        f"{readable(family.model)}, {part.name}, {family.scope_words}, {kind_in_words(family.kind)} "
-        f"{readable(family.text)}"
-    )
+    title = family.title(part.name)
     alt = f"Two scatter plots on log axes for {title}: {_description(part)}"
     return family.saved(_draw_single(part, family, title), title, alt, part)
 
 
+@styled
 def _draw_single(part: _Part, family: _Family, title: str) -> Figure:
     group, fit = part.rows, part.fit
     first, last = float(group["n"].min()), float(group["n"].max())
@@ -201,23 +222,20 @@ def _draw_single(part: _Part, family: _Family, title: str) -> Figure:
 # ---- All layers
 
 
-@styled
 def _overview(parts: Sequence[_Part], family: _Family) -> Picture:
-    rows = pd.concat([part.rows for part in parts])
     by_head = any(part.head is not None for part in parts)
-    title = (
-        f"{readable(family.model)}, {family.scope_words}, {kind_in_words(family.kind)} "
-        f"{readable(family.text)}: every layer{' and head' if by_head else ''}"
-    )
+    title = family.title(f"every layer{' and head' if by_head else ''}")
     alt = (
         "Small scatter plots of the constant against the length on log axes, one a layer, for "
         f"{title}. {_range_of_exponents(parts)}"
     )
-    return family.saved(_draw_overview(parts, rows, family, title), title, alt)
+    return family.saved(_draw_overview(parts, family, title), title, alt)
 
 
-def _draw_overview(parts: Sequence[_Part], rows: pd.DataFrame, family: _Family, title: str) -> Figure:
-    norm, unit = _radius_norm(rows["radius_mean"]), unit_in_words(family.kind).split(":")[0]
+@styled
+def _draw_overview(parts: Sequence[_Part], family: _Family, title: str) -> Figure:
+    radii = pd.concat([part.rows["radius_mean"] for part in parts])
+    norm, unit = _radius_norm(radii), unit_in_words(family.kind).split(":")[0]
     heads = len({part.head for part in parts})
     columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(parts), _FEW_COLUMNS)
     label = "least-squares fit, exponent [95 % interval]"

@@ -65,7 +65,7 @@ BOUNDS = ("auto", "all", "none")
 """Which bounds to compute beside constants: as many as take little time, all, or none."""
 
 FIGURES = ("page", "all")
-"""Which figures a study draws: those on its page, or also files of each layer and head."""
+"""Which figures a study draws: one overview of each model, or also one of each layer and head."""
 
 KINDS = ("text", "tokens", "embeddings", "images")
 """The kinds of input: text, token ids, embedded tokens and images."""
