@@ -110,9 +110,9 @@ def table(
         A DataFrame with the columns ``name, side, value, holds, source``, sorted by value; the index is the
         bounded quantity. If a hypothesis fails, the value is inf for an upper and 0 for a lower bound, and
         ``source`` says which hypothesis. With tokens X, two rows named ``measured`` are the ends of the
-        interval of :func:`~howsmooth.local_lipschitz`. ``attrs`` holds ``length``, ``radius``, ``radius_from``, and as
-        ``log_values`` the natural logarithms of the values, row by row, finite where a value overflows.
-        It is printed within 80 columns, with the sources below the rows
+        interval of :func:`~howsmooth.local_lipschitz`. ``attrs`` holds ``length``, ``radius``,
+        ``radius_from``, and as ``log_values`` the natural logarithms of the values, row by row, finite where
+        a value overflows. It is printed within 80 columns, with the sources below the rows
         (:class:`~howsmooth.printed_table.PrintedTable`), and has ``plot()``, ``to_latex()``, ``citation`` and
         ``write(folder)``.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,11 +14,9 @@ from howsmooth.lipschitz import local_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models import Site
 from howsmooth.models.capture import model_parts
-from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
-from howsmooth.profiling.token_influence import ResultWithInfluence, as_last_step
-from howsmooth.profiling.token_influence import influence as influence_of
+from howsmooth.profiling.token_influence import ResultWithInfluence, as_last_step, influence_at
 from howsmooth.results.curves import DASHED, SOLID, Curve, Panel, add_legend, draw
 from howsmooth.results.drawing import GREY, Figure, styled, titled
 from howsmooth.results.page import frame, parts
@@ -98,9 +95,6 @@ class DepthProfile(ResultWithInfluence):
                   if row[f"{kind}_converged"] is False]  # fmt: skip
         lines += [f"Not converged: {', '.join(missed)}."] if missed else []
         return "\n".join([*lines, *self._lines_of_influence()])
-
-    def _place_of_influence(self) -> str:
-        return f"whole model to the {self.output}"
 
     @styled
     def plot(self) -> Figure:
@@ -222,6 +216,7 @@ def depth_profile(
         return _fields(kind, local_lipschitz(site.map, site.x[:1], seed=start, **settings))
 
     rows: list[dict[str, Any]] = []
+    of_tokens = None
     with model_parts(given.module, given.inputs) as parts:
         blocks = parts.last_layers
         total = len(blocks) + 2
@@ -233,19 +228,23 @@ def depth_profile(
                 rows.append({"stage": "embeddings", "name": entry.name, **own, **_as("until", own), **beyond})
             told(1, total)
             for stage, layer in enumerate(blocks):
-                rows.append(_block(parts, stage, layer, output, last_token, measured))
+                row = {"stage": f"block {stage}", "name": parts.blocks[layer].module}
+                row |= measured("own", stage, parts.span(layer, layer))
+                row |= measured("until", stage, parts.until(layer))
+                rows.append(
+                    row | measured("beyond", stage, parts.beyond(layer, output, last_token=last_token))
+                )
                 told(stage + 2, total)
             own = _as("own", rows[-1], "beyond")
             whole = parts.whole(output, last_token=last_token)
-            n, read = whole.x.shape[1], parts.output(output).kind
+            n, read = whole.x.shape[1], _in_words(parts.output(output).kind, last_token)
             rows.append({"stage": "output", "name": "", **own, **measured("until", len(blocks), whole)})
             told(total, total)
-        of_tokens = None
         if influence:
             how = {name: settings[name] for name in ("confidence", "max_iterations")}
-            start = derive_seed(purpose="depth", seed=seed, layer=len(blocks), scope="influence")
-            on_output = as_last_step(on_layer, total)
-            of_tokens = influence_of(whole, outputs=[-1], seed=start, on_output=on_output, **how)
+            how["seed"] = derive_seed(purpose="depth", seed=seed, layer=len(blocks), scope="influence")
+            how |= {"outputs": [-1], "on_output": as_last_step(on_layer, total)}
+            of_tokens = influence_at(whole, given.words, f"whole model to the {read}", read, **how)
     table = PrintedTable(rows)
     table["product"] = table["own"].cumprod()
     table["ratio"] = table["until"] / table["product"]
@@ -253,32 +252,11 @@ def depth_profile(
         **given.origin(),
         table=table,
         n=n,
-        output=_in_words(read, last_token),
+        output=read,
         confidence=confidence,
         words=tuple(given.words or ()),
         influence=of_tokens,
     )
-
-
-def _block(
-    parts: ModelParts,
-    stage: int,
-    layer: int,
-    output: str,
-    last_token: bool,
-    measured: Callable[[str, int, Site], dict[str, Any]],
-) -> dict[str, Any]:
-    """Measure a block, the model up to the end of the block, and the model after the block. Return the
-    constants as a row of the table.
-    """
-    block = parts.span(layer, layer)
-    return {
-        "stage": f"block {stage}",
-        "name": parts.blocks[layer].module,
-        **measured("own", stage, block),
-        **measured("until", stage, parts.until(layer)),
-        **measured("beyond", stage, parts.beyond(layer, output, last_token=last_token)),
-    }
 
 
 def _short(value: Any) -> Any:

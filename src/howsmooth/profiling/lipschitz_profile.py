@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -19,8 +20,7 @@ from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
-from howsmooth.profiling.token_influence import Influence, ResultWithInfluence, as_last_step
-from howsmooth.profiling.token_influence import influence as influence_of
+from howsmooth.profiling.token_influence import ResultWithInfluence, as_last_step, influence_at
 from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled, titled
 from howsmooth.results.heatmaps import Cells
 from howsmooth.results.page import parts
@@ -83,9 +83,6 @@ class Profile(ResultWithInfluence):
         """The index of the layer with the largest constant, for which ``influence`` was measured."""
         ranking = self.ranking
         return int(ranking[ranking["scope"] == "attention"].iloc[0]["layer"])
-
-    def _place_of_influence(self) -> str:
-        return place_in_words(self.influence_layer, None)
 
     @property
     def citation(self) -> str:
@@ -343,25 +340,57 @@ def profile(
     given = given_inputs(loaded_if_named(model), inputs, span, tokenizer)
     check_accuracy(rtol, confidence, given.computed)
     how = {"rtol": rtol, "confidence": confidence, "max_iterations": max_iterations, "memory": memory}
-    measured = _Measured(how, seed, wanted, given.words)
+    rows: list[dict[str, Any]] = []
+    shares: list[pd.DataFrame] = []
+    refused: list[str] = []
+    largest: tuple[float, Site] | None = None
+    of_tokens, n, done = None, 0, 0
     for index, layer in layers_of(given, layers, on_layer):
-        measured.add(index, layer)
-    of_tokens = measured.influence(on_layer) if influence else None
-    if not measured.rows:
-        what = type(given.module).__name__
-        raise CaptureError(f"No layer of {what} can be measured. {measured.refused[0]}")
+        done += 1
+        if isinstance(layer, CaptureError):
+            refused.append(str(layer))
+            continue
+        n = max(n, layer.tokens.shape[1])
+        for scope in wanted:
+            start = derive_seed(purpose="profile", seed=seed, layer=index, scope=scope)
+            try:
+                if scope == "head":
+                    heads = _heads(layer, seed=start, **how)
+                    found = [heads[head] for head in range(len(heads))]
+                else:
+                    (site,) = layer.sites("attention")
+                    found = [local_lipschitz(site.map, site.x[0], seed=start, **how)]
+                    largest = max(largest or (-1.0, site), (float(found[0]), site), key=itemgetter(0))
+            except HowsmoothError as error:
+                refused.append(f"Layer {index}, scope {scope}: {error}")
+                continue
+            for head, estimate in enumerate(found):
+                rows.append(_row(layer, scope, head if scope == "head" else None, estimate))
+                shares.append(_shares(rows[-1], estimate, given.words))
+    if largest and influence:
+        site = largest[1]
+        start = derive_seed(purpose="profile", seed=seed, layer=site.layer, scope="influence")
+        place = place_in_words(site.layer, None)
+        few = {"confidence": confidence, "max_iterations": max_iterations}
+        try:
+            told = as_last_step(on_layer, done)
+            of_tokens = influence_at(site, given.words, place, seed=start, on_output=told, **few)
+        except HowsmoothError as error:
+            refused.append(f"Influence in {place}: {error}")
+    if not rows:
+        raise CaptureError(f"No layer of {type(given.module).__name__} can be measured. {refused[0]}")
     origin = given.origin()
     precision = {name: origin[name] for name in ("stored", "computed")}
     return Profile(
         **origin,
-        table=PrintedTable(measured.rows).astype({"head": "Int64"}).assign(**precision),
-        tokens=pd.concat(measured.shares, ignore_index=True),
+        table=PrintedTable(rows).astype({"head": "Int64"}).assign(**precision),
+        tokens=pd.concat(shares, ignore_index=True),
         words=tuple(given.words or ()),
-        n=measured.n,
+        n=n,
         confidence=confidence,
         rtol=rtol,
         seed=seed,
-        refused=tuple(measured.refused),
+        refused=tuple(refused),
         influence=of_tokens,
     )
 
@@ -378,91 +407,34 @@ def _checked_scopes(scopes: object) -> tuple[str, ...]:
     return given
 
 
-# ---- the measurement
+def _heads(layer: VerifiedLayer, **how: Any) -> LipschitzEstimate:
+    attention = layer.found.map
+    if not isinstance(attention, SelfAttention | StagedAttention):
+        raise CaptureError(f"its heads cannot be taken alone ({layer.found.reason}).")
+    return head_lipschitz(attention, layer.tokens[0], **how)
 
 
-class _Measured:
-    """The measurements of a model's layers, collected as rows of the tables of a profile."""
+def _row(layer: VerifiedLayer, scope: str, head: int | None, found: LipschitzEstimate) -> dict[str, Any]:
+    place = layer.self_attention.layer
+    return {
+        "layer": place.index,
+        "head": head,
+        "scope": scope,
+        **{name: getattr(found, name).item() for name in ("value", "lower", "upper")},
+        "confidence": found.confidence,
+        "converged": bool(found.converged),
+        "iterations": int(found.iterations),
+        "method": found.method,
+        "masking": layer.found.masking,
+        "name": place.name,
+    }
 
-    def __init__(
-        self, how: dict[str, Any], seed: int, scopes: tuple[str, ...], words: list[str] | None
-    ) -> None:
-        self.how, self.seed, self.scopes, self.words = how, seed, scopes, words
-        self.n = 0
-        self.rows: list[dict[str, Any]] = []
-        self.shares: list[pd.DataFrame] = []
-        self.refused: list[str] = []
-        self.most_sensitive: tuple[float, Site] | None = None
-        self.layers = 0
 
-    def add(self, index: int, layer: VerifiedLayer | CaptureError) -> None:
-        """Measure one layer in each scope; if a scope cannot be measured, record the error."""
-        self.layers += 1
-        if isinstance(layer, CaptureError):
-            self.refused.append(str(layer))
-            return
-        self.n = max(self.n, layer.tokens.shape[1])
-        for scope in self.scopes:
-            try:
-                for head, estimate in self._estimates(index, layer, scope):
-                    self._append(layer, scope, head, estimate)
-            except HowsmoothError as error:
-                self.refused.append(f"Layer {index}, scope {scope}: {error}")
-
-    def _estimates(
-        self, index: int, layer: VerifiedLayer, scope: str
-    ) -> Iterator[tuple[int | None, LipschitzEstimate]]:
-        seed = derive_seed(purpose="profile", seed=self.seed, layer=index, scope=scope)
-        if scope == "attention":
-            (site,) = layer.sites("attention")
-            found = local_lipschitz(site.map, site.x[0], seed=seed, **self.how)
-            if self.most_sensitive is None or float(found.value) > self.most_sensitive[0]:
-                self.most_sensitive = float(found.value), site
-            yield None, found
-            return
-        attention, x = layer.found.map, layer.tokens[0]
-        if not isinstance(attention, SelfAttention | StagedAttention):
-            raise CaptureError(f"its heads cannot be taken alone ({layer.found.reason}).")
-        heads = head_lipschitz(attention, x, seed=seed, **self.how)
-        yield from ((head, heads[head]) for head in range(len(heads.value)))
-
-    def _append(self, layer: VerifiedLayer, scope: str, head: int | None, found: LipschitzEstimate) -> None:
-        place = layer.self_attention.layer
-        self.rows.append(
-            {
-                "layer": place.index,
-                "head": head,
-                "scope": scope,
-                "value": float(found.value),
-                "lower": float(found.lower),
-                "upper": float(found.upper),
-                "confidence": found.confidence,
-                "converged": bool(found.converged),
-                "iterations": int(found.iterations),
-                "method": found.method,
-                "masking": layer.found.masking,
-                "name": place.name,
-            }
-        )
-        shares = found.tokens()
-        if self.words is not None and len(self.words) == len(shares):
-            shares["token"] = self.words
-        shares.insert(0, "scope", scope)
-        shares.insert(0, "head", head)
-        shares.insert(0, "layer", place.index)
-        self.shares.append(shares.astype({"head": "Int64"}))
-
-    def influence(self, on_layer: Callable[[float, int], None] | None) -> Influence | None:
-        """Measure how far each output token moves if an input token moves, in the layer with the largest
-        constant. Return None if the measurement fails.
-        """
-        if self.most_sensitive is None:
-            return None
-        site = self.most_sensitive[1]
-        seed = derive_seed(purpose="profile", seed=self.seed, layer=site.layer, scope="influence")
-        how = {name: self.how[name] for name in ("confidence", "max_iterations")}
-        try:
-            return influence_of(site, seed=seed, on_output=as_last_step(on_layer, self.layers), **how)
-        except HowsmoothError as error:
-            self.refused.append(f"Influence in layer {site.layer}: {error}")
-            return None
+def _shares(row: dict[str, Any], found: LipschitzEstimate, words: list[str] | None) -> pd.DataFrame:
+    """Return the shares of all tokens, as rows of :attr:`Profile.tokens`."""
+    shares = found.tokens()
+    if words is not None and len(words) == len(shares):
+        shares["token"] = words
+    for name in ("scope", "head", "layer"):
+        shares.insert(0, name, row[name])
+    return shares.astype({"head": "Int64"})
