@@ -110,9 +110,10 @@ def test_values_survive_the_csv_to_the_last_digit(published: Outputs) -> None:
 
 
 def test_every_layer_and_head_has_a_figure_and_every_scope_an_overview(published: Outputs) -> None:
-    shown = [(p.scope, p.layer, p.head) for p in published.pictures]
-    attention = [("attention", None, None)] + [("attention", layer, None) for layer in range(2)]
-    heads = [("head", None, None)] + [("head", layer, head) for layer in range(2) for head in range(2)]
+    shown = [(p.title.partition("prose: ")[2], p.overview) for p in published.pictures]
+    attention = [("every layer", True), ("layer 0", False), ("layer 1", False)]
+    heads = [("every layer and head", True)]
+    heads += [(f"layer {layer}, head {head}", False) for layer in range(2) for head in range(2)]
     assert shown == attention + heads
     files = [path for picture in published.pictures for path in (picture.png, picture.pdf)]
     assert len(set(files)) == len(files) == 16
@@ -152,8 +153,9 @@ def test_by_default_each_model_has_one_overview_and_the_page_draws_all_points(tm
     tools, _ = make_tools(models={name.name: FakeModel() for name in models})
     run(make_plan(models=models, scopes=("head", "attention")), tmp_path, tools)
     written = write_outputs(tmp_path)
-    shown = [(one.model, one.scope, one.overview) for one in written.pictures]
-    assert shown == [("other", "attention", True), ("small", "attention", True)]
+    shown = [(one.title, one.overview) for one in written.pictures]
+    title = "scope attention, text prose: every layer"
+    assert shown == [(f"other, {title}", True), (f"small, {title}", True)]
     assert len(list((tmp_path / "figures").iterdir())) == 4
     page = written.report.read_text(encoding="utf-8")
     assert page.count("data:image") == 2
@@ -334,6 +336,5 @@ def test_a_panel_says_which_interval_excludes_zero() -> None:
     (part,) = figures._parts_of(rows)
     fit = dataclasses.replace(part.fit, slope=0.071, low=-0.003, high=0.145)
     part = dataclasses.replace(part, fit=fit)
-    family = figures._Family(Path(), "small", "prose", "attention", "text", "scope attention")
-    figure = figures._draw_overview([part], family, "title")
+    figure = figures._draw_overview([part], "text", "title")
     assert [text.get_text() for text in figure.axes[0].texts] == ["0.071 [\N{MINUS SIGN}0.003, 0.145]"]

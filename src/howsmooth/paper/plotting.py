@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,9 @@ import pandas as pd
 from howsmooth.files import written_beside
 from howsmooth.results.curves import DASHED, SOLID, Curve, Dashes, Panel, add_legend
 from howsmooth.results.curves import draw as drawn
-from howsmooth.results.drawing import GREY, STYLE, save
+from howsmooth.results.drawing import GREY, STYLE, Picture
 from howsmooth.results.drawing import Figure as Canvas
+from howsmooth.results.drawing import picture as written
 from howsmooth.study.exponents import Exponent
 
 __all__ = [
@@ -79,19 +78,6 @@ PAPER: dict[Any, Any] = {
     "savefig.dpi": 220,
 }
 """The style of the paper's figures for ``matplotlib.rc_context``: small serif type, black on white."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A drawn picture: the paths of its PDF and PNG file, its title, its alternative text, and its width in
-    pixels.
-    """
-
-    pdf: Path
-    png: Path
-    title: str
-    alt: str
-    width: int
 
 
 def fit_factor(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
@@ -174,20 +160,6 @@ def picture(
         If a file cannot be written.
 
     """
-    labels = add_legend(canvas, legend, above=above)
-    # Axes without a title are colour bars, which the alternative text does not mention.
-    titled = [axis for axis in canvas.axes if axis.get_title()]
-    x, y, titles = (
-        _plain(list(filter(None, (getattr(axis, get)() for axis in titled))))
-        for get in ("get_xlabel", "get_ylabel", "get_title")
-    )
-    alt = f"{title}. Axes: {y or 'names'}, against {x}. Panels: {titles}. Drawn are: {_plain(labels)}."
+    add_legend(canvas, legend, above=above)
     with written_beside(folder, "finished measurements"):
-        png, pdf = save(canvas, folder, stem, title)
-    return Picture(pdf, png, title, alt, round(canvas.get_figwidth() * _PIXELS_AN_INCH))
-
-
-def _plain(words: list[str]) -> str:
-    """Join labels to one text without repetitions, and remove the markup of matplotlib formulas."""
-    joined = "; ".join(dict.fromkeys(words)).replace("\\,", " ").replace("\n", ", ")
-    return re.sub(" +", " ", re.sub(r"[${}\\]", "", re.sub(r"\\([a-z]+)", r" \1 ", joined)))
+        return written(canvas, folder, stem, title, dots=_PIXELS_AN_INCH)

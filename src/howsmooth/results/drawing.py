@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any, ParamSpec, TypeVar
@@ -23,9 +25,9 @@ from matplotlib.figure import Figure as _Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 __all__ = [
-    "COLOURS", "GREY", "STYLE", "Figure", "LogNorm", "Normalize", "add_colourbar", "data_url",
-    "linear_ticks", "literal", "log_ticks", "logarithmic", "new_figure", "png", "rc_context", "save",
-    "set_axis", "set_bar_ticks", "shades", "styled", "titled",
+    "COLOURS", "GREY", "STYLE", "Figure", "LogNorm", "Normalize", "Picture", "add_colourbar",
+    "data_url", "linear_ticks", "literal", "log_ticks", "logarithmic", "new_figure", "picture", "png",
+    "rc_context", "save", "set_axis", "set_bar_ticks", "shades", "styled", "titled",
 ]  # fmt: skip
 
 STYLE: dict[Any, Any] = {
@@ -159,6 +161,42 @@ def png(figure: Figure) -> bytes:
 def data_url(image: bytes) -> str:
     """Return a PNG file as a URL that contains it."""
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn picture: the paths of its PDF and PNG file, its title, its alternative text, its width on a
+    page in pixels, and whether it is an overview of others.
+    """
+
+    pdf: Path
+    png: Path
+    title: str
+    alt: str
+    width: int
+    overview: bool = False
+
+
+def picture(
+    figure: Figure, folder: Path, stem: str, title: str, *, dots: int, overview: bool = False
+) -> Picture:
+    """Write a figure as PNG and PDF files, and describe it; ``dots`` are the pixels of an inch on a page."""
+    # Axes without a title or labels are colour bars and empty, which the alternative text does not mention.
+    x, y, titles = (
+        _plain([found for axis in figure.axes if axis.get_xlabel() and (found := getattr(axis, get)())])
+        for get in ("get_xlabel", "get_ylabel", "get_title")
+    )
+    labels = _plain([text.get_text() for legend in figure.legends for text in legend.get_texts()])
+    panels = f" Panels: {titles}." if titles else ""
+    alt = f"{title}. Axes: {y or 'names'}, against {x}.{panels} Drawn are: {labels or 'points'}."
+    png, pdf = save(figure, folder, stem, title)
+    return Picture(pdf, png, title, alt, round(figure.get_figwidth() * dots), overview)
+
+
+def _plain(words: list[str]) -> str:
+    """Join labels to one text without repetitions, and remove the markup of matplotlib formulas."""
+    joined = "; ".join(dict.fromkeys(words)).replace("\\,", " ").replace("\n", ", ")
+    return re.sub(" +", " ", re.sub(r"[${}\\]", "", re.sub(r"\\([a-z]+)", r" \1 ", joined)))
 
 
 def save(figure: Figure, folder: Path, stem: str, title: str) -> tuple[Path, Path]:

@@ -23,9 +23,10 @@ from howsmooth.results.drawing import (
     Figure,
     LogNorm,
     Normalize,
+    Picture,
     add_colourbar,
     literal,
-    save,
+    picture,
     shades,
     styled,
 )
@@ -41,34 +42,15 @@ from howsmooth.words import (
     unit_in_words,
 )
 
-__all__ = ["Picture", "draw_all", "overview"]
+__all__ = ["draw_all", "overview"]
 
+_DOTS_AN_INCH = 96  # of a CSS pixel
 _MOST_COLUMNS = 16
 _WIDE = 20.0
 _NEARLY_CONSTANT = 1.02
 _FEW_COLUMNS = 4
 _FIT_COLOUR = "#c1121f"
 _REFERENCE_SLOPES = ((0.25, "1/4", (0.0, (5.0, 2.0))), (0.5, "1/2", (0.0, (1.2, 1.6))))
-
-
-@dataclass(frozen=True)
-class Picture:
-    """The files of a figure of measurements, and the model, text, scope, layer and head that it shows.
-
-    ``alt`` is the text for readers who cannot see it. ``layer`` is None for an overview of all layers,
-    ``head`` also for scopes without heads. ``inches`` is its width.
-    """
-
-    png: Path
-    pdf: Path
-    alt: str
-    model: str
-    text: str
-    scope: str
-    layer: int | None
-    head: int | None
-    overview: bool
-    inches: float
 
 
 def draw_all(
@@ -88,43 +70,50 @@ def draw_all(
     :data:`howsmooth.study.plans.KINDS`.
     """
     folder = Path(folder)
-    figures: list[Callable[[], Picture]] = []
-    for family, parts in _families(measurements, folder, kinds, overviews=overviews):
-        several = len(parts) > 1
-        figures += [partial(_overview, parts, family)] if several else []
-        figures += [] if overviews and several else [partial(_single, part, family) for part in parts]
     folder.mkdir(parents=True, exist_ok=True)
+    figures = list(_figures(measurements, kinds, overviews=overviews))
     drawn = []
-    for draw_one in figures:
-        drawn.append(draw_one())
+    for one in figures:
+        width = {"dots": _DOTS_AN_INCH, "overview": one.overview}
+        drawn.append(picture(one.draw(), folder, one.stem, one.title, **width))
         listener.advance(float(len(drawn)), float(len(figures)), f"{len(drawn)} of {len(figures)}")
     return drawn
 
 
 def overview(measurements: pd.DataFrame, kinds: Mapping[str, str] = {}) -> Figure:
     """Return the figure of the first model that :func:`draw_all` draws as an overview."""
-    family, parts = next(_families(measurements, Path(), kinds, overviews=True))
-    if len(parts) > 1:
-        return _draw_overview(parts, family, family.title("every layer"))
-    return _draw_single(parts[0], family, family.title(parts[0].name))
+    return next(_figures(measurements, kinds, overviews=True)).draw()
 
 
-def _families(
-    measurements: pd.DataFrame, folder: Path, kinds: Mapping[str, str], *, overviews: bool
-) -> Iterator[tuple[_Family, list[_Part]]]:
-    """Yield each model on one input in one scope with its layers and heads; with ``overviews``, one of each
-    model.
-    """
+@dataclass(frozen=True)
+class _Drawing:
+    """A figure that is still to be drawn, and the stem of its files."""
+
+    stem: str
+    title: str
+    overview: bool
+    draw: Callable[[], Figure]
+
+
+def _figures(measurements: pd.DataFrame, kinds: Mapping[str, str], *, overviews: bool) -> Iterator[_Drawing]:
     families = dict(iter(measurements.groupby(["model", "text", "scope"], sort=True)))
     chosen = sorted(families)
     if overviews:
         usual = sorted(families, key=lambda names: (names[2] != "attention", names), reverse=True)
         chosen = sorted({names[0]: names for names in usual}.values())
     for names in chosen:
-        model, text, scope = map(str, names)
-        rows = families[names]
-        kind, words = kinds.get(text, "text"), scope_in_words(rows.iloc[0])
-        yield _Family(folder, model, text, scope, kind, words), _parts_of(rows)
+        rows, (model, text, scope) = families[names], map(str, names)
+        kind = kinds.get(text, "text")
+        what = f"{readable(model)}, {scope_in_words(rows.iloc[0])}, {kind_in_words(kind)} {readable(text)}"
+        parts = _parts_of(rows)
+        if len(parts) > 1:
+            every = "every layer and head" if parts[0].head is not None else "every layer"
+            stem, title = file_stem(model, text, scope, "overview"), f"{what}: {every}"
+            yield _Drawing(stem, title, True, partial(_draw_overview, parts, kind, title))
+        if len(parts) == 1 or not overviews:
+            for part in parts:
+                stem, title = file_stem(model, text, scope, *part.stem), f"{what}: {part.name}"
+                yield _Drawing(stem, title, False, partial(_draw_single, part, kind, title))
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,43 +142,8 @@ def _parts_of(table: pd.DataFrame) -> list[_Part]:
     ]
 
 
-@dataclass(frozen=True)
-class _Family:
-    """A group of figures that show one model on one input in one scope, with the folder for their files."""
-
-    folder: Path
-    model: str
-    text: str
-    scope: str
-    kind: str
-    scope_words: str
-
-    def title(self, place: str) -> str:
-        """Return the title of a figure of a layer or head, or of every layer."""
-        where = f"{kind_in_words(self.kind)} {readable(self.text)}"
-        return f"{readable(self.model)}, {self.scope_words}, {where}: {place}"
-
-    @styled
-    def saved(self, figure: Figure, title: str, alt: str, part: _Part | None = None) -> Picture:
-        """Write a figure of a layer or head, or of all of them (``part`` is None), as PNG and PDF."""
-        words = ["overview"] if part is None else part.stem
-        png, pdf = save(figure, self.folder, file_stem(self.model, self.text, self.scope, *words), title)
-        layer, head = (None, None) if part is None else (part.layer, part.head)
-        where = (self.model, self.text, self.scope, layer, head)
-        return Picture(png, pdf, alt, *where, overview=part is None, inches=figure.get_figwidth())
-
-
-# ---- One layer
-
-
-def _single(part: _Part, family: _Family) -> Picture:
-    title = family.title(part.name)
-    alt = f"Two scatter plots on log axes for {title}: {_description(part)}"
-    return family.saved(_draw_single(part, family, title), title, alt, part)
-
-
 @styled
-def _draw_single(part: _Part, family: _Family, title: str) -> Figure:
+def _draw_single(part: _Part, kind: str, title: str) -> Figure:
     group, fit = part.rows, part.fit
     first, last = float(group["n"].min()), float(group["n"].max())
     lengths = LogNorm(first, last) if last > first else Normalize(first - 0.5, last + 0.5)
@@ -198,7 +152,7 @@ def _draw_single(part: _Part, family: _Family, title: str) -> Figure:
     against_length = Panel(
         [*_points(group, "n", "radius_mean", radii), *_guides(fit, label)],
         f"no exponent: {fit.note}" if fit.note else "",
-        f"sequence length n ({unit_in_words(family.kind)})",
+        f"sequence length n ({unit_in_words(kind)})",
     )
     against_radius = Panel(
         _points(group, "radius_mean", "n", lengths),
@@ -219,23 +173,10 @@ def _draw_single(part: _Part, family: _Family, title: str) -> Figure:
     return figure
 
 
-# ---- All layers
-
-
-def _overview(parts: Sequence[_Part], family: _Family) -> Picture:
-    by_head = any(part.head is not None for part in parts)
-    title = family.title(f"every layer{' and head' if by_head else ''}")
-    alt = (
-        "Small scatter plots of the constant against the length on log axes, one a layer, for "
-        f"{title}. {_range_of_exponents(parts)}"
-    )
-    return family.saved(_draw_overview(parts, family, title), title, alt)
-
-
 @styled
-def _draw_overview(parts: Sequence[_Part], family: _Family, title: str) -> Figure:
+def _draw_overview(parts: Sequence[_Part], kind: str, title: str) -> Figure:
     radii = pd.concat([part.rows["radius_mean"] for part in parts])
-    norm, unit = _radius_norm(radii), unit_in_words(family.kind).split(":")[0]
+    norm, unit = _radius_norm(radii), unit_in_words(kind).split(":")[0]
     heads = len({part.head for part in parts})
     columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(parts), _FEW_COLUMNS)
     label = "least-squares fit, exponent [95 % interval]"
@@ -312,27 +253,6 @@ def _points(
             )
         )
     return curves
-
-
-def _description(part: _Part) -> str:
-    group, fit = part.rows, part.fit
-    values = group["lipschitz"]
-    words = (
-        f"the local Lipschitz constant goes from {values.min():.3g} to {values.max():.3g} over lengths "
-        f"{group['n'].min()} to {group['n'].max()} and radii {group['radius_mean'].min():.3g} to "
-        f"{group['radius_mean'].max():.3g}; "
-    )
-    if fit.note:
-        return words + f"no exponent, {fit.note}."
-    interval = f"{decimal(fit.low, 3)} to {decimal(fit.high, 3)}"
-    return words + f"fitted exponent {decimal(fit.slope, 3)}, 95 % interval {interval}."
-
-
-def _range_of_exponents(parts: Sequence[_Part]) -> str:
-    found = [part.fit.slope for part in parts if not part.fit.note]
-    if not found:
-        return "No exponent could be fitted."
-    return f"Fitted exponents from {decimal(min(found), 3)} to {decimal(max(found), 3)}."
 
 
 def _radius_norm(radii: pd.Series) -> Normalize:

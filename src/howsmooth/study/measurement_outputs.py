@@ -11,10 +11,10 @@ from typing import ClassVar
 import pandas as pd
 
 from howsmooth.files import csv_of, replace_file, write_parquet, written_beside
-from howsmooth.results.drawing import Figure
+from howsmooth.results.drawing import Figure, Picture
 from howsmooth.results.result import Result
 from howsmooth.study.exponents import compare, exponents
-from howsmooth.study.figures import Picture, draw_all, overview
+from howsmooth.study.figures import draw_all, overview
 from howsmooth.study.options import choice
 from howsmooth.study.plans import FIGURES
 from howsmooth.study.progress_listener import SILENT, Listener

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,11 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from howsmooth.results.drawing import data_url
+from howsmooth.results.drawing import Picture, data_url
 from howsmooth.results.page import page, templates
 from howsmooth.rounding import limit_in_digits
 from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.exponents import STRATA
-from howsmooth.study.figures import Picture
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import tables
 from howsmooth.study.report.chart_data import bounds_data, scatter_data, script_json, sensitivity_data
@@ -34,7 +33,6 @@ _ASSETS = Path(__file__).parents[1] / "templates" / "report"
 _SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js", "scatter.js", "bounds.js", "tokens.js")
 _MOST_BOUNDS = 60
 _MOST_INLINED = 40  # figures: a page with every head of a large model would be too heavy for a phone
-_DOTS_AN_INCH = 96  # of a CSS pixel
 
 
 def render(
@@ -46,7 +44,7 @@ def render(
     files of ``pictures`` are embedded.
     """
     rows = contents.measurements
-    found = _sections(contents.with_choices(rows), exponents, pictures)
+    singles = [picture for picture in pictures if not picture.overview]
     bounds = bounds_data(contents.bounds, rows)
     data = {
         "scatter": scatter_data(rows, exponents, contents.published, compared),
@@ -63,9 +61,11 @@ def render(
         tokens=data["tokens"],
         study=contents.study,
         level=tables.CONFIDENCE,
-        families=found,
+        families=list(_headlines(contents.with_choices(rows), exponents)),
         drawn=bool(pictures),
-        singles=not all(picture.overview for picture in pictures),
+        overviews=[_image(picture) for picture in pictures if picture.overview],
+        singles=[_image(picture) for picture in singles[:_MOST_INLINED]],
+        not_shown=len(singles[_MOST_INLINED:]),
         exponents=plain_rows(exponents),
         strata=STRATA,
         by_radius=bool(exponents["radius_correlation"].notna().any()),
@@ -113,41 +113,18 @@ def _template(contents: Contents) -> jinja2.Template:
     return environment.get_template("report.html.jinja")
 
 
-def _sections(
-    rows: pd.DataFrame, exponents: pd.DataFrame, pictures: Sequence[Picture]
-) -> list[dict[str, Any]]:
-    """Return a section for each model, text and scope, with a headline and figures."""
-    found: list[dict[str, Any]] = []
-    room = _MOST_INLINED
-    for (model, text, scope), group in rows.groupby(["model", "text", "scope"], sort=True):
-        mine = [p for p in pictures if (p.model, p.text, p.scope) == (model, text, scope)]
-        singles = [picture for picture in mine if not picture.overview]
-        shown = singles[:room]
-        room -= len(shown)
-        fits = exponents.query("model == @model and text == @text and scope == @scope")
-        found.append(
-            {
-                "model": model,
-                "text": text,
-                "scope": scope,
-                "scope_words": scope_in_words(group.iloc[0]),
-                "headline": tables.headline(group, fits),
-                "overviews": [_image(picture) for picture in mine if picture.overview],
-                "singles": [_image(picture) for picture in shown],
-                "not_shown": len(singles) - len(shown),
-            }
-        )
-    return found
+def _headlines(rows: pd.DataFrame, exponents: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the headline of each model, text and scope."""
+    place = ["model", "text", "scope"]
+    for names, group in rows.groupby(place, sort=True):
+        words = tables.headline(group, exponents[(exponents[place] == list(names)).all(axis=1)])
+        where = {"model": names[0], "text": names[1], "scope_words": scope_in_words(group.iloc[0])}
+        yield where | {"headline": words}
 
 
 def _image(picture: Picture) -> dict[str, Any]:
-    return {
-        "source": data_url(picture.png.read_bytes()),
-        "alt": picture.alt,
-        "place": "every layer" if picture.layer is None else place_in_words(picture.layer, picture.head),
-        "file": f"figures/{picture.pdf.name}",
-        "width": round(picture.inches * _DOTS_AN_INCH),
-    }
+    shown = {"source": data_url(picture.png.read_bytes()), "file": f"figures/{picture.pdf.name}"}
+    return shown | {"alt": picture.alt, "title": f"{picture.title}.", "width": picture.width}
 
 
 def _script() -> str:
