@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from howsmooth.study.exponents import compare, exponents
 from howsmooth.study.figures import draw_all
@@ -738,6 +740,10 @@ def test_nothing_is_wider_than_a_phone(browser: Any, file: Path, width: int) -> 
     with opened(browser, file, **phone) as (page, heard):
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         assert page.evaluate("document.documentElement.scrollWidth") == width
+        # Tables fit without scrolling, their cells below each other where there are many columns.
+        both = "(all) => all.map((one) => [one.scrollWidth, one.clientWidth])"
+        widths = page.locator(".wide").evaluate_all(both)
+        assert all(inner <= outer + 1 for inner, outer in widths)
         page.locator("#scatter").focus()
         for key in ("Home", "ArrowRight", "End"):
             page.keyboard.press(key)
@@ -804,6 +810,12 @@ def test_words_and_points_can_be_told_from_the_paper(browser: Any, file: Path, s
         assert min(points) > 3
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
         assert dark == (scheme == "dark")
+        # A figure, black on white, has no card on a dark page: its corner is as dark as the page.
+        page.locator("figure img").first.scroll_into_view_if_needed()
+        place = page.locator("figure img").first.bounding_box()
+        corner = {"x": place["x"] - 2, "y": place["y"] - 2, "width": 4, "height": 4}
+        colours = Image.open(io.BytesIO(page.screenshot(clip=corner))).convert("RGB").getcolors()
+        assert len(colours) == 1
         assert_silent(page, heard)
 
 
