@@ -25,6 +25,7 @@ from howsmooth.study.environment import environment
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.records import Contents, Measurement, PublishedValue, Row, SiteBound
 from howsmooth.study.store import Store
+from howsmooth.study.tasks.bounds import LEFT_OUT
 
 
 def digest(words: str) -> str:
@@ -36,6 +37,7 @@ class FakeTokenizer:
     """Words such as ``w17`` are tokens."""
 
     knows_places: bool = True
+    special_tokens: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def encode(self, text: str) -> list[int]:
         return [int(word[1:]) for word in text.split()]
@@ -129,12 +131,14 @@ class Heard:
     then: Callable[[str], None] = lambda words: None
     phases: list[str] = field(default_factory=list)
     told: list[tuple[float, float, str]] = field(default_factory=list)
+    left: list[float | None] = field(default_factory=list)
 
     def phase(self, words: str) -> None:
         self.phases.append(words)
 
-    def advance(self, done: float, total: float, words: str) -> None:
+    def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
         self.told.append((done, total, words))
+        self.left.append(left)
         self.then(words)
 
 
@@ -229,13 +233,14 @@ def make_tools(
             output_direction=_direction(firsts, n, -1.0),
         )
 
-    def bound(site: Any) -> tuple[float, list[SiteBound]]:
+    def bound(site: Any, *, dear: bool) -> tuple[float, list[SiteBound]]:
         firsts = site.x[:, 0, 0].to(torch.int64)
         assert len(firsts) == 1
         work.bounded.append((site.scope, site.layer, site.head, site.x.shape[1], int(firsts[0])))
         value = 1000.0 * (1 + site.layer)
         upper = SiteBound("above", "upper", "‖D_X f‖", value, math.log(value), True, "A theorem")
-        return 7.5, [upper, SiteBound("dear", "upper", "‖D_X f‖", None, None, False, "left out")]
+        last = SiteBound("dear", "upper", "‖D_X f‖", None, None, False, "needs more" if dear else LEFT_OUT)
+        return 7.5, [upper, last]
 
     return Tools(load_model, load_text, capture, measure, bound), work
 

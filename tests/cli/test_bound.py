@@ -21,7 +21,7 @@ from howsmooth.bounds import ball_upper_bound, norm_radius, table
 from howsmooth.cli import main
 from howsmooth.cli.terminal_output import amount
 from howsmooth.study.attention_sources import Target
-from howsmooth.study.bound_search import search_ball
+from howsmooth.study.bound_run import search_ball
 from tests._cases import D, dense_jacobian, random_attention
 from tests._cases import tokens as gaussian
 from tests._documented import check_documented

@@ -369,6 +369,6 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_left(tmp_path: Path) -> None
     os.close(terminal)
     assert os.waitpid(process, 0)[1] == 0
     said = shown.decode()
-    for part in ("Computing 15 constants", "left", "0:00:0", "━"):
+    for part in ("Computing 15 constants", "left", "━"):
         assert part in said
     assert "Report:" in (tmp_path / "said").read_text()

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import howsmooth as hs
 from howsmooth.cli import main
+from howsmooth.texts import load_text
 from tests._documented import check_documented
 
 Capture = pytest.CaptureFixture[str]
@@ -42,8 +43,10 @@ def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> No
         == 0
     )
     out = capsys.readouterr().out
-    found = hs.profile("builtin-encoder", Path("letter.txt").read_text(), layers=[0, 3])
+    found = hs.profile("builtin-encoder", load_text("letter.txt"), layers=[0, 3])
     assert repr(found) in out
+    assert "Input: The local file letter.txt (sha256 " in out
+    assert "...) without special tokens, SHA-256 of the ids " in out
     assert "Page: found/profile.html" in out
     table = pd.read_csv("found/profile.csv")
     assert list(table["value"]) == list(found.table["value"])
@@ -52,6 +55,18 @@ def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> No
     assert stored.equals(pd.DataFrame(found.table))
     assert stored.attrs["howsmooth"] == found.citation
     assert len(pd.read_parquet("found/tokens.parquet")) == len(found.tokens)
+
+
+def test_special_tokens_are_put_in_and_said(capsys: Capture) -> None:
+    Path("letter.txt").write_text("Dear Alice, it was a cat that sat on the mat.")
+    given = ["--text", "letter.txt", "--layers", "0", "--scope", "attention", "--special-tokens"]
+    assert main(["profile", "builtin-encoder", *given, "--json", "-q"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    ids = hs.load_model("builtin-encoder").tokenizer.encode(Path("letter.txt").read_text(), special=True)
+    assert said["n"] == len(ids)
+    assert ") with special tokens, SHA-256" in said["input"]
+    by_ids = hs.profile("builtin-encoder", ids, layers=[0], scopes=["attention"])
+    assert said["ranking"][0]["value"] == by_ids.table["value"][0]
 
 
 def test_without_an_engine_for_parquet_nothing_is_measured(

@@ -16,7 +16,7 @@ from howsmooth import lipschitz
 from howsmooth.attention import SelfAttention
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
-from howsmooth.study.dry_run import DryRun, dry_run
+from howsmooth.study.measurement_run import DryRun, dry_run
 from howsmooth.study.plans import ModelSpec, Plan
 from tests._documented import check_documented
 from tests._study import Tools, installed, make_plan, make_tools, run

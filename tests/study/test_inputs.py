@@ -20,12 +20,14 @@ from howsmooth.errors import ArgumentError, CaptureError, StoreError, TextError
 from howsmooth.models import image_inputs, load_model
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.study.image_sequences import ImageFeed
-from howsmooth.study.input_sequences import TokenFeed, sequence_starts
+from howsmooth.study.input_sequences import OpenedInput, TokenFeed, feed_of, sequence_starts
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
+from howsmooth.study.records import TextRecord
 from howsmooth.study.window_placement import arrange
+from howsmooth.texts import load_text
 from tests._study import contents_of, make_plan, overlapping, rows_of
 
 IMAGES = InputSpec("images", ("builtin",))
@@ -165,6 +167,56 @@ def test_windows_stay_within_the_sequences_of_a_file_and_apart(seed: int) -> Non
 def test_texts_are_placed_as_ever() -> None:
     feed = TokenFeed(torch.arange(400), ((0, 400),), "")
     assert sequence_starts(feed, (4, 8), 3, 5, {}) == arrange(400, (4, 8), 3, 5)
+
+
+# ---- special tokens
+
+
+def test_special_tokens_stand_around_each_sequence_and_count(tmp_path: Path) -> None:
+    """Against the tokenizer of the model, which puts them around a text by itself."""
+    loaded = load_model("builtin-encoder")
+    around = loaded.tokenizer.special_tokens
+    assert [loaded.tokenizer.decoded(list(ids)) for ids in around] == [["[CLS]"], ["[SEP]"]]
+    words = "The smooth map was measured at words that nobody had read before."
+    ids = loaded.tokenizer.encode(words)
+    source = OpenedInput(TextRecord("prose", "0", "Made up.", len(words)), content=words)
+    plain, special = (feed_of(source, loaded, (0,), special_tokens=on) for on in (False, True))
+    assert special.inputs([0], len(ids) + 2).tolist() == [loaded.tokenizer.encode(words, special=True)]
+    assert special.inputs([3, 5], 6).tolist() == [[2, *ids[3:7], 3], [2, *ids[5:9], 3]]
+    assert special.words(3, 6) == ("[CLS]", *plain.words(3, 4), "[SEP]")
+    assert special.place(3) == plain.place(3)
+    assert plain.preparation.endswith(", without special tokens")
+    assert special.preparation.endswith(", with special tokens: [CLS] before and [SEP] after each sequence")
+    without = feed_of(source, load_model("builtin-decoder"), (0,), special_tokens=True)
+    assert without.preparation.endswith(", without special tokens, of which it has none")
+    assert without.special == 0
+
+
+def test_a_study_with_special_tokens_is_another_one_and_says_so(tmp_path: Path) -> None:
+    plan = Plan(
+        ("builtin-encoder",), lengths=(4, 5, 6), samples=2, layers="0", bounds="none", special_tokens=True
+    )
+    run(plan, tmp_path)
+    rows, plain = contents_of(tmp_path), tmp_path / "plain"
+    run(replace(plan, special_tokens=False), plain)
+    assert rows.measurements["start"].tolist() == contents_of(plain).measurements["start"].tolist()
+    assert rows.sensitivities["tokens"][0][0] == "[CLS]"
+    loaded, row = load_model("builtin-encoder"), rows.measurements.iloc[0]
+    ids = loaded.tokenizer.encode(load_text("alice").content)[row["start"] : row["start"] + 2]
+    (site,) = hs.capture(loaded, torch.tensor([[2, *ids, 3]]), layers=[0])
+    wanted = hs.local_lipschitz(site.map, site.x, seed=int(row["seed"]))
+    assert float(wanted.lower[0]) * (1 - 1e-4) <= row["lipschitz"] <= float(wanted.upper[0]) * (1 + 1e-4)
+    assert ", with special tokens)" in hs.read(tmp_path)["exponents"].attrs["howsmooth"]
+    page = write_outputs(tmp_path).report.read_text()
+    assert "each with the special tokens of the tokenizer" in page
+    assert "with special tokens: [CLS] before and [SEP] after each sequence" in page
+    assert "without special tokens" in write_outputs(plain).report.read_text()
+    with pytest.raises(StoreError, match="with --special-tokens True, not its default"):
+        run(replace(plan, special_tokens=False), tmp_path)
+    with pytest.raises(ArgumentError, match="special_tokens: expected them around a text, got tokens"):
+        replace(plan, texts=(), tokens=("ids.npy",))
+    with pytest.raises(ArgumentError, match="more than 2 tokens, the special tokens"):
+        run(replace(plan, lengths=(2,)), tmp_path / "short")
 
 
 # ---- the command line

@@ -75,7 +75,7 @@ def test_tables_in_python_are_those_in_the_files(published: Outputs) -> None:
         read = pd.DataFrame(tables[name])[list(written)]
         pd.testing.assert_frame_equal(read, written, check_dtype=False)
     extra = [name for name in tables["measurements"] if name not in pd.read_csv(folder / "measurements.csv")]
-    assert extra == ["method", "masking", "site", "start", "run"]
+    assert extra == ["method", "masking", "site", "start", "input_energy", "output_energy", "run"]
     lines = tables["exponents"].attrs["howsmooth"].splitlines()
     assert len(lines) == 2  # scopes
     assert all(line.startswith("Local Lipschitz constant of small, scope ") for line in lines)

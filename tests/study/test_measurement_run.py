@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
-from howsmooth.study import runner
-from howsmooth.study.dry_run import dry_run
 from howsmooth.study.measurement_outputs import write_outputs
+from howsmooth.study.measurement_run import dry_run
 from howsmooth.study.measurement_run import run as real_run
 from howsmooth.study.plan_file import read_plan
 from howsmooth.study.plans import ModelSpec, Plan
@@ -23,7 +20,6 @@ from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.lipschitz_constants import batch_size
-from howsmooth.study.tasks.task import Task, Work
 from tests._study import (
     FakeModel,
     Heard,
@@ -208,34 +204,13 @@ def test_interrupted_anywhere_it_continues_and_repeats_nothing(
     assert len(rows_of(folder)) == total
 
 
-def test_the_time_left_is_that_of_the_tokens_left_at_the_pace_since_the_first_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, heard = SimpleNamespace(now=0.0), Heard()
-    monkeypatch.setattr("howsmooth.study.runner.time", SimpleNamespace(monotonic=lambda: clock.now))
-    tasks = [create_autospec(Task, alike=("a",), n=n, size=1, words="") for n in (64, 64, 128, 16)]
-    told = runner._WorkProgress(heard, Work(Measurement, "constants", tasks), runner.TaskTimes())
-    clock.now = 10.0  # the model was loaded
-    told.advance(tasks[0], 1, ended=True)
-    clock.now = 11.0  # the pace of a second is not told, which may be that of writing
-    told.advance(tasks[1], 0, ended=False)
-    assert heard.told == []
-    clock.now = 12.0
-    told.advance(tasks[1], 1, ended=True)
-    assert heard.told[-1][:2] == (12.0, 12.0 + 2 * (128 + 64) / 64)  # 16 tokens take no less than 64
-    told.advance(tasks[2], 0, ended=True)  # it failed
-    clock.now = 13.0
-    told.advance(tasks[3], 1, ended=True)
-    assert heard.told[-1] == (13.0, 13.0, "3 of 4, ")
-
-
 def test_progress_is_told_from_nothing_to_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("howsmooth.study.runner._BETWEEN_TELLING", 0.0)
     heard = Heard()
     run(make_plan(bounds="none"), tmp_path, make_tools()[0], listener=heard)
     assert heard.phases == ["Reading texts and models", "Computing 45 constants"]
     counts = [int(words.split(" of 45, ")[0]) for _, _, words in heard.told]
-    assert sorted(set(counts)) == list(range(10, 46, 5))  # the first result only sets the pace
+    assert sorted(set(counts)) == list(range(5, 46, 5))
     assert counts == sorted(counts)
     assert all(0 < done <= total for done, total, _ in heard.told)
     assert heard.told[-1][0] == pytest.approx(heard.told[-1][1])

@@ -24,7 +24,7 @@ from PIL import Image
 from howsmooth.study.exponents import compare, exponents
 from howsmooth.study.figures import draw_all
 from howsmooth.study.progress_listener import Listener
-from howsmooth.study.records import Bounding, Contents, PublishedValue, Sensitivity
+from howsmooth.study.records import PLACE, Bounding, Contents, PublishedValue
 from howsmooth.study.report import chart_data
 from howsmooth.study.report.chart_data import (
     MOST_ENERGIES,
@@ -55,9 +55,10 @@ HOSTILE = (
 # ---- contents with everything
 
 
-SENSITIVITY_COLUMNS = [*Sensitivity.columns(), "start", "place", "tokens", "converged", "run"]
+ENERGIES = ("input_energy", "output_energy")
+SENSITIVITY_COLUMNS = [*PLACE, *ENERGIES, "start", "place", "tokens", "converged", "run"]
 PUBLISHED_COLUMNS = [*PublishedValue.columns(), "run"]
-BOUND_COLUMNS = [name for name in Bounding.columns() if name != "seconds"]
+BOUND_COLUMNS = list(Bounding.columns())
 
 
 def measured(

@@ -1,71 +1,52 @@
-"""How long tasks take, as the runner of a study expects it from those that are finished."""
+"""What a listener is told of a run: how many results are there, and how long the others take."""
 
 from __future__ import annotations
 
-from typing import Any
-from unittest.mock import create_autospec
+from types import SimpleNamespace
 
 import pytest
 
-from howsmooth.study.runner import TaskTimes
-from howsmooth.study.tasks.task import Task
+from howsmooth.study import runner
+from howsmooth.study.records import Measurement
+from howsmooth.study.runner import _WorkProgress
+from howsmooth.study.tasks.task import Work
+from tests._study import Heard
 
 
-def task(n: int, size: int = 1, alike: tuple[str, ...] = ("a",)) -> Any:
-    return create_autospec(Task, alike=alike, n=n, size=size)
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
-def learnt(*done: tuple[int, float]) -> TaskTimes:
-    times = TaskTimes()
-    for n, seconds in done:
-        times.learn(("a",), n, 1, seconds)
-    return times
+def told(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[tuple[int, float]], steps: list[tuple[float, int, int, bool]]
+) -> Heard:
+    """Carry out steps (time, task, results, ended) of tasks with given sizes and work."""
+    clock, heard = Clock(), Heard()
+    monkeypatch.setattr(runner, "time", clock)
+    tasks = [SimpleNamespace(size=size, work=work, words="words") for size, work in sizes]
+    progress = _WorkProgress(heard, Work(Measurement, "constants", tasks, kept=7))  # type: ignore[arg-type]
+    for now, task, results, ended in steps:
+        clock.now = now
+        progress.advance(tasks[task], results, ended=ended)  # type: ignore[arg-type]
+    return heard
 
 
-@pytest.mark.parametrize(
-    ("done", "n", "expected"),
-    [
-        ([(64, 3.0)], 128, 6.0),  # with one length, like n from 64 tokens on,
-        ([(64, 3.0)], 2, 3.0),  # and flat below
-        ([(4, 3.0)], 32, 3.0),
-        ([(4, 3.0)], 128, 6.0),
-        ([(128, 4.0)], 4, 2.0),
-        ([(10, 1.0), (40, 4.0)], 20, 2.0),  # with two, a power of n
-        ([(40, 1.0), (160, 8.0)], 360, 27.0),
-        ([(40, 1.0), (160, 8.0)], 40, 1.0),
-        ([(40, 1.0), (80, 16.0)], 160, 64.0),  # which is 2 at most
-        ([(10, 1.0), (40, 8.0)], 90, 18.0),  # and 1 among short lengths
-        ([(10, 5.0), (20, 1.0)], 40, 1.0),  # and 0 at least
-        ([(1, 100.0), (10, 1.0), (40, 4.0), (9000, 1.0)], 20, 2.0),  # between the nearest lengths
-        ([(24, 1.0), (60, 2.0), (72, 3.0)], 1152, 3 * 16.0),  # and not of two that are close to each other
-        ([(10, 2.0), (12, 3.0)], 128, 6.0),
-        ([(64, 0.0), (128, 3.0)], 128, 3.0),  # what took no time has no power
-    ],
-)
-def test_a_row_takes_what_the_nearest_lengths_say(
-    done: list[tuple[int, float]], n: int, expected: float
+def test_results_are_counted_and_never_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [(10.0, 0, 2, False), (11.0, 0, 2, False), (12.0, 0, 0, True), (13.0, 1, 4, False)]
+    heard = told(monkeypatch, [(6, 60.0), (4, 80.0)], [*steps, (14.0, 1, 0, True)])
+    assert heard.phases == ["Computing 10 constants (7 more are in the store already)"]
+    # Two results of the first task failed: they are over, but not there.
+    assert [(done, total) for done, total, _ in heard.told] == [(2, 10), (4, 10), (6, 10), (10, 10), (10, 10)]
+    assert [words for *_, words in heard.told][::3] == ["2 of 10, words", "8 of 10, words"]
+
+
+def test_the_time_left_follows_from_the_work_and_not_from_what_came_before(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert learnt(*done).a_row(("a",), n) == pytest.approx(expected)
-
-
-def test_rows_of_a_length_are_averaged_and_a_task_is_the_sum_of_its_rows() -> None:
-    times = learnt((8, 1.0))
-    times.learn(("a",), 8, 3, 7.0)
-    assert times.expect(task(8, size=5)) == pytest.approx(10.0)
-    assert times.expect(task(8, alike=("b",))) is None
-
-
-def test_without_a_task_that_is_alike_the_same_kind_of_rows_counts() -> None:
-    times = TaskTimes()
-    times.learn(("rows", "one model"), 64, 1, 2.0)
-    assert times.a_row(("rows", "another"), 128) == pytest.approx(4.0)
-    assert times.a_row(("bounds", "one model"), 128) is None
-
-
-def test_the_time_left_is_the_time_spent_by_the_seconds_of_rows_left_and_done() -> None:
-    a, times = ("a",), learnt((64, 2.0), (128, 4.0))
-    done, left = {(a, 64): 1, (a, 128): 1}, {(a, 256): 3}
-    assert times.left(6.0, done, left) == pytest.approx(24.0)
-    assert times.left(9.0, done, left) == pytest.approx(36.0)  # half as long again as the rows alone
-    # As long as nothing is known, a row counts n times, but at least 64 times.
-    assert TaskTimes().left(2.0, {(a, 64): 1}, {(a, 128): 1, (a, 16): 1}) == pytest.approx(6.0)
+    steps = [(1000.0, 0, 5, False), (1001.0, 0, 1, False), (1010.0, 0, 4, True)]
+    heard = told(monkeypatch, [(10, 100.0), (10, 400.0)], [*steps, (1010.1, 1, 1, False)])
+    # Nothing is said before the pace is known; then 50 of the work took 10 s, and 400 are left.
+    assert heard.left == [None, None, pytest.approx(80.0)]

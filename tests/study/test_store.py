@@ -23,7 +23,6 @@ from howsmooth.study.records import (
     PublishedValue,
     Row,
     Run,
-    Sensitivity,
     SequenceRecord,
 )
 from howsmooth.study.store import STORE_NAME, Store
@@ -97,7 +96,7 @@ def bounding(**changes: Any) -> Bounding:
     values: dict[str, Any] = {
         "model": "m", "text": "t", "scope": "attention", "layer": 0, "head": None, "n": 4, "sample": 0,
         "start": 8, "radius": 2.0, "name": "ball_upper_bound", "side": "upper", "quantity": "Lip(f on B_R^n)",
-        "value": 7.5, "log_value": 2.0149, "holds": True, "source": "Theorem A", "seconds": 0.5,
+        "value": 7.5, "log_value": 2.0149, "holds": True, "source": "Theorem A",
     }  # fmt: skip
     return Bounding(**(values | changes))
 
@@ -116,12 +115,8 @@ def sequence(tokens: tuple[str, ...] = HOSTILE[:4], **changes: Any) -> SequenceR
     return SequenceRecord(**(values | changes), tokens=tokens)
 
 
-def sensitivity(**changes: Any) -> Sensitivity:
-    values: dict[str, Any] = {
-        "model": "m", "text": "t", "scope": "attention", "layer": 0, "head": None, "n": 4, "sample": 0,
-        "input_energy": (0.5, 0.25, 0.25, 0.0), "output_energy": (1 / 3, 0.0, 2 / 3, 1e-300),
-    }  # fmt: skip
-    return Sensitivity(**(values | changes))
+def energies(output: tuple[float, ...] = (1 / 3, 0.0, 2 / 3, 1e-300)) -> dict[str, Any]:
+    return {"input_energy": (0.5, 0.25, 0.25, 0.0), "output_energy": output}
 
 
 def failure(**changes: Any) -> Failure:
@@ -218,17 +213,15 @@ def test_a_transaction_holds_all_or_nothing(store: Store) -> None:
     assert store.count(Bounding) == 1
 
 
-def test_a_run_says_who_worked_how_long_and_whether_it_ended(store: Store) -> None:
+def test_a_run_says_who_worked_and_whether_it_ended(store: Store) -> None:
     numbers = [store.start_run(command, "cpu", {"torch": "2"}) for command in ("first", "second")]
-    store.add([row()], numbers[1], worked=2.5)
+    store.add([row()], numbers[1])
     store.finish_run(numbers[1])
     first, second = [run for run, _ in store.rows(Run)]
     assert numbers == [first.id, second.id] == [1, 2]
-    assert (first.worked, second.worked) == (0.0, 2.5)
     assert first.finished is None
     assert second.started <= str(second.finished)
     assert (second.command, second.device, second.environment) == ("second", "cpu", '{"torch": "2"}')
-    assert sum(run.worked for run, _ in store.rows(Run)) == 2.5
     assert store.table(Measurement)["run"].tolist() == [2]
 
 
@@ -291,14 +284,14 @@ def test_a_failure_is_over_when_that_which_failed_is_there_and_nothing_else(stor
 
 
 def test_sensitivities_come_with_their_words_and_their_measurement(store: Store, tmp_path: Path) -> None:
-    heads = [row(scope="head", head=head, converged=head == 1) for head in (0, 1)]
-    shares = [sensitivity(scope="head", head=head, output_energy=(0.0,) * 4) for head in (0, 1)]
-    six = sensitivity(n=6, input_energy=(1.0,) + (0.0,) * 5, output_energy=(0.0,) * 6)
-    store.add([row(), sensitivity(), sequence()], 1)
-    store.add([*heads, *shares, sequence(tokens=("kept", "is", "the", "first"))], 1)
-    store.add([row(n=6), six, sequence(tokens=HOSTILE, n=6, place=None)], 1)
+    zeros = energies((0.0,) * 4)
+    heads = [row(scope="head", head=head, converged=head == 1, **zeros) for head in (0, 1)]
+    store.add([row(**energies()), row(sample=1), sequence()], 1)
+    store.add([*heads, sequence(tokens=("kept", "is", "the", "first"))], 1)
+    six = row(n=6, input_energy=(1.0,) + (0.0,) * 5, output_energy=(0.0,) * 6)
+    store.add([six, sequence(tokens=HOSTILE, n=6, place=None)], 1)
     table = contents_of(tmp_path).sensitivities
-    assert set(table.columns) >= {*Sensitivity.columns(), *SequenceRecord.columns(), "converged"}
+    assert set(table.columns) >= {*Measurement.columns(), *SequenceRecord.columns()}
     assert table["n"].tolist() == [4, 6, 4, 4]
     assert table["tokens"].tolist() == [list(HOSTILE[:4]), list(HOSTILE), *[list(HOSTILE[:4])] * 2]
     assert table["place"].isna().tolist() == [False, True, False, False]
@@ -316,7 +309,7 @@ def test_contents_are_in_order_and_say_what_is_missing(store: Store, tmp_path: P
     store.add([published(), without], 1)
     store.begin("measure", {"seed": 0})
     contents = contents_of(tmp_path)
-    assert {*contents.bounds.columns, "seconds"} == {*Bounding.columns(), "run"}
+    assert set(contents.bounds.columns) == {*Bounding.columns(), "run"}
     assert contents.bounds["name"].tolist() == [
         "theorem_3_7",
         "ball_upper_bound",

@@ -19,7 +19,7 @@ from howsmooth.study.plans import FIGURES, Plan, shared
 from howsmooth.words import counted, encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.dry_run import DryRun
+    from howsmooth.study.measurement_run import DryRun
     from howsmooth.study.study_preparation import PreparedStudy
     from howsmooth.study.tasks.task import Work
 
@@ -144,7 +144,7 @@ def _tell_dry_run(plan: Plan, execution: Execution, shown: MeasurementShown, *, 
     """Print what a plan would measure; the code is :data:`FAILED` if something cannot be, as in the run
     itself.
     """
-    from howsmooth.study.dry_run import dry_run
+    from howsmooth.study.measurement_run import dry_run
 
     with shown_progress(quiet=shown.quiet or shown.json) as display:
         display.phase("Reading texts and models")

@@ -46,7 +46,7 @@ def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: P
             "in_store": len(contents.measurements),
             "unconverged_in_store": int((~contents.measurements["converged"]).sum()),
         },
-        bounds=_counts(outcome, Bounding) | {"left_out": outcome.left_out},
+        bounds=_counts(outcome, Bounding),
         published=None if published.compared.empty else values,
         settings=plan.described(),
         models=plain_rows(contents.models),
@@ -96,7 +96,7 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
 
 
 def _count_sentences(outcome: Outcome) -> Iterator[str]:
-    """Yield sentences on new, stored and unconverged measurements, and on bounds that were left out."""
+    """Yield sentences on new, stored and unconverged measurements."""
     kept, unsettled = outcome.kept[Measurement.table], sum(outcome.unsettled.values())
     made = counted(outcome.made[Measurement.table], "measurement")
     words = f"\n{made} made in {outcome.seconds:.1f} s"
@@ -105,12 +105,6 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
     values = outcome.made[PublishedValue.table]
     if values:
         yield f"{values} published values made; their exponents are in published-exponents.csv."
-    if outcome.left_out:
-        yield (
-            f"Bounds of {counted(outcome.left_out, 'attention')} were left out, because bounds may take at "
-            "most a fifth of the measuring time. --bounds all computes all bounds, --bounds none computes "
-            "none; in a plan file, bounds."
-        )
     if unsettled:
         yield "To narrow their intervals, measure with a larger --max-iterations into another --out."
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from howsmooth.study.progress_listener import Listener
 from howsmooth.words import duration
@@ -36,11 +36,9 @@ def shown_progress(*, quiet: bool) -> Iterator[Listener]:
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:3.0f} %"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
             TextColumn("{task.fields[words]}", style="dim", markup=False),
         )
-        with Progress(*columns, console=Console(stderr=True), speed_estimate_period=120) as progress:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
             yield _Bar(progress)
 
 
@@ -55,14 +53,15 @@ class _Lines(Listener):
         self._began = self._last = time.monotonic()
         print(words, file=sys.stderr, flush=True)
 
-    def advance(self, done: float, total: float, words: str) -> None:
+    def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
         """Print a line if the last line is at least ten seconds old and the phase is not finished."""
         now = time.monotonic()
         if now - self._last < _SECONDS_BETWEEN_LINES or not 0 < done < total:
             return
         self._last = now
-        left = duration((now - self._began) * (total - done) / done)
-        print(f"  {100 * done / total:3.0f} %, about {left} left: {words}", file=sys.stderr, flush=True)
+        left = (now - self._began) * (total - done) / done if left is None else left
+        line = f"  {100 * done / total:3.0f} %, about {duration(left)} left: {words}"
+        print(line, file=sys.stderr, flush=True)
 
 
 class _Bar(Listener):
@@ -71,6 +70,7 @@ class _Bar(Listener):
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task: TaskID | None = None
+        self._began = time.monotonic()
 
     def phase(self, words: str) -> None:
         """Start a new bar; the bars of finished phases remain above it."""
@@ -78,8 +78,12 @@ class _Bar(Listener):
             task = self._progress.tasks[-1]
             self._progress.update(self._task, total=task.total or 1, completed=task.total or 1, words="")
         self._task = self._progress.add_task(words, total=None, words="")
+        self._began = time.monotonic()
 
-    def advance(self, done: float, total: float, words: str) -> None:
+    def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
         """Move the bar to the share of the phase that is done, and update the expected remaining time."""
+        if left is None and done > 0:
+            left = (time.monotonic() - self._began) * (total - done) / done
         if self._task is not None:
-            self._progress.update(self._task, total=total, completed=done, words=words)
+            told = words if left is None else f"about {duration(left)} left: {words}"
+            self._progress.update(self._task, total=total, completed=done, words=told)

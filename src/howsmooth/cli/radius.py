@@ -144,7 +144,7 @@ class RadiusPlan(OneInputPlan):
 
 @command(
     *_EXAMPLES,
-    without=("images", "layers", "as_decoder", "part", "device", *ONE_PROCESS),
+    without=("images", "layers", "as_decoder", "part", "device", "special_tokens", *ONE_PROCESS),
     out="howsmooth-radius",
 )
 def radius(plan: RadiusPlan, execution: Execution, shown: Shown) -> int:

@@ -5,7 +5,7 @@ a command and print its result.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -79,7 +79,7 @@ class OneInputPlan(InputPlan):
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.random_init and not self.tokens:
             # Most types of models have no tokenizer of their own: one is then trained on the text.
-            options["tokenizer_text"] = self._text()
+            options["tokenizer_text"] = self._text().content
         return load(self.source, dtype=None, **options, **more)
 
     def layers_of(self, loaded: Any) -> tuple[int, ...] | None:
@@ -107,8 +107,8 @@ class OneInputPlan(InputPlan):
             )
         return self._text()
 
-    def _text(self) -> str:
-        return texts.load_text(self.text or DEFAULT_TEXT).content
+    def _text(self) -> texts.Text:
+        return replace(texts.load_text(self.text or DEFAULT_TEXT), special_tokens=self.special_tokens)
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Result:
         """Compute the result of the command.

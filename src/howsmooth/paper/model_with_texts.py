@@ -20,12 +20,11 @@ from howsmooth.paper.figure_tasks import Key, SiteTask, Values
 from howsmooth.paper.published_code.constants_task import published_left
 from howsmooth.study.executors import memory_each
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.records import MEASURE, Measurement, Row
+from howsmooth.study.records import Measurement, Row
 from howsmooth.study.study_preparation import (
     PreparedStudy,
     Subject,
     capture_sites,
-    checked_subjects,
     layer_and_head_counts,
 )
 from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
@@ -138,10 +137,9 @@ class PreparedModel:
             memory=memory_each(context.means.executor, None, asked.device),
             **{name: getattr(asked, name) for name in ("texts", "seed", "device", "dtype")},
         )
-        context.store.check(MEASURE, self.plan.settings())
-        self.subjects = checked_subjects(self.plan, context.models, context.store)
+        self.study = PreparedStudy(self.plan, context.store, context.models)
+        self.subjects = self.study.subjects
         self.layers, self.texts = self.subjects[0].layers, [one.text.name for one in self.subjects]
-        self.study = PreparedStudy(self.plan, context.store, context.models, self.subjects, [], False)
         context.studies.append(self.study)
         context.made.update(self._made())
 
@@ -218,7 +216,7 @@ class PreparedModel:
             f"relative tolerance {self.plan.rtol:g}, confidence {self.plan.confidence:g}."
         )
         left = constants_left(self.study)
-        yield left if self.context.means.executor else joined(left, self.plan.device)
+        yield left if self.context.means.executor else joined(left)
         if published:
             yield published_left(None)(self.study)
 

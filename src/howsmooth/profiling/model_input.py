@@ -27,6 +27,7 @@ from howsmooth.models.inputs.model_inputs import check_value, max_length
 from howsmooth.models.loading.tokenizers import token_text
 from howsmooth.results.result import Result, made_by
 from howsmooth.study.plans import PROFILE_TOKENS
+from howsmooth.texts import Text
 from howsmooth.words import counted
 
 __all__ = [
@@ -44,8 +45,8 @@ __all__ = [
 Model = nn.Module | LoadedModel | str | os.PathLike[str]
 """A model that the user gives: a module, a loaded model, or the name or folder of one."""
 
-Inputs = str | Tensor | Sequence[int] | Mapping[str, Any]
-"""An input that the user gives: a text, token ids, a floating-point tensor, or a dict for the model."""
+Inputs = str | Text | Tensor | Sequence[int] | Mapping[str, Any]
+"""An input that the user gives: a text, also with its origin; token ids; a floating-point tensor; a dict."""
 
 Layers = int | str | slice | Sequence[int] | None
 """The layers that the user chooses."""
@@ -218,6 +219,10 @@ def given_inputs(
     if tokenizer is None and isinstance(model, LoadedModel):
         tokenizer = model.tokenizer
     decoded = _decoder(tokenizer)
+    what = "a text"
+    if isinstance(inputs, Text):
+        what, special = inputs.source.removesuffix("."), special or inputs.special_tokens
+        inputs = inputs.content
     if isinstance(inputs, str):
         if not inputs.strip():
             raise ArgumentError("inputs", expected="a text with at least one token", got=repr(inputs))
@@ -228,7 +233,8 @@ def given_inputs(
                 got=f"the path of a file, {inputs!r}",
                 remedy="Give pathlib.Path(path).read_text().",
             )
-        ids, what = torch.tensor(_encoded(tokenizer, inputs, special), dtype=torch.int64), "a text"
+        ids = torch.tensor(_encoded(tokenizer, inputs, special), dtype=torch.int64)
+        what += f" {'with' if special else 'without'} special tokens"
     elif isinstance(inputs, Mapping):
         named = {str(name): value for name, value in inputs.items()}
         if span is not None:

@@ -34,30 +34,15 @@ class Ball(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """An attention layer or head to bound, with its input tokens and the norm layer before it.
-
-    Attributes
-    ----------
-    layer, head
-        The indices of the layer and the head. ``head`` is ``None`` for an attention with all heads.
-    scope, masking
-        The names of the scope and the mask.
-    attention
-        The attention map.
-    norm
-        The norm layer whose outputs are the tokens; None if there is none.
-    x
-        Tokens of shape (n, d): the inputs of the attention when the model reads the text.
-
-    """
+    """An attention layer or head to bound, with its input tokens and the norm layer before it."""
 
     layer: int
-    head: int | None
+    head: int | None  #: None for an attention with all heads.
     scope: str
-    masking: str
+    masking: str  #: The name of the mask.
     attention: SelfAttention
-    norm: LayerNorm | RMSNorm | None
-    x: Tensor
+    norm: LayerNorm | RMSNorm | None  #: The norm layer whose outputs are the tokens, if there is one.
+    x: Tensor  #: The tokens (n, d) that the attention receives when the model reads the text.
 
     @property
     def place(self) -> str:
@@ -67,9 +52,8 @@ class Target:
     def ball(self, radius: float | str) -> Ball:
         """Return the ball of tokens around zero on which to bound the attention.
 
-        A number is the radius itself; the ball may then be too small for the tokens. ``"auto"`` takes the
-        radius from the norm layer before the attention, if there is one. Otherwise the radius is the norm of
-        the longest token.
+        A number is the radius itself. ``"auto"`` takes the radius from the norm layer before the attention,
+        if there is one, and otherwise the norm of the longest token.
         """
         if not isinstance(radius, str):
             return Ball(float(radius), "given")
@@ -87,21 +71,8 @@ class AttentionSource:
     """The attention layers of a model, each with the tokens that it receives when the model reads a text.
 
     For each length there is one sequence, the one that ``howsmooth measure`` takes for this length and one
-    sample. It does not depend on the other lengths, so lengths can be added.
-
-    Attributes
-    ----------
-    label
-        The name of the model in results.
-    description
-        A description of where the model comes from.
-    text
-        The name of the text.
-    fingerprint
-        The SHA-256 of the model, as in :class:`~howsmooth.models.LoadedModel`.
-    usual_length
-        The default length: 64, or less if the model or the text is shorter.
-
+    sample. It does not depend on the other lengths, so lengths can be added. ``usual_length`` is the default
+    length: 64, or less if the model or the text is shorter.
     """
 
     def __init__(self, plan: BoundPlan) -> None:
@@ -115,6 +86,7 @@ class AttentionSource:
             layers=plan.layers,
             heads=plan.heads,
             seed=plan.seed,
+            special_tokens=plan.special_tokens,
             **plan.inputs,
         )
         (text,) = open_sources(self._plan)
@@ -135,10 +107,7 @@ class AttentionSource:
         self.usual_length = min(possible, key=lambda n: abs(n - usual)) if possible else usual
 
     def attentions(self, length: int) -> list[Target]:
-        """Run the model on ``length`` tokens; return its layers or heads with the tokens they receive.
-
-        The length, the seed, the text and the model determine where in the text the sequence begins.
-        """
+        """Run the model on ``length`` tokens; return its layers or heads with the tokens they receive."""
         subject = replace(self._subject, lengths=(length,))
         inputs = subject.feed.inputs([place_sequences(self._plan, subject, {})[length, 0]], length)
         sites = capture_sites(self._model, inputs, subject, self._plan.scopes[0], subject.layers, length)

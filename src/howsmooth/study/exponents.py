@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -133,12 +133,8 @@ def fit_exponent(n: ArrayLike, lipschitz: ArrayLike, usable: ArrayLike = True) -
         Lengths and constants, each of shape (points,): lists, arrays, or tensors on the CPU.
     usable
         Which points converged and may be fitted, boolean of shape (points,); by default all. Zeros are left
-        out as well, because they have no logarithm.
-
-    Returns
-    -------
-    Exponent
-        The fit. If fewer than three different lengths remain, it has a note instead of a slope.
+        out as well, because they have no logarithm. If fewer than three different lengths remain, the result
+        has a note instead of a slope.
 
     Raises
     ------
@@ -228,15 +224,8 @@ def fitted_groups(
 
 
 def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Fit, for each measured layer or head, the exponent with which the constant grows with the length.
-
-    There is one fit for each combination of model, text, scope, layer and head.
-
-    Returns
-    -------
-    pandas.DataFrame
-        A table with :data:`EXPONENT_COLUMNS`, sorted by model, text, scope, layer and head.
-
+    """Fit the exponent with which the constant grows with the length, for each model, text, scope, layer and
+    head. The table has :data:`EXPONENT_COLUMNS`.
     """
     rows = [
         {**names, **asdict(fit), **_by_radius(group[group["converged"] & (group["lipschitz"] > 0)])}
@@ -248,17 +237,10 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
 def compare(rows: pd.DataFrame) -> pd.DataFrame:
     """Fit powers of the length to the values of the paper's published code, and to the correct constants.
 
-    The published code differs from the definition of the constant in some items. The correct constants are
-    measured without these items, and are called ``corrected`` in the table.
-
-    Returns
-    -------
-    pandas.DataFrame
-        One row for each model, text, layer and quantity, the quantities in the order in which they were
-        measured. ``ratio`` is the median over the sequences of the quantity divided by the corrected
-        constant. Corrected constants that did not converge are left out of the fits. Values of the published
-        iteration are never left out, since the published code does not check whether it converged.
-
+    There is one row for each model, text, layer and quantity, the quantities in the order in which they were
+    measured. ``ratio`` is the median over the sequences of the quantity divided by the corrected constant.
+    Corrected constants that did not converge are left out of the fits. Values of the published iteration are
+    never left out, since the published code does not check whether it converged.
     """
     usable = (rows["settled"] | rows["lower"].isna()) & np.isfinite(rows["lipschitz"])
     place = ["model", "text", "layer", "n", "sample"]
@@ -276,12 +258,8 @@ def compare(rows: pd.DataFrame) -> pd.DataFrame:
 # ---- The radius
 
 
-@dataclass(frozen=True)
-class Correlation:
-    """A correlation coefficient with its confidence interval.
-
-    All three numbers are NaN if the correlation is undefined.
-    """
+class Correlation(NamedTuple):
+    """A correlation coefficient with its confidence interval; all NaN if it is undefined."""
 
     value: float
     low: float
@@ -292,11 +270,8 @@ def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
     """Correlate the radius with the length, and fit an exponent to each third of the sequences by radius."""
     n, lipschitz, radius = (rows[name].to_numpy() for name in ("n", "lipschitz", "radius_mean"))
     found = radius_correlation(n, radius)
-    columns: dict[str, float] = {
-        "radius_correlation": found.value,
-        "radius_correlation_low": found.low,
-        "radius_correlation_high": found.high,
-    }
+    names = ("radius_correlation", "radius_correlation_low", "radius_correlation_high")
+    columns: dict[str, float] = dict(zip(names, found, strict=True))
     for stratum, inside in zip(STRATA, terciles(radius), strict=True):
         fit = fit_exponent(n[inside], lipschitz[inside])
         ends = (radius[inside].min(), radius[inside].max()) if inside.any() else (math.nan, math.nan)
@@ -312,21 +287,13 @@ def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
 
 
 def radius_correlation(n: np.ndarray, radius: np.ndarray) -> Correlation:
-    """Return the correlation between the logarithms of the token norms (radii) and lengths of sequences.
+    """Return Pearson's correlation between the logarithms of the token norms (radii) and lengths of
+    sequences, both of shape (points,). Radii of zero are left out, since they have no logarithm.
 
-    Parameters
-    ----------
-    n, radius
-        Lengths and radii, each of shape (points,). Radii of zero are left out, since they have no logarithm.
-
-    Returns
-    -------
-    Correlation
-        Pearson's correlation. The interval, of level :data:`LEVEL`, uses the jackknife of Fisher's arctanh
-        transform, because Fisher's own interval assumes normal radii with the same spread at all lengths, and
-        is far off where they are not (documentation page "Sequences, exponents, radius and length"). NaN if
-        there are fewer than three lengths or four points, or if all radii are equal up to rounding.
-
+    The interval, of level :data:`LEVEL`, uses the jackknife of Fisher's arctanh transform, because Fisher's
+    own interval assumes normal radii with the same spread at all lengths, and is far off where they are not
+    (documentation page "Sequences, exponents, radius and length"). All is NaN if there are fewer than three
+    lengths or four points, or if all radii are equal up to rounding.
     """
     n, radius = n[radius > 0], radius[radius > 0]
     count = len(n)
@@ -359,17 +326,8 @@ def radius_correlation(n: np.ndarray, radius: np.ndarray) -> Correlation:
 def terciles(radius: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Divide sequences into three groups of about equal size, by their token norm (radius).
 
-    Parameters
-    ----------
-    radius
-        Radii of shape (points,).
-
-    Returns
-    -------
-    tuple of numpy.ndarray
-        Three boolean masks of shape (points,). Equal radii are in the same third, so the thirds may differ in
-        size. The masks select no point if all radii are equal up to rounding.
-
+    The result are three boolean masks of shape (points,). Equal radii are in the same third, so the thirds
+    may differ in size. The masks select no point if all radii are equal up to rounding.
     """
     if len(radius) == 0 or _is_steady(radius):
         nothing = np.zeros(len(radius), dtype=bool)

@@ -29,18 +29,12 @@ class ImageFeed:
     """Images, resized so that they have the requested number of patches.
 
     It has the attributes of :class:`howsmooth.study.input_sequences.TokenFeed`, which holds other inputs.
-    ``lengths`` are the possible numbers of tokens; the model takes no others.
-
-    Raises
-    ------
-    ModelError
-        If the model takes no images.
-    CaptureError
-        If the layers with the indices ``layers`` (None: all) have different numbers of tokens.
-
+    ``lengths`` are the possible numbers of tokens; the model takes no others. The layers with the indices
+    ``layers`` (None: all) must have the same number of tokens.
     """
 
     parts = None  # every image is a sequence
+    special = 0
 
     def __init__(self, images: Images, model: LoadedModel, layers: Sequence[int] | None) -> None:
         self._images, self._model, self.count = images, model, len(images)
@@ -81,9 +75,7 @@ class ImageFeed:
         return next(iter(groups))
 
     def _takes(self, size: tuple[int, int]) -> bool:
-        """Return whether the processor can produce images of this size (height, width) and the model runs on
-        them.
-        """
+        """Return whether the processor makes images of this size (height, width) and the model takes them."""
         model = self._model.model
         try:
             with measurement_mode(model), float32_layers(model):

@@ -43,14 +43,11 @@ Inputs = torch.Tensor | dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class OpenedInput:
-    """A text or another input of a study after it has been read: its name, its digest and its content.
-
-    ``data`` has the tokens or images of another input, and is ``None`` for a text.
-    """
+    """A text or another input of a study after it has been read: its name, its digest and its content."""
 
     record: TextRecord
     content: str = field(default="", repr=False)
-    data: Any = field(default=None, repr=False)
+    data: Any = field(default=None, repr=False)  #: The tokens or images of another input than a text.
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +65,8 @@ class TokenFeed:
     content: str = ""  #: The text of which these are the tokens.
     #: The index of the first character of each token in the text; empty if it is not known.
     places: Sequence[int] = ()
+    #: The ids of the special tokens before and after the tokens of each sequence. They count as its tokens.
+    around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     lengths: ClassVar[tuple[int, ...]] = ()  # every length is possible
     usual: ClassVar[tuple[int, ...]] = ()
@@ -77,22 +76,35 @@ class TokenFeed:
         """The number of tokens."""
         return len(self.tokens)
 
+    @property
+    def special(self) -> int:
+        """The number of special tokens of each sequence."""
+        return sum(map(len, self.around))
+
     def inputs(self, starts: Sequence[int], n: int) -> Inputs:
         """Return the inputs of the model for the sequences of n tokens that begin at ``starts``."""
-        windows = torch.stack([self.tokens[start : start + n] for start in starts])
+        windows = torch.stack([self.tokens[start : start + n - self.special] for start in starts])
+        if self.special:
+            before, after = (windows.new_tensor(ids).expand(len(starts), -1) for ids in self.around)
+            windows = torch.cat([before, windows, after], dim=1)
         return {self.argument: windows} if self.argument else windows
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
         """Return the piece of text for each token of the sequence of n tokens that begins at token ``start``.
 
-        Without the places of the tokens, it is the decoded form of each token; without a text, its index.
+        Without the places of the tokens, it is the decoded form of each token, as it is of special tokens;
+        without a text, its index.
         """
         if self.decoded is None:
             return tuple(map(str, range(start, start + n)))
-        if not self.places:
-            return tuple(self.decoded(self.tokens[start : start + n].tolist()))
-        # Include the token after the last: its first character is the end of the last piece.
-        return tuple(token_pieces(self.content, self.places[: start + n + 1], start, n))
+        end = start + n - self.special
+        if self.places:
+            # Include the token after the last: its first character is the end of the last piece.
+            pieces = token_pieces(self.content, self.places[: end + 1], start, end - start)
+        else:
+            pieces = self.decoded(self.tokens[start:end].tolist())
+        before, after = (self.decoded(list(ids)) if ids else [] for ids in self.around)
+        return (*before, *pieces, *after)
 
     def place(self, start: int) -> int | None:
         """Return the index of the first character of token ``start`` in the text; None if it is not known."""
@@ -103,9 +115,9 @@ class TokenFeed:
 class SequenceData:
     """The inputs of a model for some sequences, in a form that can be sent to a worker process.
 
-    The token labels of the first sequence may come with them. ``arrays`` maps the names of the model's inputs
-    to NumPy arrays; a single input has an empty name. NumPy is used because PyTorch sends tensors between
-    processes through shared memory, with one open file for each.
+    The token labels of the first sequence may come with them. ``arrays`` has the model's inputs by name, of
+    which a single one is empty. NumPy is used because PyTorch sends tensors between processes through shared
+    memory, with one open file for each.
     """
 
     arrays: Mapping[str, Any]
@@ -114,10 +126,7 @@ class SequenceData:
 
     @classmethod
     def of(cls, feed: TokenFeed | ImageFeed, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
-        """Cut the sequences of n tokens that begin at ``starts`` out of an input, to send them to a worker.
-
-        With ``worded``, they include the token labels of the first sequence.
-        """
+        """Cut sequences of n tokens out of an input; with ``worded``, with the token labels of the first."""
         inputs = feed.inputs(starts, n)
         named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
         arrays = {name: value.cpu().numpy().copy() for name, value in named.items()}
@@ -149,27 +158,30 @@ def open_data(spec: InputSpec) -> OpenedInput:
     return OpenedInput(record, content, data)
 
 
-def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> TokenFeed | ImageFeed:
+def feed_of(
+    source: OpenedInput, model: Any, layers: tuple[int, ...], *, special_tokens: bool = False
+) -> TokenFeed | ImageFeed:
     """Prepare a text or another input for a model, for example by tokenising a text.
 
-    ``layers`` are the layers that will be captured.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If the model takes another kind of input.
-
+    ``layers`` are the layers that will be captured. With ``special_tokens``, the special tokens of the
+    tokenizer stand around each sequence of a text.
     """
     if source.data is not None:
         return file_feed(source.data, model, layers)
     ids, places = model.tokenizer.located(source.content)
+    around = model.tokenizer.special_tokens if special_tokens else ((), ())
+    before, after = (" ".join(model.tokenizer.decoded(list(one))) or "nothing" for one in around)
+    said = f"with special tokens: {before} before and {after} after each sequence"
+    if not any(around):
+        said = "without special tokens" + (", of which it has none" if special_tokens else "")
     return TokenFeed(
         torch.tensor(ids, dtype=torch.int64),
         ((0, len(ids)),),
-        model.tokenizer_source,
+        f"{model.tokenizer_source}, {said}",
         decoded=model.tokenizer.decoded,
         content=source.content,
         places=places,
+        around=around,
     )
 
 
@@ -214,18 +226,8 @@ def sequence_starts(
     """Choose at random where each sequence of a study begins in its text or other input.
 
     Windows do not overlap; :func:`howsmooth.study.window_placement.arrange` places them. Images are drawn in
-    random order, and the same images serve for every length.
-
-    Returns
-    -------
-    dict
-        For each (length, sample), the first token of the window or the number of the image.
-
-    Raises
-    ------
-    ValueError
-        If the sequences do not fit into the source.
-
+    random order, and the same images serve for every length. The result has the first token of the window or
+    the number of the image by (length, sample). If the sequences do not fit, ValueError is raised.
     """
     if feed.parts is None:
         if samples > feed.count:

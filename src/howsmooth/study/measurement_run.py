@@ -1,4 +1,5 @@
 """Run a plan of measurements: first constants, then values of the published code if asked for, then bounds.
+Or only count what a run would measure, and predict in what memory.
 
 Rows that the store already has are skipped. Results are written step by step, so a run can be interrupted at
 any moment and continued later.
@@ -9,19 +10,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
+
+from howsmooth.attention import SelfAttention
+from howsmooth.batching import footprint
+from howsmooth.memory import memory_budget
 from howsmooth.study.executors import memory_each
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.study_preparation import PreparedStudy, prepared_study
-from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds
-from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
+from howsmooth.study.tasks.bounds import bounds_left
+from howsmooth.study.tasks.lipschitz_constants import ConstantsTask, constants_left, joined
 from howsmooth.study.tasks.task import Failed, Work
 
-__all__ = ["run"]
+__all__ = ["DryRun", "Part", "dry_run", "run"]
 
 
 def run(
@@ -35,8 +41,7 @@ def run(
 
     Folder and store are created after all checks have passed. A failure is recorded; since it leaves no
     measurement, the next run tries it again. Without ``means``, the tasks run in this process, and the first
-    failure ends the run. The functions ``beside`` list more work at the same sequences, such as the values of
-    the paper's published code.
+    failure ends the run. The functions ``beside`` list more work at the same sequences.
 
     Raises
     ------
@@ -56,16 +61,125 @@ def run(
         # List all work first: impossible work is then refused before the store is created.
         constants = constants_left(study)
         if means.executor is None:  # workers take one length each, so that all of them have work
-            constants = joined(constants, plan.device)
+            constants = joined(constants)
         listed = [constants, *(kind(study) for kind in beside)]
         study.begin()
-        runner = Runner(study.store, means, study.models, plan.device)
+        runner = Runner(study.store, means, study.models, study.plan.device)
         for spec, text, error in study.impossible:
             runner.fail(Failed.of(error, Measurement, (spec.label, text)))
         for work in listed:
             runner.carry_out(work)
-        if plan.bounds != "none":
-            for alike, n, seconds in spent_on_bounds(study.store):
-                runner.task_times.learn(alike, n, 1, seconds)
-            runner.carry_out(bounds_left(study), seconds=seconds_for_bounds(study))
+        if study.plan.bounds != "none":
+            runner.carry_out(bounds_left(study))
         return runner.finish(began)
+
+
+# ---- What a run would measure
+
+# Number of vectors of n·d entries that the solver keeps for one sequence: a typical basis and work space.
+_VECTORS = 40
+
+
+@dataclass(frozen=True)
+class Part:
+    """How much is left to measure of one model on one text in one scope."""
+
+    model: str
+    text: str
+    scope: str
+    layers: int
+    lengths: int
+    longest: int  #: The largest number of tokens of a sequence.
+    sequences: int
+    measurements: int
+    #: The bytes of the sequences of the largest length that are measured together, beside the model and its
+    #: input: attention probabilities and the vectors of the solver. None if it is not known beforehand.
+    memory: float | None
+    #: The bytes of one of these sequences, if they are more than it may use: it will be refused.
+    lacking: float | None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run of a plan would measure."""
+
+    parts: tuple[Part, ...]
+    kept: int  #: The number of measurements that the store already has.
+    #: The models and texts that cannot be measured, as (model, text or None, reason).
+    impossible: tuple[tuple[str, str | None, str], ...]
+
+
+def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = False) -> DryRun:
+    """Load and check all that a run of a plan would, and count what the store in ``folder`` lacks.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        The errors that ``run`` raises before it measures.
+
+    """
+    with prepared_study(plan, folder, write=False, keep_going=keep_going) as study:
+        left = constants_left(study)
+        groups: dict[tuple[str, str, str], list[ConstantsTask]] = {}
+        for task in left.tasks:
+            assert isinstance(task, ConstantsTask)
+            groups.setdefault((task.model, task.subject.text.name, task.scope), []).append(task)
+        impossible = [(spec.label, text, str(error)) for spec, text, error in study.impossible]
+        parts = []
+        for (model, text, scope), tasks in groups.items():
+            longest = max(task.n for task in tasks)
+            memory: float | None = None
+            lacking: float | None = None
+            try:
+                memory, lacking = _memory(study, tasks, longest)
+            except Exception as error:
+                if not keep_going:
+                    raise
+                impossible.append((model, text, str(error)))
+            parts.append(
+                Part(
+                    model,
+                    text,
+                    scope,
+                    layers=len({layer for task in tasks for layer in task.layers}),
+                    lengths=len({task.n for task in tasks}),
+                    longest=longest,
+                    sequences=len({(task.n, sample) for task in tasks for sample in task.starts}),
+                    measurements=sum(task.size for task in tasks),
+                    memory=memory,
+                    lacking=lacking,
+                )
+            )
+        reasons = ((label, text, " ".join(error.split())) for label, text, error in impossible)
+        return DryRun(tuple(parts), left.kept, tuple(dict.fromkeys(reasons)))
+
+
+def _memory(
+    study: PreparedStudy, tasks: Sequence[ConstantsTask], longest: int
+) -> tuple[float | None, float | None]:
+    """Return the bytes of the longest sequences measured together, and those that one needs if it does not
+    fit.
+    """
+    plan, first = study.plan, min(tasks, key=lambda task: task.n)
+    sample = next(iter(first.starts))
+    missing = frozenset(key for key in first.missing if key[1] == first.layers[0])
+    shortest = replace(first, starts={sample: first.starts[sample]}, missing=missing).packed()
+    site = next(shortest.sites(study.models.load_for(first.subject)))
+    if isinstance(site, Failed):
+        raise site.error
+    device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    known, d = site.x.shape[-2:]
+    exact = isinstance(site.map, SelfAttention)
+    # The footprint of other maps is known only at the length of capture; it grows like n².
+    tokens = longest if exact else known
+    how = footprint(site.map, (tokens, d), dtype=dtype, device=device, memory=plan.memory)
+    if not how.size:
+        return None, None
+    size = float(how.size) if exact else how.size * (longest / first.n) ** 2
+    budget = float(memory_budget(plan.memory, device))
+    members = max(len(task.starts) for task in tasks if task.n == longest)
+    # Sequences share a batch as far as memory allows, so the batch takes at most the budget. A streamed map
+    # is measured one sequence after another.
+    together = size if how.streamed else min(members * size, max(size, budget))
+    lacking = size if how.streamed and size > budget else None
+    return together + members * _VECTORS * longest * d * dtype.itemsize, lacking

@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 BOUNDS = ("auto", "all", "none")
-"""Which bounds to compute beside constants: as many as take little time, all, or none."""
+"""Which bounds to compute beside constants: those that take little time, all, or none."""
 
 FIGURES = ("page", "all")
 """Which figures a study draws: one overview of each model, or also one of each layer and head."""
@@ -181,6 +181,12 @@ _SHARED: dict[str, Any] = {
         "with a head.",
         metavar="|".join(OUTPUTS),
     ),
+    "special_tokens": option(
+        False,
+        flag(),
+        "Put the tokenizer's special tokens, such as [CLS] or a start token, around each sequence of a text. "
+        "They count as tokens.",
+    ),
     "random_init": option(False, flag(), "Build the architecture with untrained weights."),
     "as_decoder": option(False, flag(), "Run an encoder as a decoder, with its causal mask."),
     "part": option(
@@ -248,6 +254,11 @@ def check_output(output: str, scopes: tuple[str, ...]) -> None:
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
+
+
+def _check_special_tokens(asked: bool, kinds: set[str]) -> None:
+    if asked and "text" not in kinds:
+        raise ArgumentError("special_tokens", expected="them around a text", got=", ".join(sorted(kinds)))
 
 
 def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
@@ -370,9 +381,9 @@ class Plan(Options):
     samples: int = option(
         10,
         whole(1),
-        "Number of sequences for each length. They are windows of the text that do not overlap, without "
-        "special tokens.",
+        "Number of sequences for each length. They are windows of the text that do not overlap.",
     )
+    special_tokens: bool = shared("special_tokens")
     images: tuple[str, ...] = shared("images")
     tokens: tuple[str, ...] = shared("tokens")
     embeddings: tuple[str, ...] = shared("embeddings")
@@ -417,8 +428,8 @@ class Plan(Options):
     bounds: str = option(
         "auto",
         choice(*BOUNDS),
-        "Bounds to compute beside the constants. auto: as many as take at most a fifth of the measuring "
-        "time.",
+        "Bounds to compute beside the constants. auto: those that take little time. all: also the sharper "
+        "ones that take longer.",
         metavar="|".join(BOUNDS),
         panel=HOW,
     )
@@ -443,6 +454,7 @@ class Plan(Options):
         self._set("models", tuple(self._model(entry) for entry in self.models))
         self._check_inputs()
         self._check_models()
+        _check_special_tokens(self.special_tokens, {source.kind for source in self.sources})
         _check_heads(self.heads, self.scopes)
         check_output(self.output, self.scopes)
         if self.side is not None and not {"model", CROSS_SCOPE} & {*self.scopes}:
@@ -538,7 +550,7 @@ class Plan(Options):
         """
         names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
         given = {name: getattr(self, name) for name in names}
-        usual = {"output": ("hidden",), "side": (None, "joint")}
+        usual = {"output": ("hidden",), "side": (None, "joint"), "special_tokens": (False,)}
         return given | {name: value for name in usual if (value := getattr(self, name)) not in usual[name]}
 
 
@@ -559,6 +571,7 @@ class InputPlan(Options):
     images: tuple[str, ...] = shared("images")
     tokens: tuple[str, ...] = shared("tokens")
     embeddings: tuple[str, ...] = shared("embeddings")
+    special_tokens: bool = shared("special_tokens")
     layers: Ranges = shared("layers")
     random_init: bool = shared("random_init")
     as_decoder: bool = shared("as_decoder")
@@ -572,6 +585,7 @@ class InputPlan(Options):
             raise ArgumentError(
                 "inputs", expected="one text, file of tokens or images", got=" and ".join(given)
             )
+        _check_special_tokens(self.special_tokens, {self.kind})
 
     @property
     def kind(self) -> str:

@@ -19,8 +19,11 @@ class Listener:
     def phase(self, words: str) -> None:
         """Receive the name of the phase that starts."""
 
-    def advance(self, done: float, total: float, words: str) -> None:
-        """Receive the finished amount and the total amount of work in the current phase, in the same unit."""
+    def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
+        """Receive the finished amount and the total amount of work in the current phase, in the same unit.
+
+        ``left`` are the seconds that the rest takes; without them, they follow from the amounts.
+        """
 
     def counter(self, noun: str) -> Callable[[float, int], None]:
         """Return a function that receives the number of finished steps and of all steps, and reports them.
@@ -35,19 +38,11 @@ SILENT = Listener()
 
 @dataclass
 class Outcome:
-    """The outcome of a run: how many rows it computed, and how many computations failed.
+    """The outcome of a run: how many rows it computed, by table, and how many computations failed."""
 
-    Three dictionaries count rows by the name of their table: ``made`` the requested rows that this run added,
-    ``kept`` the requested rows that the store already had, and ``unsettled`` the added rows that did not
-    converge to the requested precision. ``left_out`` counts attentions whose bounds were left out to save
-    time, ``failed`` the failures in the store, of which ``first_failure`` is the first reason. ``seconds`` is
-    wall time, with the checks at the start.
-    """
-
-    made: Counter[str] = field(default_factory=Counter)
-    kept: Counter[str] = field(default_factory=Counter)
-    unsettled: Counter[str] = field(default_factory=Counter)
-    left_out: int = 0
+    made: Counter[str] = field(default_factory=Counter)  #: Requested rows that this run added.
+    kept: Counter[str] = field(default_factory=Counter)  #: Requested rows that the store already had.
+    unsettled: Counter[str] = field(default_factory=Counter)  #: Added rows that did not converge.
     failed: int = 0
-    first_failure: str = ""
-    seconds: float = 0.0
+    first_failure: str = ""  #: The reason of the first failure.
+    seconds: float = 0.0  #: Wall time, with the checks at the start.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from functools import cache
+from types import NoneType
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import pandas as pd
 
@@ -18,17 +20,13 @@ __all__ = [
     "CORRECTED", "FIGURE", "KEY_COLUMNS", "KINDS",
     "MEASURE", "PLACE", "PUBLISHED",
     "Bounding", "Contents", "Failure", "FigureRow",
-    "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
-    "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord",
+    "InputRecord", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
+    "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord",
     "plain_rows", "quantities",
 ]  # fmt: skip
 
-Key = tuple[str, int, int | None, int, int]
-"""The key (scope, layer, head, n, sample) of a measurement of one model on one text."""
-
 KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
-"""The columns of a :data:`Key`."""
-
+"""The columns that identify a measurement of one model on one text."""
 
 PublishedKey = tuple[int, int, int, str, str]
 """The key (layer, n, sample, quantity, items) of a published value of one model on one text."""
@@ -45,26 +43,16 @@ KINDS: list[type[Row]] = []
 
 
 class Row:
-    """The base class of the rows of a store.
+    """The base class of the rows of a store."""
 
-    Parameters
-    ----------
-    table
-        The name of the table.
-    key
-        The columns that identify a row.
-    again
-        What to do with a row whose key is already in the table: ``"refuse"`` it with an error, because that
-        would be a bug; let the first row ``"stay"``; or ``"replace"`` the first row.
-
-    """
-
-    table: ClassVar[str]
-    key: ClassVar[tuple[str, ...]]
+    table: ClassVar[str]  #: The name of the table.
+    key: ClassVar[tuple[str, ...]]  #: The columns that identify a row.
+    #: What to do with a row whose key is already in the table: ``"refuse"`` it with an error, because that
+    #: would be a bug; let the first row ``"stay"``; or ``"replace"`` the first row.
     again: ClassVar[str]
 
     def __init_subclass__(cls, *, table: str, key: tuple[str, ...], again: str = "refuse") -> None:
-        """Set the name of the table, its key, and what to do with a repeated key."""
+        """Set the class variables."""
         super().__init_subclass__()
         cls.table, cls.key, cls.again = table, key, again
         KINDS.append(cls)
@@ -78,6 +66,18 @@ class Row:
     def columns(cls) -> tuple[str, ...]:
         """Return the names of the table's columns, which are the fields of the class."""
         return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
+
+    @classmethod
+    @cache
+    def types(cls) -> dict[str, tuple[type, bool]]:
+        """Return for each column the type of its values, and whether a value may be missing (None)."""
+        hints = get_type_hints(cls)
+        found = {}
+        for name in cls.columns():
+            parts = get_args(hints[name]) if NoneType in get_args(hints[name]) else (hints[name],)
+            plain = next(part for part in parts if part is not NoneType)
+            found[name] = (getattr(plain, "__origin__", plain), NoneType in parts)
+        return found
 
 
 @dataclass(frozen=True)
@@ -94,28 +94,19 @@ class StudyRecord(Row, table="studies", key=("kind",)):
 
 @dataclass(frozen=True)
 class Run(Row, table="runs", key=("id",), again="replace"):
-    """A run: one process that computed rows of the store.
-
-    ``worked`` is the time in seconds from the start of its first row to its last row, by a monotonic clock.
-    ``finished`` is ``None`` if the run did not reach its end.
-    """
+    """A run: one process that computed rows of the store."""
 
     id: int
     started: str
-    finished: str | None
+    finished: str | None  #: None if the run did not reach its end.
     command: str
     device: str
     environment: str
-    worked: float
 
 
 @dataclass(frozen=True)
 class ModelRecord(Row, table="models", key=("label",), again="stay"):
-    """A model that was measured.
-
-    ``stored`` is the dtype of the weights in the model's file; ``Measurement.dtype`` is the dtype in which
-    they were measured.
-    """
+    """A model that was measured."""
 
     label: str
     name: str
@@ -125,37 +116,31 @@ class ModelRecord(Row, table="models", key=("label",), again="stay"):
     layers: int
     heads: int
     max_length: int | None
-    stored: str
+    stored: str  #: The dtype of the weights in the model's file, beside that of a measurement.
 
 
 @dataclass(frozen=True)
 class TextRecord(Row, table="texts", key=("name",), again="stay"):
-    """A text, or another input, on which models were measured.
-
-    ``kind`` is one of :data:`howsmooth.study.plans.KINDS`. ``characters`` is the number of characters of a
-    text, or of tokens or images of other inputs.
-    """
+    """A text, or another input, on which models were measured."""
 
     name: str
     digest: str
     source: str
-    characters: int
-    kind: str = "text"
+    characters: int  #: The number of characters of a text, or of tokens or images of other inputs.
+    kind: str = "text"  #: One of :data:`howsmooth.study.plans.KINDS`.
 
 
 @dataclass(frozen=True)
 class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
-    """A row of the store: a model and an input on which it was measured.
-
-    ``fingerprint`` is a SHA-256 hash of the configuration, the weights and the tokenizer of the model, so
-    that an encoder has another one than the same as decoder. ``tokens`` is the number of tokens of the input.
-    """
+    """A model and an input on which it was measured."""
 
     model: str
     text: str
+    #: SHA-256 of the configuration, the weights and the tokenizer of the model, so that an encoder has
+    #: another one than the same as decoder.
     fingerprint: str
     tokenizer_source: str
-    tokens: int
+    tokens: int  #: The number of tokens of the input.
 
 
 @dataclass(frozen=True)
@@ -164,8 +149,13 @@ class Measurement(Row, table="measurements", key=PLACE):
 
     The fields up to ``seed`` are columns of ``measurements.csv``, which also has ``computed``, here
     ``dtype``, and ``stored``, the dtype of the model's weights. ``start`` is the index of the sequence's
-    first token in the tokenised text. ``seconds`` is the time of the batch divided by the number of its
-    sequences.
+    first token in the tokenised text. ``seconds`` is the share of the sequence in the time of its batch, by
+    tokens.
+
+    ``input_energy[i]`` is the share of token i in the leading singular vectors of the Jacobian: |v_i|², where
+    v is the unit direction of the tokens that changes the output most; ``output_energy[i]`` is |u_i|², where
+    u is the direction of that change. Each sums to one, but the output energies are all zero if the constant
+    is zero. They are kept for sample 0 and up to 512 tokens, and ``None`` elsewhere.
     """
 
     model: str
@@ -191,44 +181,25 @@ class Measurement(Row, table="measurements", key=PLACE):
     masking: str
     site: str
     start: int
+    input_energy: tuple[float, ...] | None = None
+    output_energy: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
 class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"), again="stay"):
-    """The tokens of a measured sequence, as pieces of its text.
+    """The tokens of a measured sequence, as pieces of its text, which they give when joined.
 
-    Joined, the pieces give the text of the sequence. ``start`` is the index of the first token in the
-    tokenised text. ``place`` is the index of its first character in the text. If the tokenizer does not
-    report character positions, ``place`` is ``None`` and each piece is the decoded form of its token.
+    If the tokenizer does not report character positions, and for special tokens, a piece is the decoded form
+    of its token.
     """
 
     model: str
     text: str
     n: int
     sample: int
-    start: int
-    place: int | None
+    start: int  #: The index of the first token in the tokenised text.
+    place: int | None  #: The index of its first character in the text, if it is known.
     tokens: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Sensitivity(Row, table="sensitivities", key=PLACE):
-    """A row of the store: the share of each token in the leading singular vectors of one Jacobian.
-
-    ``input_energy[i]`` is |v_i|², where v is the unit direction of the tokens that changes the output most.
-    ``output_energy[i]`` is |u_i|², where u is the direction of that change. Each sums to one, but the output
-    energies are all zero if the constant is zero.
-    """
-
-    model: str
-    text: str
-    scope: str
-    layer: int
-    head: int | None
-    n: int
-    sample: int
-    input_energy: tuple[float, ...]
-    output_energy: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -251,12 +222,8 @@ class SiteBound:
 
 
 @dataclass(frozen=True)
-class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
-    """A row of the store: one bound on an attention layer or head at one sequence of a study.
-
-    ``radius`` is the radius of the ball of tokens on which global bounds hold. ``seconds`` is the time of all
-    bounds on this attention and sequence together.
-    """
+class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side"), again="replace"):
+    """One bound on an attention layer or head at one sequence of a study."""
 
     model: str
     text: str
@@ -266,15 +233,14 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
     n: int
     sample: int
     start: int
-    radius: float
-    seconds: float
+    radius: float  #: The radius of the ball of tokens on which global bounds hold.
 
 
 @dataclass(frozen=True)
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """A row of the store: a constant as the paper's published code computes it, or corrected fully or partly.
+    """A constant as the paper's published code computes it, or corrected fully or partly.
 
     The paper's published code differs from the definition of the constant in some items; the correct constant
     is measured without them. ``quantity`` is ``corrected`` (no item), ``only`` followed by one item, or ``as
@@ -309,14 +275,8 @@ CORRECTED, PUBLISHED = "corrected", "as published"
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the variants of the constant to measure, each with its deviations (items) of the published code.
-
-    Returns
-    -------
-    dict
-        Each quantity's name with its items: the corrected constant (no item), each item alone, and all items
-        together.
-
+    """Return the variants of the constant to measure, each name with its deviations (items) of the published
+    code: the corrected constant (no item), each item alone, and all items together.
     """
     single = {f"only {item}": (item,) for item in items} if len(items) > 1 else {}
     return {CORRECTED: (), **single, PUBLISHED: tuple(items)}
@@ -324,7 +284,7 @@ def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
-    """A row of the store: a failed computation. A later run that computes the missing rows deletes it.
+    """A failed computation. A later run that computes the missing rows deletes it.
 
     A field that is ``None`` stands for all values: without a text, the model could not be used at all.
     ``kind`` is the class of the error, ``error`` its message, ``detail`` its traceback, ``happened`` its
@@ -347,7 +307,7 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
 
 @dataclass(frozen=True)
 class FigureRow(Row, table="figure_rows", key=("unit", "number")):
-    """A row of the store: one row of numbers in a figure of the paper.
+    """One row of numbers in a figure of the paper.
 
     ``unit`` is a JSON object with all values on which the numbers depend, such as the fingerprint of a model.
     A unit is computed by one task, and has one or more rows, which are counted by ``number``. ``numbers`` is
@@ -363,25 +323,8 @@ class FigureRow(Row, table="figure_rows", key=("unit", "number")):
 
 @dataclass(frozen=True)
 class Contents:
-    """The measurements of a store, and all tables that belong to them.
-
-    Attributes
-    ----------
-    measurements
-        All columns of :class:`Measurement`, and the number of the run.
-    models, texts, inputs, runs, failures
-        The columns of :class:`ModelRecord`, :class:`TextRecord`, :class:`InputRecord`, :class:`Run` and
-        :class:`Failure`.
-    study
-        The settings of the study and the time of its creation; empty if nothing was measured.
-    sensitivities
-        One row for each sequence, scope, layer and head, for sample 0 and up to 512 tokens. It has the
-        columns of :class:`Sensitivity` and :class:`SequenceRecord`, and whether the measurement
-        ``converged``.
-    bounds, published
-        The columns of :class:`Bounding` without ``seconds``, and of :class:`PublishedValue`, and the number
-        of the run. Missing values are NaN.
-
+    """The measurements of a store, and all tables that belong to them, with the fields of their rows as
+    columns. Those that a run wrote also have its number.
     """
 
     measurements: pd.DataFrame
@@ -390,8 +333,8 @@ class Contents:
     inputs: pd.DataFrame
     runs: pd.DataFrame
     failures: pd.DataFrame
-    study: dict[str, Any]
-    sensitivities: pd.DataFrame
+    study: dict[str, Any]  #: The settings of the study and when it was created; empty without measurements.
+    sensitivities: pd.DataFrame  #: The measurements with energies, and the columns of their sequences.
     bounds: pd.DataFrame
     published: pd.DataFrame
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from types import NoneType, TracebackType
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import TracebackType
+from typing import Any, TypeVar
 
 import pandas as pd
 from filelock import FileLock
@@ -34,7 +34,6 @@ from howsmooth.study.records import (
     PublishedValue,
     Row,
     Run,
-    Sensitivity,
     SequenceRecord,
     StudyRecord,
     TextRecord,
@@ -50,13 +49,14 @@ R = TypeVar("R", bound=Row)
 _AGAIN = {"refuse": "", "stay": "OR IGNORE ", "replace": "OR REPLACE "}
 _SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL", str: "TEXT", tuple: "TEXT"}
 _FRAME_TYPES = {int: "int64", bool: "bool", float: "float64"}
+# SQLite has neither tuples nor booleans: tuples are stored as JSON, booleans as integers.
+_READ: dict[type, Callable[[Any], Any]] = {tuple: lambda stored: tuple(json.loads(stored)), bool: bool}
 
 
 class Store:
     """The opened database of a study's results; use it as a context manager, or call :meth:`close`.
 
-    The connection leads to a checked store file; ``path`` is the path of this file, for messages. A writer
-    holds the lock while the store is open; a reader has no lock.
+    A writer holds the lock while the store is open; a reader has no lock.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
@@ -105,9 +105,7 @@ class Store:
     # ---- The identity: settings that all rows of a kind of work share
 
     def identity(self, kind: str) -> dict[str, Any]:
-        """Return the settings shared by all rows of one kind of work, such as ``measure``; empty if there are
-        none.
-        """
+        """Return the settings shared by all rows of one kind of work, such as ``measure``, if it began."""
         row = self._query("SELECT identity FROM studies WHERE kind = ?", kind).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
@@ -130,9 +128,8 @@ class Store:
                 )
 
     def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Record the settings that all rows of one kind of work share, if none are recorded yet.
-
-        The store is created if it is not there yet.
+        """Create the store if it is not there, and record the settings that all rows of one kind of work
+        share, if none are recorded yet.
         """
         if self._late:
             self._connection.close()
@@ -148,18 +145,18 @@ class Store:
         # In one transaction, so that the number is still free when the row is written.
         with self.transaction():
             number = self._query("SELECT ifnull(max(id), 0) + 1 FROM runs").fetchone()[0]
-            self.add([Run(number, now(), None, command, device, json.dumps(dict(environment)), 0.0)])
+            self.add([Run(number, now(), None, command, device, json.dumps(dict(environment)))])
         return int(number)
 
     def finish_run(self, number: int) -> None:
         """Record that a run reached its end."""
-        self.add([replace(self._run(number), finished=now())])
+        ((run, _),) = self.rows(Run, id=number)
+        self.add([replace(run, finished=now())])
 
-    def add(self, rows: Iterable[Row], run: int | None = None, *, worked: float | None = None) -> None:
-        """Write rows of any kinds in one transaction: all of them or, after an error, none.
+    def add(self, rows: Iterable[Row], run: int | None = None) -> None:
+        """Write rows of any kinds with the number of their run in one transaction: all of them or none.
 
-        Failures whose missing rows are now there are deleted. ``run`` is the number of the rows' run, from
-        :meth:`start_run`; ``worked`` are the seconds since its first row began, by a monotonic clock.
+        Failures whose missing rows are now there are deleted.
         """
         with self.transaction():
             written = list(rows)
@@ -169,8 +166,6 @@ class Store:
             # In the same transaction as the rows, so that a killed process leaves no failure beside its
             # result.
             self._make_good(written)
-            if run is not None and worked is not None:
-                self.add([replace(self._run(run), worked=worked)])
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -186,9 +181,6 @@ class Store:
                 yield
             finally:
                 self._held = False
-
-    def _run(self, number: int) -> Run:
-        return Run(*self._query("SELECT * FROM runs WHERE id = ?", number).fetchone()[: len(Run.columns())])
 
     def _make_good(self, rows: Sequence[Row]) -> None:
         """Delete the failures whose missing rows are now written, also those of a whole text or model."""
@@ -207,46 +199,43 @@ class Store:
     # ---- Reading
 
     def keys(self, kind: type[Row], columns: Sequence[str], **where: object) -> frozenset[tuple[Any, ...]]:
-        """Return the distinct values of some columns of a table.
-
-        ``where`` gives the values that other columns must have.
-        """
-        condition = " AND ".join(f"{name} IS ?" for name in where) or "TRUE"
-        query = f"SELECT DISTINCT {', '.join(columns)} FROM {kind.table} WHERE {condition}"
+        """Return the distinct values of some columns of a table, where other columns have given values."""
+        names = ", ".join(columns)
+        query = f"SELECT DISTINCT {names} FROM {kind.table} WHERE {_condition(where)}"
         return frozenset(self._query(query, *where.values()).fetchall())
 
     def count(self, kind: type[Row]) -> int:
         """Return the number of rows of one table."""
         return int(self._query(f"SELECT count(*) FROM {kind.table}").fetchone()[0])
 
-    def rows(self, kind: type[R], **where: object) -> list[tuple[R, int | None]]:
-        """Return the rows of one table with given column values, each with the number of its run."""
-        types = _TYPES[kind]
-        # SQLite has neither tuples nor booleans: tuples are stored as JSON, booleans as integers.
-        read = [
-            json.loads if plain is tuple else bool if plain is bool else None for plain, _ in types.values()
-        ]
-        condition = " AND ".join(f"{name} IS ?" for name in where) or "TRUE"
-        query = f"SELECT {', '.join(types)}, run FROM {kind.table} WHERE {condition} ORDER BY rowid"
-        found = []
-        for *values, run in self._query(query, *where.values()).fetchall():
-            plain = [value if make is None else make(value) for make, value in zip(read, values, strict=True)]
-            found.append((kind(*(tuple(v) if isinstance(v, list) else v for v in plain)), run))
-        return found
-
-    def table(self, kind: type[Row], order: Sequence[str] = ()) -> pd.DataFrame:
-        """Return one table of the store as a data frame, with the number of each row's run.
+    def rows(self, kind: type[R], order: Sequence[str] = (), **where: object) -> list[tuple[R, int | None]]:
+        """Return the rows of one table with given column values, each with the number of its run.
 
         ``order`` are columns or SQL expressions to sort by; rows that are equal in them keep the order of
         writing.
         """
-        found = self._query(f"SELECT * FROM {kind.table} ORDER BY {', '.join([*order, 'rowid'])}")
-        names = [column[0] for column in found.description]
+        query = (
+            f"SELECT {', '.join(kind.columns())}, run FROM {kind.table} WHERE {_condition(where)} "
+            f"ORDER BY {', '.join([*order, 'rowid'])}"
+        )
+        read = [_READ.get(plain) for plain, _ in kind.types().values()]
+        found = []
+        for *values, run in self._query(query, *where.values()).fetchall():
+            plain = (
+                value if make is None or value is None else make(value)
+                for make, value in zip(read, values, strict=True)
+            )
+            found.append((kind(*plain), run))
+        return found
+
+    def table(self, kind: type[Row], order: Sequence[str] = ()) -> pd.DataFrame:
+        """Return the rows of one table, as from :meth:`rows`, as a data frame with the column ``run``."""
+        rows = [{**vars(row), "run": run} for row, run in self.rows(kind, order)]
         # Keep Python objects: pandas would turn integers beside a missing value into rounded floats.
-        frame = pd.DataFrame(found.fetchall(), columns=names, dtype=object).drop(columns="seal")
-        for name, (plain, nullable) in _TYPES[kind].items():
+        frame = pd.DataFrame(rows, columns=[*kind.columns(), "run"], dtype=object)
+        for name, (plain, nullable) in kind.types().items():
             if plain is tuple:
-                frame[name] = frame[name].map(json.loads)
+                frame[name] = frame[name].map(list, na_action="ignore")
             elif plain in _FRAME_TYPES:
                 wanted: Any = "Int64" if plain is int and nullable else _FRAME_TYPES[plain]
                 frame[name] = frame[name].astype(wanted)
@@ -259,7 +248,7 @@ class Store:
         return {(n, sample): start for n, sample, start in frozenset().union(*used)}
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Return a dictionary of all tables that have rows, by name, read in one transaction."""
+        """Return all tables that have rows, by name, read in one transaction."""
         with self._one_state():
             return {kind.table: self.table(kind) for kind in KINDS if self.count(kind)}
 
@@ -278,9 +267,8 @@ class Store:
         with self._one_state():
             created = self._query("SELECT created FROM studies WHERE kind = 'measure'").fetchone()
             measurements = self.table(Measurement, PLACE)
-            words = self.table(SequenceRecord).drop(columns="run")
-            shares = self.table(Sensitivity, PLACE).merge(words, on=list(SequenceRecord.key))
-            bounds = self.table(Bounding, [*PLACE, "NOT holds", "log_value", "name"])
+            words = self.table(SequenceRecord).drop(columns=["start", "run"])
+            shares = measurements[measurements["input_energy"].notna()]
             return Contents(
                 measurements=measurements,
                 models=self.table(ModelRecord, ["label"]).drop(columns="run"),
@@ -289,8 +277,8 @@ class Store:
                 runs=self.table(Run, ["id"]).drop(columns="run"),
                 failures=self.table(Failure, ["happened"]),
                 study={"created": created[0], **self.identity("measure")} if created else {},
-                sensitivities=shares.merge(measurements[[*PLACE, "converged"]], on=list(PLACE)),
-                bounds=bounds.drop(columns="seconds"),
+                sensitivities=shares.merge(words, on=list(SequenceRecord.key)),
+                bounds=self.table(Bounding, [*PLACE, "NOT holds", "log_value", "name"]),
                 published=self.table(PublishedValue, ["model", "text", "layer", "n", "sample"]),
             )
 
@@ -319,25 +307,18 @@ def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
 # ---- Tables of the kinds of rows
 
 
-def _types_of(kind: type[Row]) -> dict[str, tuple[type, bool]]:
-    """Return for each column of a table its type, and whether its values may be missing."""
-    found: dict[str, tuple[type, bool]] = {}
-    hints = get_type_hints(kind)
-    for name in kind.columns():
-        parts = get_args(hints[name]) if NoneType in get_args(hints[name]) else (hints[name],)
-        plain = next(part for part in parts if part is not NoneType)
-        found[name] = (getattr(plain, "__origin__", plain), NoneType in parts)
-    return found
+def _condition(where: Mapping[str, object]) -> str:
+    return " AND ".join(f"{name} IS ?" for name in where) or "TRUE"
 
 
 def _statements_of(kind: type[Row]) -> tuple[str, str]:
-    """Return the SQL statements that create a table and the unique index of its key."""
+    """Return the statements that create a table and the unique index of its key."""
     columns = [
         f"{name} {_SQL_TYPES[plain]}{'' if nullable else ' NOT NULL'}"
-        for name, (plain, nullable) in _TYPES[kind].items()
+        for name, (plain, nullable) in kind.types().items()
     ]
     # A unique index treats NULLs as different, so replace them by -1.
-    key = ", ".join(f"ifnull({name}, -1)" if _TYPES[kind][name][1] else name for name in kind.key)
+    key = ", ".join(f"ifnull({name}, -1)" if kind.types()[name][1] else name for name in kind.key)
     return (
         f"CREATE TABLE {kind.table} ({', '.join(columns)}, run INTEGER, seal TEXT NOT NULL)",
         f"CREATE UNIQUE INDEX one_of_{kind.table} ON {kind.table} ({key})",
@@ -345,7 +326,7 @@ def _statements_of(kind: type[Row]) -> tuple[str, str]:
 
 
 def _insertion_of(kind: type[Row]) -> str:
-    """Return the SQL statement that inserts a row with the number of its run and its seal (a digest)."""
+    """Return the statement that inserts a row with the number of its run and its seal (a digest)."""
     names = [*kind.columns(), "run"]
     # Named parameters, because the seal is computed from the same values as the row.
     marks = [f":{name}" for name in names]
@@ -355,7 +336,6 @@ def _insertion_of(kind: type[Row]) -> str:
     )
 
 
-_TYPES = {kind: _types_of(kind) for kind in KINDS}
 _STATEMENTS = tuple(statement for kind in KINDS for statement in _statements_of(kind))
 _INSERTIONS = {kind: _insertion_of(kind) for kind in KINDS}
 

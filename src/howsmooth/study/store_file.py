@@ -77,14 +77,7 @@ def translated(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def store_there(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder contains anything named like a store, other than an empty file.
-
-    Raises
-    ------
-    StoreError
-        If ``folder`` is a file, or cannot be read.
-
-    """
+    """Return whether a folder contains anything named like a store, other than an empty file."""
     folder = Path(folder)
     try:
         if folder.exists() and not folder.is_dir():
@@ -102,15 +95,7 @@ def connected(
 ) -> tuple[sqlite3.Connection, FileLock | None]:
     """Connect to the store file in a folder; with ``write``, also lock it, and create it if needed.
 
-    ``statements`` are the SQL statements that create the tables. The second result is the lock with
-    ``write``, and ``None`` otherwise.
-
-    Raises
-    ------
-    StoreError
-        If the file is damaged or is not a store, if another process is using it, or if the folder cannot
-        be written.
-
+    ``statements`` are the SQL statements that create the tables.
     """
     folder = Path(folder)
     path = folder / STORE_NAME
@@ -130,7 +115,7 @@ def connected(
 
 
 def empty(statements: Sequence[str]) -> sqlite3.Connection:
-    """Create an empty store in memory with the tables of the given SQL statements, and connect to it."""
+    """Connect to an empty store in memory."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
     _check(connection, Path(":memory:"), statements, write=True)
     return connection

@@ -21,7 +21,7 @@ from howsmooth.words import place_in_words, readable, scope_in_words
 
 __all__ = ["citations", "measurement_table", "read"]
 
-_HOW_MADE = ("method", "masking", "site", "start", "run")
+_HOW_MADE = ("method", "masking", "site", "start", "input_energy", "output_energy", "run")
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
@@ -37,12 +37,12 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     -------
     dict
         Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
-        ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``figure_rows`` and others. The
+        ``models``, ``texts``, ``bounds``, ``sequences``, ``failures``, ``figure_rows`` and others. The
         classes in :mod:`howsmooth.study.records` explain the columns; ``run`` is the number of the run that
         wrote a row. ``measurements`` has the columns of ``measurements.csv``, followed by ``method``,
-        ``masking``, ``site``, ``start`` and ``run``. With measurements there is also the table ``exponents``,
-        as in ``exponents.csv``; its ``attrs["howsmooth"]`` has the lines to cite. A table without rows is
-        absent, as ``failures`` mostly is.
+        ``masking``, ``site``, ``start``, ``input_energy``, ``output_energy`` and ``run``. With measurements
+        there is also the table ``exponents``, as in ``exponents.csv``; its ``attrs["howsmooth"]`` has the
+        lines to cite. A table without rows is absent, as ``failures`` mostly is.
 
     Raises
     ------
@@ -93,8 +93,8 @@ def measurement_table(contents: Contents, *, how_made: bool = False) -> pd.DataF
     """Return the measurements with the dtype of the stored weights and that of the computation, and with the
     output and the side if these are not the defaults, as in ``measurements.csv``.
 
-    With ``how_made``, the last columns say how each row was made: its method, masking, module, first token
-    and run.
+    With ``how_made``, the last columns say how each row was made: its method, masking, module, first token,
+    energies and run.
     """
     rows = contents.measurements
     stored = rows["model"].map(contents.models.set_index("label")["stored"])
@@ -108,6 +108,7 @@ def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterat
     digests = {row["name"]: row["digest"] for row in plain_rows(contents.texts)}
     fingerprints = {(row["model"], row["text"]): row["fingerprint"] for row in plain_rows(contents.inputs)}
     made_by = json.loads(plain_rows(contents.runs)[-1]["environment"])
+    special = ", with special tokens" if contents.study.get("special_tokens") else ""
     fitted = [row for row in exponents if not row["note"]]
     for (model, scope, text), family in groupby(fitted, key=itemgetter("model", "scope", "text")):
         rows = list(family)
@@ -117,9 +118,10 @@ def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterat
             place = f"the largest of {len(rows)} fits, {place}"
         yield (
             f"Local Lipschitz constant of {readable(model)}, {scope_in_words(most)}, on {readable(text)} "
-            f"(SHA-256 {digests[text][:12]}): n to the power {most['slope']:z.3f}, interval of level {LEVEL} "
-            f"from {most['low']:z.3f} to {most['high']:z.3f}{place and f' ({place})'}, {most['n_points']} "
-            f"points from n = {most['n_min']} to {most['n_max']}; model {fingerprints[model, text][:12]}; "
+            f"(SHA-256 {digests[text][:12]}{special}): n to the power {most['slope']:z.3f}, interval of "
+            f"level {LEVEL} from {most['low']:z.3f} to {most['high']:z.3f}{place and f' ({place})'}, "
+            f"{most['n_points']} points from n = {most['n_min']} to {most['n_max']}; model "
+            f"{fingerprints[model, text][:12]}; "
             + ", ".join(f"{name} {made_by[name]}" for name in ("howsmooth", "torch", "transformers"))
             + "."
         )

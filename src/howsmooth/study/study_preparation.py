@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from howsmooth.study.image_sequences import ImageFeed
 
 __all__ = [
-    "Impossible", "Models", "PreparedStudy", "Subject", "capture_sites", "checked_subjects",
-    "layer_and_head_counts", "open_sources", "place_sequences", "prepared_study", "subject_of",
+    "Impossible", "Models", "PreparedStudy", "Subject", "capture_sites", "layer_and_head_counts",
+    "open_sources", "place_sequences", "prepared_study", "subject_of",
 ]  # fmt: skip
 
 Impossible = list[tuple[ModelSpec, str | None, Exception]]
@@ -46,23 +46,20 @@ Impossible = list[tuple[ModelSpec, str | None, Exception]]
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model, an input on which to measure it, and the layers, heads and lengths to measure.
-
-    Only the scope ``head`` uses ``heads``. ``content`` is the text on which the tokenizer of an untrained
-    model is trained; it is empty for other models. ``starts`` is empty until the sequences are placed: then
-    it has the index of the first token, or of the image, by (length, sample).
-    """
+    """A model, an input on which to measure it, and the layers, heads and lengths to measure."""
 
     spec: ModelSpec
     model: ModelRecord
     text: TextRecord
+    #: The text on which the tokenizer of an untrained model is trained; empty for other models.
     content: str = field(repr=False)
     fingerprint: str
     tokenizer_source: str
     layers: tuple[int, ...]
-    heads: tuple[int, ...]
+    heads: tuple[int, ...]  #: Used by the scope ``head`` alone.
     lengths: tuple[int, ...]
     feed: TokenFeed | ImageFeed = field(repr=False)
+    #: The index of the first token, or of the image, by (length, sample), once the sequences are placed.
     starts: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,14 +100,7 @@ class Models:
         return self._model
 
     def load_for(self, subject: Subject) -> Any:
-        """Load a model that was checked before, and raise ModelError if its fingerprint has changed since.
-
-        Raises
-        ------
-        ModelError
-            If the fingerprint differs from the one when the subject was checked.
-
-        """
+        """Load a model that was checked before; raise ModelError if its fingerprint has changed since."""
         model = self.load(subject.spec, subject.content)
         if model.fingerprint != subject.fingerprint:
             raise ModelError(
@@ -120,35 +110,217 @@ class Models:
         return model
 
 
+class PreparedStudy:
+    """A study that was checked and is ready to run: its plan, its store, its models and its subjects.
+
+    All models of the plan are loaded; layers, heads and lengths are checked on all inputs, and the sequences
+    placed. Models and inputs in the store must be the same, and stored sequences keep their places. The study
+    creates its store when it begins. With ``keep_going``, models and inputs that cannot be used are left out
+    and listed in ``impossible``, and work goes on after failures; otherwise the first error is raised.
+    """
+
+    def __init__(
+        self, plan: Plan, store: Store, models: Models | None = None, *, keep_going: bool = False
+    ) -> None:
+        self.plan, self.store, self.keep_going = plan, store, keep_going
+        self.models = models or Models(plan)
+        self.impossible = Impossible()
+        self.subjects = self._checked()
+
+    def begin(self) -> None:
+        """Create the study's store if needed, and record all models and texts there."""
+        self.store.begin(MEASURE, self.plan.settings())
+        with self.store.transaction():
+            for one in self.subjects:
+                where = (one.model.label, one.text.name, one.fingerprint, one.tokenizer_source)
+                self.store.add([one.model, one.text, InputRecord(*where, one.feed.count)])
+
+    def _checked(self) -> list[Subject]:
+        """Return the models with the inputs on which they can be measured."""
+        self.store.check(MEASURE, self.plan.settings())
+        sources = open_sources(self.plan)
+        subjects = [one for spec in self.plan.models for one in self._subjects(spec, sources)]
+        if not subjects:
+            raise self.impossible[0][2]
+        return subjects
+
+    def _subjects(self, spec: ModelSpec, sources: Sequence[OpenedInput]) -> Iterator[Subject]:
+        """Load a model, and yield it with each input on which it can be measured."""
+        for source in sources:
+            reached: str | None = source.record.name
+            try:
+                _check_size(self.plan, spec, source)
+                reached = None
+                model = self.models.load(spec, source.content)
+                reached = source.record.name
+                subject = subject_of(self.plan, spec, source, model)
+                self._check_unchanged(subject)
+                held = self.store.sequences(subject.model.label, subject.text.name)
+                subject = replace(subject, starts=place_sequences(self.plan, subject, held))
+            except StoreError:
+                raise
+            except Exception as error:
+                if not self.keep_going:
+                    raise
+                self.impossible.append((spec, reached, error))
+                if reached is None:
+                    return  # the model cannot be loaded, so do not try the other texts
+            else:
+                if not self.keep_going and source is sources[0]:
+                    self._check_capture(subject, model)
+                yield subject
+
+    def _check_unchanged(self, subject: Subject) -> None:
+        """Raise StoreError if a model or a text has the same name as in the store, but has changed since."""
+        store, label, text = self.store, subject.model.label, subject.text
+        for (digest,) in store.keys(TextRecord, ("digest",), name=text.name):
+            if digest != text.digest:
+                raise StoreError(
+                    f"{store.path} belongs to another study: its text {text.name!r} has SHA-256 "
+                    f"{digest[:12]}, not {text.digest[:12]}. Choose another --out, or give the text another "
+                    "file name."
+                )
+        # The tokenizer of an untrained model may be trained on the text, so its fingerprint depends on the
+        # text. Any other model has one fingerprint.
+        where = {"model": label, "text": text.name} if subject.spec.random_init else {"model": label}
+        for fingerprint, tokenizer in store.keys(InputRecord, ("fingerprint", "tokenizer_source"), **where):
+            if fingerprint != subject.fingerprint:
+                what = "the weights or the configuration"
+                if tokenizer != subject.tokenizer_source:
+                    what = f"the tokenizer ({tokenizer!r} then, {subject.tokenizer_source!r} now)"
+                raise StoreError(
+                    f"{store.path} belongs to another study: its model {label!r} has fingerprint "
+                    f"{fingerprint[:12]}, not {subject.fingerprint[:12]}; {what} changed. Choose another "
+                    "--out."
+                )
+
+    def _check_capture(self, subject: Subject, model: Any) -> None:
+        """Run a model at the shortest length, and raise an error if the layers to measure cannot be
+        captured.
+        """
+        plan, n = self.plan, min(subject.lengths)
+        shortest = SequenceData.of(subject.feed, [0], n, worded=False).inputs(plan.device)
+        try:
+            for scope in plan.scopes:
+                layers = layers_of_scope(scope, subject.layers)
+                capture_sites(model, shortest, subject, scope, layers, n, plan.output, plan.side)
+        except CaptureError as error:
+            others = _others(error, model, shortest)
+            if not others or plan.layers_of(subject.spec).items:
+                raise
+            listed = ",".join(map(str, others))
+            raise CaptureError(f"{error} Choose the others: layers {listed}.") from error
+
+
+@contextmanager
+def prepared_study(
+    plan: Plan, folder: str | os.PathLike[str], *, write: bool = True, keep_going: bool = False
+) -> Iterator[PreparedStudy]:
+    """Check that a plan can be carried out, and yield the study, with the store in ``folder``."""
+    # Open an existing store before loading a model: an unusable store is then reported at once.
+    with Store.open(folder, write=write, late=True) as store:
+        yield PreparedStudy(plan, store, keep_going=keep_going)
+
+
+# ---- Inputs and their sequences
+
+
+def open_sources(plan: Plan) -> list[OpenedInput]:
+    """Read the inputs of a plan; refuse an empty text, and two inputs with the same name."""
+    sources = [open_data(spec) for spec in plan.sources]
+    names: set[str] = set()
+    for source in sources:
+        name, kind = source.record.name, source.record.kind
+        if kind == "text" and not source.content.strip():
+            raise TextError(f"text {name!r} is empty. Give a text with words in it.")
+        if name in names:
+            raise ArgumentError(
+                kind,
+                expected=f"{'texts' if kind == 'text' else 'files'} of different names",
+                got=f"{name!r} twice",
+                remedy="Rename one of the files, since results stand under the name.",
+            )
+        names.add(name)
+    return sources
+
+
+def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
+    """Refuse a text with too few bytes for the plan's sequences; this check needs no model or tokenizer."""
+    lengths, text = plan.lengths_of(spec), source.record
+    needed = plan.samples * sum(lengths)
+    # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.
+    if text.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
+        fewer = "fewer samples, or fewer or shorter lengths"
+        raise TextError(
+            f"text {text.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
+            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use "
+            f"{'smaller --lengths' if needed == max(lengths) else fewer}, or a longer text."
+        )
+
+
+def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> Subject:
+    """Determine the layers, heads and lengths of a model that a plan measures, and prepare the input."""
+    label = spec.label
+    layer_count, head_count = layer_and_head_counts(model, label)
+    layers = plan.layers_of(spec).resolve(layer_count, label, "layers")
+    heads = plan.heads_of(spec).resolve(head_count, label, "heads") if "head" in plan.scopes else ()
+    feed = feed_of(source, model, layers, special_tokens=plan.special_tokens)
+    # A worker may have another working directory, so make the path of a folder absolute.
+    # Unlike Path.is_dir, os.path.isdir is False for a name that is too long for a path.
+    folder = os.path.isdir(spec.name)  # noqa: PTH112
+    return Subject(
+        spec=replace(spec, name=str(Path(spec.name).absolute())) if folder else spec,
+        model=ModelRecord(
+            label=label,
+            name=encodable(spec.name),
+            random_init=spec.random_init,
+            as_decoder=spec.as_decoder,
+            source=model.source,
+            layers=layer_count,
+            heads=head_count,
+            max_length=model.max_length,
+            stored=str(model.stored).removeprefix("torch."),
+        ),
+        text=source.record,
+        content=source.content if spec.random_init else "",
+        fingerprint=model.fingerprint,
+        tokenizer_source=feed.preparation,
+        layers=layers,
+        heads=heads,
+        lengths=plan.lengths_of(spec) or feed.usual,
+        feed=feed,
+    )
+
+
+def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
+    """Return the number of attention layers of a model, and the number of heads of the first of them."""
+    if model.layers is None or model.heads is None:
+        raise CaptureError(f"{label}: {model.obstacle}")
+    return model.layers, model.heads
+
+
 def place_sequences(
     plan: Plan, subject: Subject, held: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
     """Check the lengths to measure, and choose where the plan's sequences begin in the input.
 
     Sequences that the store has (``held``) keep their places.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If the model or the input does not allow a length, or the sequences do not fit into the input.
-
     """
     _check_lengths(subject)
-    draw = derive_seed(
-        purpose="sequences", seed=plan.seed, text=subject.text.digest, model=subject.fingerprint
-    )
+    feed, text = subject.feed, subject.text
+    draw = derive_seed(purpose="sequences", seed=plan.seed, text=text.digest, model=subject.fingerprint)
     try:
-        return sequence_starts(subject.feed, subject.lengths, plan.samples, draw, held)
+        return sequence_starts(feed, subject.lengths, plan.samples, draw, held)
     except ValueError as error:
-        name = f"{subject.text.kind} {subject.text.name!r}"
         more, other = (" for more", ", or another output folder") if held else ("", "")
-        longer = "a longer text" if subject.text.kind == "text" else "more of it"
+        longer = "a longer text" if text.kind == "text" else "more of it"
         fewer = "fewer samples, or fewer or shorter lengths"
         if plan.samples == len(subject.lengths) == 1:
-            longest = max(length for _, length in subject.feed.parts or ((0, subject.feed.count),))
+            longest = max(length for _, length in feed.parts or ((0, feed.count),))
             fewer = f"--lengths {longest}, or a smaller one"
         raise TextError(
-            f"{name} is too short{more}: for {subject.model.label}, {error}. Use {fewer}, or {longer}{other}."
+            f"{text.kind} {text.name!r} is too short{more}: for {subject.model.label}, {error}. "
+            f"Use {fewer}, or {longer}{other}."
         ) from error
 
 
@@ -172,119 +344,16 @@ def _check_lengths(subject: Subject) -> None:
             got=str(max(lengths)),
             remedy=f"Give --lengths {most}, or smaller ones.",
         )
-
-
-def _check_unchanged(store: Store, subject: Subject) -> None:
-    """Raise StoreError if a model or a text has the same name as in the store, but has changed since."""
-    label, text = subject.model.label, subject.text
-    for (digest,) in store.keys(TextRecord, ("digest",), name=text.name):
-        if digest != text.digest:
-            raise StoreError(
-                f"{store.path} belongs to another study: its text {text.name!r} has SHA-256 {digest[:12]}, "
-                f"not {text.digest[:12]}. Choose another --out, or give the text another file name."
-            )
-    # The tokenizer of an untrained model may be trained on the text, so its fingerprint depends on the text.
-    # Any other model has one fingerprint.
-    where = {"model": label, "text": text.name} if subject.spec.random_init else {"model": label}
-    for fingerprint, tokenizer in store.keys(InputRecord, ("fingerprint", "tokenizer_source"), **where):
-        if fingerprint != subject.fingerprint:
-            what = "the weights or the configuration"
-            if tokenizer != subject.tokenizer_source:
-                what = f"the tokenizer ({tokenizer!r} then, {subject.tokenizer_source!r} now)"
-            raise StoreError(
-                f"{store.path} belongs to another study: its model {label!r} has fingerprint "
-                f"{fingerprint[:12]}, not {subject.fingerprint[:12]}; {what} changed. Choose another --out."
-            )
-
-
-# ---- Checks of subjects
-
-
-def checked_subjects(
-    plan: Plan, models: Models, store: Store, impossible: Impossible | None = None
-) -> list[Subject]:
-    """Load all models of a plan, check layers, heads and lengths on all inputs, and place the sequences.
-
-    Models and inputs that cannot be used are added to ``impossible`` with the error; without this list, the
-    error is raised. Models and inputs in ``store`` must be the same, and stored sequences keep their places.
-    """
-    sources = open_sources(plan)
-    checked: list[Subject] = []
-    for spec in plan.models:
-        for source in sources:
-            reached: str | None = source.record.name
-            try:
-                _check_size(plan, spec, source)
-                reached = None
-                model = models.load(spec, source.content)
-                reached = source.record.name
-                subject = subject_of(plan, spec, source, model)
-                _check_unchanged(store, subject)
-                held = store.sequences(subject.model.label, subject.text.name)
-                subject = replace(subject, starts=place_sequences(plan, subject, held))
-            except StoreError:
-                raise
-            except Exception as error:
-                if impossible is None:
-                    raise
-                impossible.append((spec, reached, error))
-                if reached is None:
-                    break  # the model cannot be loaded, so do not try the other texts
-            else:
-                if impossible is None and source is sources[0]:
-                    _check_capture(plan, subject, model)
-                checked.append(subject)
-    if not checked and impossible:
-        raise impossible[0][2]
-    return checked
-
-
-def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
-    """Refuse a text with too few bytes for the plan's sequences; this check needs no model or tokenizer."""
-    lengths, text = plan.lengths_of(spec), source.record
-    needed = plan.samples * sum(lengths)
-    # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.
-    if text.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
-        raise TextError(
-            f"text {text.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
-            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use "
-            + (
-                "smaller --lengths"
-                if needed == max(plan.lengths_of(spec))
-                else "fewer samples, or fewer or shorter lengths"
-            )
-            + ", or a longer text."
+    if min(lengths) <= feed.special:
+        raise ArgumentError(
+            "lengths",
+            expected=f"more than {feed.special} tokens, the special tokens of {label}",
+            got=str(min(lengths)),
+            remedy="Give larger --lengths, or leave --special-tokens out.",
         )
 
 
-def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
-    """Run a model at the shortest length, and raise an error if the layers to measure cannot be captured."""
-    n = min(subject.lengths)
-    shortest = SequenceData.of(subject.feed, [0], n, worded=False).inputs(plan.device)
-    try:
-        for scope in plan.scopes:
-            layers = layers_of_scope(scope, subject.layers)
-            capture_sites(model, shortest, subject, scope, layers, n, plan.output, plan.side)
-    except CaptureError as error:
-        others = _others(error, model, shortest)
-        if not others or plan.layers_of(subject.spec).items:
-            raise
-        listed = ",".join(map(str, others))
-        raise CaptureError(f"{error} Choose the others: layers {listed}.") from error
-
-
-def _others(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return the layers to choose after ``error``: cross-attention if self-attention was refused, and vice
-    versa.
-    """
-    from howsmooth.models import capture
-    from howsmooth.models.identification.cross_attention_layer import OneSequence
-    from howsmooth.models.identification.self_attention_module import CrossAttention
-
-    if not isinstance(error, CrossAttention | OneSequence):
-        return []
-    scope = CROSS_SCOPE if isinstance(error, OneSequence) else "attention"
-    return sorted({site.layer for site in capture(model, inputs, scope=scope)})
+# ---- Captured layers
 
 
 def capture_sites(
@@ -303,17 +372,6 @@ def capture_sites(
     ``howsmooth.scopes.SCOPES``, or ``model``, whose only layer is 0, or ``cross-attention``, with one
     sequence. The heads are those of the subject. ``output`` is the output of a whole model, and ``side`` says
     which of two input sequences is perturbed.
-
-    Returns
-    -------
-    list of howsmooth.models.Site
-
-    Raises
-    ------
-    CaptureError
-        If other layers or heads are captured than were asked for, or a layer receives another number of
-        tokens than n.
-
     """
     from howsmooth.models import CrossSite, capture
 
@@ -342,126 +400,15 @@ def capture_sites(
     return found
 
 
-def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
-    """Return the number of attention layers of a model, and the number of heads of its first attention layer.
-
-    Raises
-    ------
-    CaptureError
-        If none of its attention layers could be observed.
-
+def _others(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
+    """Return the layers to choose after ``error``: cross-attention if self-attention was refused, and vice
+    versa.
     """
-    if model.layers is None or model.heads is None:
-        raise CaptureError(f"{label}: {model.obstacle}")
-    return model.layers, model.heads
+    from howsmooth.models import capture
+    from howsmooth.models.identification.cross_attention_layer import OneSequence
+    from howsmooth.models.identification.self_attention_module import CrossAttention
 
-
-def open_sources(plan: Plan) -> list[OpenedInput]:
-    """Read the inputs of a plan; refuse an empty text, and two inputs with the same name."""
-    sources = [open_data(spec) for spec in plan.sources]
-    names: set[str] = set()
-    for source in sources:
-        name, kind = source.record.name, source.record.kind
-        if kind == "text" and not source.content.strip():
-            raise TextError(f"text {name!r} is empty. Give a text with words in it.")
-        if name in names:
-            raise ArgumentError(
-                kind,
-                expected=f"{'texts' if kind == 'text' else 'files'} of different names",
-                got=f"{name!r} twice",
-                remedy="Rename one of the files, since results stand under the name.",
-            )
-        names.add(name)
-    return sources
-
-
-def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> Subject:
-    """Determine the layers, heads and lengths of a model that a plan measures, and prepare the input.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If the model has no such layers or heads, or takes another kind of input.
-
-    """
-    label = spec.label
-    layer_count, head_count = layer_and_head_counts(model, label)
-    layers = plan.layers_of(spec).resolve(layer_count, label, "layers")
-    heads = plan.heads_of(spec).resolve(head_count, label, "heads") if "head" in plan.scopes else ()
-    feed = feed_of(source, model, layers)
-    # A worker may have another working directory, so make the path of a folder absolute.
-    # Unlike Path.is_dir, os.path.isdir is False for a name that is too long for a path.
-    folder = os.path.isdir(spec.name)  # noqa: PTH112
-    return Subject(
-        spec=replace(spec, name=str(Path(spec.name).absolute())) if folder else spec,
-        model=ModelRecord(
-            label=label,
-            name=encodable(spec.name),
-            random_init=spec.random_init,
-            as_decoder=spec.as_decoder,
-            source=model.source,
-            layers=layer_count,
-            heads=head_count,
-            max_length=model.max_length,
-            stored=str(model.stored).removeprefix("torch."),
-        ),
-        text=source.record,
-        content=source.content if spec.random_init else "",
-        fingerprint=model.fingerprint,
-        tokenizer_source=feed.preparation,
-        layers=layers,
-        heads=heads,
-        lengths=plan.lengths_of(spec) or feed.usual,
-        feed=feed,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedStudy:
-    """A study that was checked and is ready to run: its plan, its store, its models and its sequences.
-
-    The study creates its store when it begins. With ``keep_going``, models and texts that cannot be used are
-    left out and listed in ``impossible``, and work goes on after failures.
-    """
-
-    plan: Plan
-    store: Store
-    models: Models
-    subjects: list[Subject]
-    impossible: Impossible
-    keep_going: bool
-
-    def begin(self) -> None:
-        """Create the study's store if needed, and record all models and texts there."""
-        self.store.begin(MEASURE, self.plan.settings())
-        with self.store.transaction():
-            for one in self.subjects:
-                where = (one.model.label, one.text.name, one.fingerprint, one.tokenizer_source)
-                self.store.add([one.model, one.text, InputRecord(*where, one.feed.count)])
-
-
-@contextmanager
-def prepared_study(
-    plan: Plan,
-    folder: str | os.PathLike[str],
-    *,
-    write: bool = True,
-    keep_going: bool = False,
-) -> Iterator[PreparedStudy]:
-    """Check that a plan can be carried out, and yield the study, ready to run.
-
-    The models, the inputs and the store, if it exists, are checked. With ``keep_going``, models and texts
-    that are impossible are left out.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If the plan is impossible, or with ``keep_going`` all of it, or if the store cannot be used.
-
-    """
-    # Open an existing store before loading a model: an unusable store is then reported at once.
-    with Store.open(folder, write=write, late=True) as store:
-        store.check(MEASURE, plan.settings())
-        models, impossible = Models(plan), Impossible()
-        subjects = checked_subjects(plan, models, store, impossible if keep_going else None)
-        yield PreparedStudy(plan, store, models, subjects, impossible, keep_going)
+    if not isinstance(error, CrossAttention | OneSequence):
+        return []
+    scope = CROSS_SCOPE if isinstance(error, OneSequence) else "attention"
+    return sorted({site.layer for site in capture(model, inputs, scope=scope)})

@@ -1,6 +1,6 @@
 """Place the sequences of a study in a text, as windows of tokens that do not overlap.
 
-A text is tokenised once, without special tokens. A seed determines where the windows lie. The windows of all
+A text is tokenised once. A seed determines where the windows lie. The windows of all
 lengths are disjoint, so no two points of a study share a token. Windows that were measured keep their places
 when more are added.
 """
@@ -33,7 +33,7 @@ def arrange(
     """Choose where the sequences of a study begin in a text, so that no two overlap.
 
     If the text is long enough, all arrangements of the windows are equally likely. In a shorter text, the
-    windows form fewer runs without gaps, in random order.
+    windows form fewer runs without gaps, in random order. If they do not fit, ValueError is raised.
 
     Parameters
     ----------
@@ -55,11 +55,6 @@ def arrange(
     -------
     dict
         The first token of each (length, sample), with sample below ``samples``.
-
-    Raises
-    ------
-    ValueError
-        If the windows do not fit.
 
     """
     held = held or {}

@@ -32,6 +32,8 @@ class Text:
         The characters of the text.
     source
         One sentence that says where the text comes from, and in which version.
+    special_tokens
+        Whether a model is to read the text with the special tokens of its tokenizer.
 
     Attributes
     ----------
@@ -43,6 +45,7 @@ class Text:
     name: str
     content: str = field(repr=False)
     source: str
+    special_tokens: bool = False
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -16,13 +14,10 @@ import torch
 
 import howsmooth as hs
 from howsmooth.bounds.catalogue import CATALOGUE
-from howsmooth.cli import main
-from howsmooth.study.records import Bounding, Run
-from howsmooth.study.store import Store
 from howsmooth.study.tasks import bounds
 from howsmooth.study.tasks.bounds import bound_site, bounded_lengths
 from tests._selection import others_slow
-from tests._study import Heard, Tools, contents_of, installed, make_plan, make_tools, run
+from tests._study import Heard, contents_of, make_plan, make_tools, run
 from tests._tiny_models import tiny
 
 
@@ -40,7 +35,7 @@ def test_the_first_sample_of_three_lengths_of_every_attention_is_bounded(tmp_pat
     heard = Heard()
     plan = make_plan(scopes=("attention", "head", "block", "residual"), lengths=lengths)
     outcome = run(plan, tmp_path, tools, listener=heard)
-    assert (outcome.made["bounds"], outcome.kept["bounds"], outcome.left_out) == (27, 0, 0)
+    assert (outcome.made["bounds"], outcome.kept["bounds"]) == (27, 0)
     contents = contents_of(tmp_path)
     table = contents.bounds
     assert len(work.bounded) == len(set(work.bounded)) == 3 * (3 + 6)
@@ -54,7 +49,7 @@ def test_the_first_sample_of_three_lengths_of_every_attention_is_bounded(tmp_pat
     assert (above["value"] == 1000.0 * (1 + above["layer"])).all()
     dear = table[table["name"] == "dear"]
     assert dear["value"].isna().all()
-    assert set(dear["source"]) == {"left out"}
+    assert set(dear["source"]) == {"needs more"}
     starts = {(row.n, row.start) for row in table.itertuples()}
     rows = contents.measurements.query("sample == 0")
     assert starts <= {(row.n, row.start) for row in rows.itertuples()}
@@ -86,10 +81,10 @@ def test_bounds_are_added_once_and_can_be_left_out(tmp_path: Path) -> None:
 def test_bounds_that_fail_are_recorded_and_tried_again(tmp_path: Path) -> None:
     tools, _ = make_tools()
 
-    def bound(site: Any) -> Any:
+    def bound(site: Any, *, dear: bool) -> Any:
         if site.layer == 1:
             raise MemoryError("No room.")
-        return tools.bound(site)
+        return tools.bound(site, dear=dear)
 
     # Without keep_going too: the measurements are there, and can be reported.
     outcome = run(make_plan(), tmp_path, replace(tools, bound=bound))
@@ -119,104 +114,23 @@ def test_what_was_not_measured_is_not_bounded(tmp_path: Path) -> None:
     assert set(contents_of(tmp_path).failures["what"]) == {"measurements"}
 
 
-# ---- for how long
-
-
-class Clock:
-    """A clock that only the stand-ins move."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    for module in ("runner", "measurement_run", "tasks.bounds", "tasks.lipschitz_constants"):
-        times = SimpleNamespace(monotonic=made, perf_counter=made)
-        monkeypatch.setattr(f"howsmooth.study.{module}.time", times)
-    return made
-
-
-def timed(clock: Clock, bound: float, before: float = 0.0) -> Tools:
-    """Stand-ins whose measurements take a second each, and whose bounds take ``bound`` times n seconds.
-
-    Each capture before the first measurement takes ``before`` seconds.
-    """
+def test_by_default_the_dear_bounds_are_left_out_everywhere_and_added_later(tmp_path: Path) -> None:
     tools, work = make_tools()
 
-    def capture(*arguments: Any, **options: Any) -> Any:
-        clock.now += 0.0 if work.measured else before
-        return tools.capture(*arguments, **options)
+    def dear() -> list[str]:
+        table = contents_of(tmp_path).bounds
+        return sorted(set(table[table["name"] == "dear"]["source"]))
 
-    def measure(function: Any, x: torch.Tensor, **options: Any) -> Any:
-        clock.now += x.shape[0]
-        return tools.measure(function, x, **options)
-
-    def bounded(site: Any) -> Any:
-        clock.now += bound * site.x.shape[1]
-        return tools.bound(site)
-
-    return replace(tools, capture=capture, measure=measure, bound=bounded)
-
-
-def spent(folder: Path) -> tuple[float, float]:
-    """The seconds of all runs, and those of them that went into bounds."""
-    with Store.open(folder, write=False) as store:
-        on_bounds = store.table(Bounding).drop_duplicates(["scope", "layer", "head", "n"])["seconds"].sum()
-        return sum(run.worked for run, _ in store.rows(Run)), float(on_bounds)
-
-
-def test_by_default_bounds_take_a_fifth_of_the_time_of_the_measurements(tmp_path: Path, clock: Clock) -> None:
-    """45 seconds of measurements leave 9 for bounds: three of two tokens at one each, two of four at two."""
-    plan = make_plan(bounds="auto")
-    outcome = run(plan, tmp_path, timed(clock, 0.5, before=1000.0))  # what comes before is not counted
-    assert (outcome.made["bounds"], outcome.left_out) == (5, 4)
-    assert spent(tmp_path) == (52.0, 7.0)
-    # Going on, too little is left of the fifth; once more was measured, there is room for more.
-    outcome = run(plan, tmp_path, timed(clock, 0.5))
-    assert (outcome.made["bounds"], outcome.kept["bounds"], outcome.left_out) == (0, 5, 4)
-    outcome = run(replace(plan, samples=10), tmp_path, timed(clock, 0.5))
-    assert (outcome.made["bounds"], outcome.kept["bounds"], outcome.left_out) == (3, 5, 1)
-    worked, on_bounds = spent(tmp_path)
-    assert (worked, on_bounds) == (107.0, 17.0)
-    assert on_bounds <= (worked - on_bounds) / 5
-    outcome = run(replace(plan, bounds="all"), tmp_path, timed(clock, 0.5))
-    assert (outcome.made["bounds"], outcome.left_out) == (1, 0)
-
-
-def test_a_first_bound_that_takes_long_is_the_last(tmp_path: Path, clock: Clock) -> None:
-    outcome = run(make_plan(bounds="auto"), tmp_path, timed(clock, 50.0))
-    assert (outcome.made["bounds"], outcome.left_out) == (1, 8)
-    outcome = run(make_plan(bounds="auto"), tmp_path, timed(clock, 50.0))
-    assert (outcome.made["bounds"], outcome.left_out) == (0, 8)
-
-
-def test_all_and_none_are_taken_literally(tmp_path: Path, clock: Clock) -> None:
-    outcome = run(make_plan(bounds="none"), tmp_path, timed(clock, 50.0))
-    assert (outcome.made["bounds"], outcome.kept["bounds"], outcome.left_out) == (0, 0, 0)
-    outcome = run(make_plan(bounds="all"), tmp_path, timed(clock, 50.0))
-    assert (outcome.made["bounds"], outcome.kept["bounds"], outcome.left_out) == (9, 0, 0)
-
-
-def test_the_command_says_what_was_left_out_and_how_to_have_it(
-    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-
-    def typed(*words: str) -> str:
-        command = ["measure", "small", "--text", "prose", "--lengths", "2,4,8", "--samples", "5"]
-        with installed(timed(clock, 0.5)):
-            assert main([*command, *words, "--out", str(tmp_path)]) == 0
-        return capsys.readouterr().out
-
-    assert "were left out" not in typed("--bounds", "none")
-    said = " ".join(typed().split())
-    assert "Bounds of 4 attentions were left out, because bounds may take at most a fifth of" in said
-    assert "--bounds all computes all bounds, --bounds none computes none; in a plan file, bounds." in said
-    assert json.loads(typed("--json"))["bounds"] == {"made": 0, "kept": 5, "left_out": 4}
-    assert "were left out" not in typed("--bounds", "all")
+    outcome = run(make_plan(bounds="auto"), tmp_path, tools)
+    assert (outcome.made["bounds"], len(contents_of(tmp_path).bounds), dear()) == (9, 18, [bounds.LEFT_OUT])
+    assert run(make_plan(bounds="auto"), tmp_path, tools).kept["bounds"] == 9
+    outcome = run(make_plan(bounds="all"), tmp_path, tools)
+    assert (outcome.made["bounds"], len(contents_of(tmp_path).bounds), dear()) == (9, 18, ["needs more"])
+    work.bounded.clear()
+    for choice in ("auto", "all", "none"):
+        outcome = run(make_plan(bounds=choice), tmp_path, tools)
+        assert (outcome.made["bounds"], outcome.kept["bounds"]) == (0, 0 if choice == "none" else 9)
+    assert not work.bounded
 
 
 # ---- which
@@ -299,6 +213,9 @@ def test_what_is_left_out_is_said_with_the_rule(
     monkeypatch.setattr(bounds, "_WIDE", 24)
     assert "more than 6 tokens in 24 or more dimensions" in reasons(several)["certificate"]
     assert "certificate" not in reasons(one)
+    monkeypatch.undo()
+    cheap = {bound.name: bound.source for bound in bound_site(several, dear=False)[1]}
+    assert {name for name, source in cheap.items() if source == bounds.LEFT_OUT} == set(bounds._DEAR)
 
 
 def test_what_cannot_be_bounded_says_so(

@@ -58,6 +58,23 @@ class Tokenizer:
         return [f"id {i}" if self._backend is None else token_text(self._backend, i) for i in ids]
 
     @property
+    def special_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids of the special tokens before a text and after it.
+
+        Raises
+        ------
+        ModelError
+            If the tokenizer does more to a text with special tokens than to put tokens around it.
+
+        """
+        plain, whole = self.encode(_PROBE), self.encode(_PROBE, special=True)
+        for first in range(len(whole) - len(plain) + 1):
+            end = first + len(plain)
+            if whole[first:end] == plain:
+                return tuple(whole[:first]), tuple(whole[end:])
+        raise ModelError("The tokenizer changes a text that it puts special tokens around.")
+
+    @property
     def serialized(self) -> str:
         """A text that identifies the tokenizer in fingerprints; empty if there is none."""
         if self._backend is None:

@@ -1,9 +1,7 @@
-"""Define the task of computing bounds on each layer at one sequence. Slow bounds are left out."""
+"""Define the task of computing bounds on each layer at one sequence."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,17 +15,17 @@ from howsmooth.bounds.bound_problem import Problem
 from howsmooth.bounds.catalogue import Statement
 from howsmooth.errors import HowsmoothError
 from howsmooth.scopes import ATTENTION_SCOPES
-from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, Run, SiteBound
-from howsmooth.study.store import Store
+from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, SiteBound
 from howsmooth.study.study_preparation import PreparedStudy
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
 from howsmooth.study.window_placement import bounded_lengths
 
-__all__ = ["SHARE", "BoundsTask", "bound_site", "bounds_left", "seconds_for_bounds", "spent_on_bounds"]
+__all__ = ["LEFT_OUT", "BoundsTask", "bound_site", "bounds_left"]
 
-SHARE = 0.2
-"""The largest share of the measuring time that bounds may take by default."""
-
+# The bounds that take longest, which are computed only if all bounds are asked for.
+_DEAR = ("certificate", "folded_gram_upper_bound", "gram_upper_bound")
+LEFT_OUT = "left out: it takes longer than others; howsmooth measure --bounds all computes it"
+"""Why a bound is missing that only ``--bounds all`` computes."""
 # The largest numbers of tokens at which bounds are computed that take long. The last one takes a singular
 # value decomposition of the (n, n) probabilities.
 _MOST_TOKENS = {"certificate": 256, "yudin_theorem_3": 1024}
@@ -64,9 +62,7 @@ class BoundsTask(SequenceTask):
                     yield self.failed(error, (site.layer, site.head), [0])
 
     def _bounded(self, site: Any) -> list[Row]:
-        began = time.perf_counter()
-        radius, bounds = bound_site(site)
-        seconds = time.perf_counter() - began
+        radius, bounds = bound_site(site, dear=self.plan.bounds == "all")
         return [
             Bounding(
                 model=self.model,
@@ -78,25 +74,26 @@ class BoundsTask(SequenceTask):
                 sample=0,
                 start=self.starts[0],
                 radius=radius,
-                seconds=seconds,
                 **asdict(bound),
             )
             for bound in bounds
         ]
 
 
-def bound_site(site: Any) -> tuple[float, list[SiteBound]]:
+def bound_site(site: Any, *, dear: bool = True) -> tuple[float, list[SiteBound]]:
     """Compute the bounds on one attention layer or head of a model at the tokens that it receives.
 
     Some bounds are left out to save time: searches over inputs; the certificate at more than 256 tokens; in
     512 or more dimensions, the certificate of several heads at more than 64 tokens; and
-    ``yudin_theorem_3`` at more than 1,024 tokens. The command
-    ``howsmooth bound`` computes these bounds too. The other bounds form no (n, n) matrix.
+    ``yudin_theorem_3`` at more than 1,024 tokens. The command ``howsmooth bound`` computes these bounds too.
+    Without ``dear``, the certificate and the bounds by Gram matrices are left out as well.
 
     Parameters
     ----------
     site
         A site that :func:`howsmooth.models.capture` returned, with one of the scopes of attention alone.
+    dear
+        Whether to compute the bounds that take longest.
 
     Returns
     -------
@@ -113,6 +110,8 @@ def bound_site(site: Any) -> tuple[float, list[SiteBound]]:
     found = []
     for statement, side in statements:
         why: Exception | str = _cost(statement, question)
+        if not dear and not why and statement.name in _DEAR:
+            why = LEFT_OUT
         try:
             bound = None if why else statement.at(question, side)
         except _NO_BOUND as error:
@@ -162,6 +161,8 @@ def bounds_left(study: PreparedStudy) -> Work:
         where = {"model": subject.model.label, "text": subject.text.name, "sample": 0}
         measured = study.store.keys(Measurement, KEY_COLUMNS, **where)
         known = study.store.keys(Bounding, KEY_COLUMNS, **where)
+        if study.plan.bounds == "all":
+            known -= study.store.keys(Bounding, KEY_COLUMNS, source=LEFT_OUT, **where)
         for n in bounded_lengths(subject.lengths):
             for scope in (scope for scope in study.plan.scopes if scope in ATTENTION_SCOPES):
                 heads = subject.heads if scope == "head" else (None,)
@@ -172,28 +173,3 @@ def bounds_left(study: PreparedStudy) -> Work:
                         places = {0: subject.starts[n, 0]}
                         tasks.append(BoundsTask(study.plan, subject, n, scope, places, missing))
     return Work(Bounding, "attentions' bounds", sorted(tasks, key=lambda task: task.n), kept)
-
-
-def spent_on_bounds(store: Store) -> list[tuple[tuple[str, str, str], int, float]]:
-    """Return the seconds that the bounds on each layer or head took.
-
-    Each entry is (key of similar tasks, length n, seconds).
-    """
-    columns = ("model", "text", *KEY_COLUMNS, "seconds")
-    return [
-        ((Bounding.table, model, scope), n, seconds)
-        for model, _, scope, _, _, n, _, seconds in store.keys(Bounding, columns)
-    ]
-
-
-def seconds_for_bounds(study: PreparedStudy) -> float:
-    """Return how many seconds the bounds of a study may still take.
-
-    By default, bounds may take a fifth of the time of the other work.
-    """
-    if study.plan.bounds == "all":
-        return math.inf
-    # The time of a run includes its bounds, so subtract them to get the other work.
-    spent = sum(seconds for *_, seconds in spent_on_bounds(study.store))
-    worked = sum(run.worked for run, _ in study.store.rows(Run))
-    return SHARE * (worked - spent) - spent

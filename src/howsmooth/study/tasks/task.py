@@ -20,18 +20,15 @@ __all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all"]
 
 @dataclass(frozen=True, eq=False)
 class Failed:
-    """A failed computation of a study: its error, and the rows that record the failure in the store."""
+    """A failed computation of a study: its error, and the rows that record it in the store."""
 
     rows: Sequence[Failure]
     error: Exception
 
     @classmethod
     def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
-        """Turn an error into a :class:`Failed`, with one failure row for each of ``places``.
-
-        Each place, such as a layer at one length, is a tuple with the first values of
-        :data:`~howsmooth.study.records.PLACE`. A value that is missing or None means that the computation
-        failed for all values: without a layer, for all layers.
+        """Record an error at each of ``places``: tuples with the first values of
+        :data:`~howsmooth.study.records.PLACE`, of which those that are missing or None stand for all values.
         """
         told: dict[str, Any] = {
             "kind": type(error).__name__,
@@ -45,57 +42,37 @@ class Failed:
         return cls(rows, error)
 
 
+# Below this number of tokens, a result takes about the same time at all lengths.
+_SHORT = 64
+
 Found = Sequence[Row] | Failed
 """One result of a task: rows that are written together, or a failure."""
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The tasks of one kind, such as constants or bounds, that are left to do in a study.
+    """The tasks of one kind, such as constants or bounds, that are left to do in a study, in their order."""
 
-    ``kind`` is the class of the requested rows, ``words`` their plural noun, such as ``"constants"``. The
-    tasks are carried out in their order. ``kept`` counts requested rows that the store already has,
-    ``failed`` has the computations that are impossible.
-    """
-
-    kind: type[Row]
-    words: str
+    kind: type[Row]  #: The class of the requested rows.
+    words: str  #: Their plural noun, such as "constants".
     tasks: Sequence[Task]
-    kept: int = 0
-    failed: Sequence[Failed] = ()
+    kept: int = 0  #: The number of requested rows that the store already has.
+    failed: Sequence[Failed] = ()  #: The computations that are impossible.
 
 
 class Task(ABC):
-    """One computation of a study, such as measuring constants at one length, whose results are rows.
+    """One computation of a study, such as measuring constants at one length, whose results are rows."""
 
-    Attributes
-    ----------
-    kind
-        The class of the requested rows; the task may also produce rows of other classes.
-    essential
-        Whether a failure ends the run, unless the run is to keep going.
-    model
-        The name of the model that the task needs. If it cannot be loaded, all its tasks are skipped.
-    n
-        The number of tokens of each sequence.
-    size
-        The number of results that the task computes; a result is a row of the store, or several.
-
-    """
-
-    kind: type[Row]
-    essential: ClassVar[bool] = True
-    model: str
-    n: int
-    size: int
+    kind: type[Row]  #: The class of the requested rows; there may also be rows of other classes.
+    essential: ClassVar[bool] = True  #: Whether a failure ends the run, unless it is to keep going.
+    model: str  #: The name of the needed model. If it cannot be loaded, all its tasks are skipped.
+    n: int  #: The number of tokens of each sequence.
+    size: int  #: The number of results that the task computes; a result is a row of the store, or several.
 
     @property
-    def alike(self) -> tuple[Any, ...]:
-        """The key that is equal for tasks with similar running times, such as (table, model, scope).
-
-        So the times of finished tasks predict the times of other tasks with the same key.
-        """
-        return (self.kind.table,)
+    def work(self) -> float:
+        """The work of the task, in a unit of its own: its results, each by its number of tokens."""
+        return self.size * max(self.n, _SHORT)
 
     @property
     def words(self) -> str:
@@ -103,10 +80,7 @@ class Task(ABC):
         return self.model
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return the number of results that the given rows of the task contain.
-
-        All rows of the task together contain ``size`` results.
-        """
+        """Return the number of results in the given rows of the task."""
         return sum(isinstance(row, self.kind) for row in rows)
 
     def packed(self) -> Self:
@@ -121,26 +95,21 @@ class Task(ABC):
         """
 
     def failed(self, error: Exception) -> Failed:
-        """Turn an error into a :class:`Failed`, with one row that stands for all missing rows of the task."""
+        """Record an error in one row, which stands for all missing rows of the task."""
         return Failed.of(error, self.kind, (self.model,))
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceTask(Task):
-    """A task that computes rows, such as constants, at sequences of one model, text, length and scope.
-
-    ``starts`` has the first token of each sample, in the order of the batch; ``missing`` the keys of the rows
-    that the store does not have. ``data`` are the inputs of the sequences, and ``None`` until the task is
-    packed.
-    """
+    """A task that computes rows, such as constants, at sequences of one model, text, length and scope."""
 
     plan: Plan
     subject: Subject
     n: int
     scope: str
-    starts: Mapping[int, int]
-    missing: frozenset[tuple[Any, ...]]
-    data: SequenceData | None = None
+    starts: Mapping[int, int]  #: The first token of each sample, in the order of the batch.
+    missing: frozenset[tuple[Any, ...]]  #: The keys of the rows that the store does not have.
+    data: SequenceData | None = None  #: The inputs of the sequences, once the task is packed.
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -151,11 +120,6 @@ class SequenceTask(Task):
     def model(self) -> str:  # type: ignore[override]
         """The name of the model in results."""
         return self.subject.model.label
-
-    @property
-    def alike(self) -> tuple[Any, ...]:
-        """The key that is equal for tasks with similar running times: the table, the model and the scope."""
-        return self.kind.table, self.model, self.scope
 
     @property
     def words(self) -> str:
@@ -190,16 +154,14 @@ class SequenceTask(Task):
     def sites(self, model: Any) -> Iterator[Any]:
         """Run the model once; yield each layer or head of the task as a map, with its input tokens.
 
-        If that fails, try the layers one by one, and yield a failure for each layer that cannot be captured.
+        If that fails, try fewer layers, and yield a failure for each layer that cannot be captured.
         """
         assert self.data is not None
         inputs = self.data.inputs(self.plan.device)
 
         def captured(layers: Sequence[int]) -> list[Any]:
-            plan = self.plan
-            return capture_sites(
-                model, inputs, self.subject, self.scope, layers, self.n, plan.output, plan.side
-            )
+            at = (self.subject, self.scope, layers, self.n)
+            return capture_sites(model, inputs, *at, self.plan.output, self.plan.side)
 
         yield from each_if_not_all(self.layers, captured, self._no_layer)
 
@@ -212,19 +174,16 @@ class SequenceTask(Task):
         place: tuple[int | None, int | None] = (None, None),
         samples: Sequence[int | None] = (),
     ) -> Failed:
-        """Turn an error of the task, or of one layer and head in the task, into a :class:`Failed`.
-
-        Without ``samples``, all samples of the task failed.
-        """
+        """Record an error of the task, or of one layer and head and some samples of it."""
         where = (self.model, self.subject.text.name, self.scope, *place, self.n)
         return Failed.of(error, self.kind, *((*where, sample) for sample in samples or self.starts))
 
 
-def each_if_not_all(items: Sequence[int], take: Any, refused: Any) -> Iterator[Any]:
-    """Try all items together; if that fails, try each item alone.
+def each_if_not_all(items: Sequence[Any], take: Any, refused: Any) -> Iterator[Any]:
+    """Try all items together; if that fails, try each half of them, down to single items.
 
-    Yield the results of ``take(items)``. If it fails or returns nothing, yield the results of
-    ``take([item])`` for each item, or ``refused(error, item)`` for an item that fails alone.
+    Yield the results of ``take(some)`` for parts of the items for which it neither fails nor returns nothing,
+    and ``refused(error, item)`` for an item that fails alone.
     """
     try:
         found = take(items)
@@ -235,5 +194,5 @@ def each_if_not_all(items: Sequence[int], take: Any, refused: Any) -> Iterator[A
         found = []
     yield from found
     if not found and len(items) > 1:
-        for item in items:
-            yield from each_if_not_all([item], take, refused)
+        for some in (items[: len(items) // 2], items[len(items) // 2 :]):
+            yield from each_if_not_all(some, take, refused)
