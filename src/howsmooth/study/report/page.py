@@ -82,7 +82,6 @@ def render(
         maskings=tables.maskings(rows),
         seconds=float(rows["seconds"].sum()),
         failures=plain_rows(contents.failures),
-        unbounded=tables.without_bounds(rows, contents.bounds),
         zeros=int((rows["lipschitz"] <= 0).sum()),
     )
     labels = ", ".join(contents.models["label"])

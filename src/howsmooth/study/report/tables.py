@@ -8,16 +8,14 @@ from typing import Any
 
 import pandas as pd
 
-from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.plans import PUBLISHED_ITEMS
 from howsmooth.study.records import plain_rows
-from howsmooth.study.window_placement import bounded_lengths
 from howsmooth.words import decimal, place_in_words, readable
 
 __all__ = [
     "CONFIDENCE", "chance", "convergence", "headline", "items_of", "maskings", "number",
-    "plain", "runs", "sharpest", "slope", "without_bounds",
+    "plain", "runs", "sharpest", "slope",
 ]  # fmt: skip
 
 CONFIDENCE = f"{LEVEL * 100:.0f} %"
@@ -135,17 +133,3 @@ def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
     """Return the deviations of the published code (items) that occur in a table, with their meanings."""
     there = {item for items in compared["items"] for item in str(items).split(",")}
     return [(item, meaning) for item, meaning in PUBLISHED_ITEMS.items() if item in there]
-
-
-def without_bounds(rows: pd.DataFrame, bounds: pd.DataFrame) -> int:
-    """Return the number of measured layers and heads whose bounds could be computed but are missing."""
-    place = ["model", "text", "scope", "layer", "head", "n"]
-    rows = rows[(rows["sample"] == 0) & rows["scope"].isin(ATTENTION_SCOPES)]
-    could = [
-        group[group["n"].isin(bounded_lengths(group["n"].unique().tolist()))]
-        for _, group in rows.groupby(["model", "text"])
-    ]
-    found = pd.concat([*could, rows[:0]])[place].merge(
-        bounds[place].drop_duplicates(), "left", indicator=True
-    )
-    return int((found["_merge"] == "left_only").sum())
