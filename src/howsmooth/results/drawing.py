@@ -43,7 +43,8 @@ STYLE: dict[Any, Any] = {
     "figure.titlesize": 11,
     "savefig.dpi": 150,
 }
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 COLOURS = "viridis"
 GREY = "0.35"

@@ -22,13 +22,7 @@ from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
 __all__ = ["LEFT_OUT", "BoundsTask", "bound_site", "bounds_left"]
 
 # The bounds that take longest, which are computed only if all bounds are asked for.
-_DEAR = (
-    "certificate",
-    "folded_gram_upper_bound",
-    "gram_upper_bound",
-    "lemma_3_8",
-    "output_norm_upper_bound",
-)
+_DEAR = ("certificate", "folded_gram_upper_bound", "gram_upper_bound")
 LEFT_OUT = "left out: it takes longer than others; howsmooth measure --bounds all computes it"
 """Why a bound is missing that only ``--bounds all`` computes."""
 # The largest numbers of tokens at which bounds are computed that take long. The last one takes a singular
@@ -91,7 +85,7 @@ def bound_site(site: Any, *, dear: bool = True) -> tuple[float, list[SiteBound]]
     Some bounds are left out to save time: searches over inputs; the certificate at more than 256 tokens; in
     512 or more dimensions, the certificate of several heads at more than 64 tokens; and
     ``yudin_theorem_3`` at more than 1,024 tokens. The command ``howsmooth bound`` computes these bounds too.
-    Without ``dear``, those named in ``_DEAR`` are left out as well.
+    Without ``dear``, the certificate and the bounds by Gram matrices are left out as well.
 
     Parameters
     ----------
