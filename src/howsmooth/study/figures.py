@@ -74,8 +74,8 @@ def draw_all(
     figures = list(_figures(measurements, kinds, overviews=overviews))
     drawn = []
     for one in figures:
-        width = {"dots": _DOTS_AN_INCH, "overview": one.overview}
-        drawn.append(picture(one.draw(), folder, one.stem, one.title, **width))
+        figure = one.draw()
+        drawn.append(picture(figure, folder, one.stem, one.title, dots=_DOTS_AN_INCH, overview=one.overview))
         listener.advance(float(len(drawn)), float(len(figures)), f"{len(drawn)} of {len(figures)}")
     return drawn
 
