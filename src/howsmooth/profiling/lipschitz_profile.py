@@ -79,12 +79,6 @@ class Profile(ResultWithInfluence):
         return self.table.sort_values(["scope", "value"], ascending=False, kind="stable", ignore_index=True)
 
     @property
-    def influence_layer(self) -> int:
-        """The index of the layer with the largest constant, for which ``influence`` was measured."""
-        ranking = self.ranking
-        return int(ranking[ranking["scope"] == "attention"].iloc[0]["layer"])
-
-    @property
     def citation(self) -> str:
         """One line to cite, with the largest constants and their intervals."""
         found = []

@@ -11,10 +11,11 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from howsmooth.results.page import plain
 from howsmooth.rounding import limit_in_digits
 from howsmooth.study.exponents import GROUP
 from howsmooth.study.records import PLACE, plain_rows
-from howsmooth.study.report.tables import CONFIDENCE, chance, plain, slope
+from howsmooth.study.report.tables import CONFIDENCE, chance, slope
 from howsmooth.words import place_in_words, visible_token
 
 __all__ = [

@@ -11,7 +11,7 @@ import jinja2
 import pandas as pd
 
 from howsmooth.results.drawing import Picture, data_url
-from howsmooth.results.page import page, templates
+from howsmooth.results.page import page, plain, templates
 from howsmooth.rounding import limit_in_digits
 from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.exponents import STRATA
@@ -95,7 +95,7 @@ def render(
 
 
 def _template(contents: Contents) -> jinja2.Template:
-    nouns = {tables.plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
+    nouns = {plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
     environment = templates("howsmooth.study")
     environment.globals |= {"amount": amount_in_words, "place": place_in_words, "scope": scope_in_words}
     environment.filters |= {
@@ -107,7 +107,7 @@ def _template(contents: Contents) -> jinja2.Template:
         "head": lambda head: "all" if head is None else head,
         "duration": duration,
         "sentence": sentence,
-        "noun": lambda text: nouns.get(tables.plain(text), "text"),
+        "noun": lambda text: nouns.get(plain(text), "text"),
     }
     return environment.get_template("report.html.jinja")
 

@@ -11,11 +11,11 @@ import pandas as pd
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.plans import PUBLISHED_ITEMS
 from howsmooth.study.records import plain_rows
-from howsmooth.words import decimal, place_in_words, readable
+from howsmooth.words import decimal, place_in_words
 
 __all__ = [
-    "CONFIDENCE", "chance", "convergence", "headline", "items_of", "maskings", "number",
-    "plain", "runs", "sharpest", "slope",
+    "CONFIDENCE", "chance", "convergence", "headline", "items_of", "maskings", "number", "runs",
+    "sharpest", "slope",
 ]  # fmt: skip
 
 CONFIDENCE = f"{LEVEL * 100:.0f} %"
@@ -35,11 +35,6 @@ def slope(value: float | None) -> str:
 def chance(value: float | None) -> str:
     """Format a p value; values below 0.001 are shown as "below 0.001"."""
     return "below 0.001" if value is not None and value < 0.001 else slope(value)
-
-
-def plain(value: object) -> str:
-    """Return a name or path without control characters and with at most 300 characters."""
-    return readable(str(value), longest=300)
 
 
 def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
