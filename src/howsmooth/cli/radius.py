@@ -93,7 +93,7 @@ class RadiusPlan(OneInputPlan):
         """Return a note if the text has several lines, because these lines are read as a single input."""
         if self.kind != "text":
             return {}, []
-        lines = sum(bool(line.strip()) for line in self._text().splitlines())
+        lines = sum(bool(line.strip()) for line in self._text().content.splitlines())
         if lines < 2:
             return {}, []
         said = (

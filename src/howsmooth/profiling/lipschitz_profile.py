@@ -333,7 +333,8 @@ def profile(
         raise ArgumentError("influence", expected='False without the scope "attention"', got="True")
     given = given_inputs(loaded_if_named(model), inputs, span, tokenizer)
     check_accuracy(rtol, confidence, given.computed)
-    how = {"rtol": rtol, "confidence": confidence, "max_iterations": max_iterations, "memory": memory}
+    few: dict[str, Any] = {"confidence": confidence, "max_iterations": max_iterations}
+    how = few | {"rtol": rtol, "memory": memory}
     rows: list[dict[str, Any]] = []
     shares: list[pd.DataFrame] = []
     refused: list[str] = []
@@ -365,7 +366,6 @@ def profile(
         site = largest[1]
         start = derive_seed(purpose="profile", seed=seed, layer=site.layer, scope="influence")
         place = place_in_words(site.layer, None)
-        few = {"confidence": confidence, "max_iterations": max_iterations}
         try:
             told = as_last_step(on_layer, done)
             of_tokens = influence_at(site, given.words, place, seed=start, on_output=told, **few)
