@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -35,6 +34,8 @@ from howsmooth.rounding import interval_in_digits
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from howsmooth.results.curves import Curve
 
 __all__ = ["Growth", "growth"]
@@ -123,6 +124,8 @@ class Growth(Result):
         Its columns are ``time``, ``value``, ``lower``, ``upper``, ``converged``, ``iterations``, ``product``
         and ``exponential``.
         """
+        import pandas as pd  # takes half a second, which measuring alone does not need
+
         names = ("value", "lower", "upper", "converged", "iterations", "product", "exponential")
         return pd.DataFrame({"time": self.times} | {name: getattr(self, name).numpy() for name in names})
 
