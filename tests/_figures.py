@@ -101,7 +101,7 @@ class Told(Listener):
     def phase(self, words: str) -> None:
         self.phases.append(words)
 
-    def advance(self, done: float, total: float, words: str) -> None:
+    def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
         share = done / total
         assert 0 <= share <= 1
         self.shares.append(share)

@@ -14,6 +14,7 @@ import howsmooth as hs
 from howsmooth.bounds.radius.pretrained_classifier_reader import embedded
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from howsmooth.cli import main
+from howsmooth.texts import load_text
 from tests._classifier import save_classifier
 from tests._documented import check_documented
 
@@ -31,7 +32,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_radii_are_printed_and_the_files_are_written(capsys: Capture) -> None:
     assert main([*SHORT, "--text", "letter.txt", "--out", "found"]) == 0
     out = capsys.readouterr().out
-    found = hs.word_radii("model", "the cat sat", attack=False)
+    found = hs.word_radii("model", load_text("letter.txt"), attack=False)
     assert repr(found) in out
     assert "Page: found/radius.html" in out
     assert list(pd.read_csv("found/radius.csv")["radius"]) == list(found.table["radius"])

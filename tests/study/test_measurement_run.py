@@ -316,7 +316,7 @@ def test_a_model_or_text_that_changed_under_its_name_is_refused(tmp_path: Path) 
     ):
         run(make_plan(), tmp_path, changed)
     tokenizer = FakeModel(fingerprint=digest("x"), tokenizer_source="Letters.")
-    with pytest.raises(StoreError, match=r"the tokenizer \('Words.' then, 'Letters.' now\) changed"):
+    with pytest.raises(StoreError, match=r"the tokenizer \('Words., .*' then, 'Letters., .*' now\) changed"):
         run(make_plan(), tmp_path, make_tools(models={"small": tokenizer})[0])
     with pytest.raises(StoreError, match="its text 'prose' has SHA-256"):
         run(make_plan(), tmp_path, make_tools(tokens=401)[0])

@@ -28,6 +28,7 @@ models = ["small", {name = "other", as_decoder = true, layers = "0:1", heads = [
 texts = ["prose", "notes.txt"]
 lengths = "2:6:2"
 samples = 3
+special_tokens = true
 scopes = ["attention", "head", "model"]
 output = "logits"
 side = "memory"
@@ -81,6 +82,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         texts=("prose", str(tmp_path / "notes.txt")),
         lengths=(2, 4, 6),
         samples=3,
+        special_tokens=True,
         scopes=("attention", "head", "model"),
         output="logits",
         side="memory",

@@ -51,20 +51,15 @@ _STEADY = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Means:
-    """The means of carrying out tasks: listener, workers, threads, and whether to go on after failures.
-
-    ``command`` is the command that the user typed, to be recorded with the run. With ``keep_going``, the run
-    continues after a failure instead of raising it. The executor is not shut down; ``None`` runs the tasks in
-    this process, one after another. ``threads`` are the CPU threads of PyTorch for each worker; ``None``
-    leaves the number unchanged. ``models`` is an existing loader of models in this process.
-    """
+    """The means of carrying out tasks: listener, workers, threads, and whether to go on after failures."""
 
     listener: Listener = field(default_factory=Listener)
-    command: str = ""
-    keep_going: bool = False
+    command: str = ""  #: The command that the user typed, to be recorded with the run.
+    keep_going: bool = False  #: Whether the run continues after a failure instead of raising it.
+    #: Who carries out the tasks, and is not shut down; None: this process, one after another.
     executor: Executor | None = None
-    threads: int | None = None
-    models: Models | None = None
+    threads: int | None = None  #: CPU threads of PyTorch for each worker; None leaves them unchanged.
+    models: Models | None = None  #: An existing loader of models in this process.
 
 
 class Runner:

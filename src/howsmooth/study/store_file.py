@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import quote
@@ -28,7 +28,7 @@ STORE_NAME = "study.sqlite"
 _LOCK_NAME = ".study.lock"
 # "hsmo" in ASCII: SQLite's application id, which marks the file as a store of howsmooth.
 _APPLICATION = 0x68736D6F
-# Seconds to wait for the lock. A reader that lets SQLite roll back a transaction holds it for less.
+# Seconds to wait for the lock.
 _PATIENCE = 0.5
 
 
@@ -107,7 +107,7 @@ def connected(
     lock = locked(folder) if write else None
     try:
         with translated(path):
-            return _checked(folder, statements, write=write), lock
+            return _checked(path, statements, write=write), lock
     except BaseException:
         if lock is not None:
             lock.release()
@@ -121,27 +121,17 @@ def empty(statements: Sequence[str]) -> sqlite3.Connection:
     return connection
 
 
-def _checked(folder: Path, statements: Sequence[str], *, write: bool) -> sqlite3.Connection:
-    path = folder / STORE_NAME
-    connection = _opened(path, "rwc" if write else "ro")
+def _checked(path: Path, statements: Sequence[str], *, write: bool) -> sqlite3.Connection:
+    # A reader may have to roll back what a killed writer left, so it opens the file for writing, too; where
+    # it may not write, SQLite opens the file for reading.
+    uri = f"file:{quote(os.fsencode(path.resolve()))}?mode={'rwc' if write else 'rw'}"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30)
     try:
         _check(connection, path, statements, write=write)
-    except sqlite3.OperationalError as error:
-        connection.close()
-        # A killed writer left an unfinished transaction, which must be rolled back before reading.
-        if write or getattr(error, "sqlite_errorname", "") != "SQLITE_READONLY_ROLLBACK":
-            raise
-        _roll_back(folder)
-        return _checked(folder, statements, write=False)
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _opened(path: Path, mode: str) -> sqlite3.Connection:
-    uri = f"file:{quote(os.fsencode(path.resolve()))}?mode={mode}"
-    return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30)
 
 
 def _check(connection: sqlite3.Connection, path: Path, statements: Sequence[str], *, write: bool) -> None:
@@ -198,16 +188,6 @@ def _damaged(path: Path, verdict: str) -> StoreError:
         f"{path} is damaged ({verdict}). Restore a copy, or choose another output folder; nothing was "
         "changed."
     )
-
-
-def _roll_back(folder: Path) -> None:
-    """Let SQLite roll back what a killed writer left; raise StoreError if another writer is active."""
-    lock = locked(folder)
-    try:
-        with closing(_opened(folder / STORE_NAME, "rw")) as connection:
-            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    finally:
-        lock.release()
 
 
 def locked(folder: str | os.PathLike[str]) -> FileLock:

@@ -145,7 +145,8 @@ def _rows(item: _Item, estimate: Any, place: int, seconds: float) -> Iterator[Ro
     """Yield the row of one sequence, whose results stand at a place of ``estimate``; for the first sample,
     also the tokens of the sequence.
     """
-    (task, site, sample, slot), n = item, item.task.n
+    task, site, sample, slot = item
+    n = task.n
     energies: tuple[tuple[float, ...] | None, ...] = (None, None)
     directions = [getattr(estimate, name)[place] for name in ("input_direction", "output_direction")]
     # The report shows the shares of inputs and outputs beside the tokens, so each token needs its own.
