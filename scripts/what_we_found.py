@@ -158,7 +158,7 @@ class Told:
     def phase(self, words: str) -> None:
         """Pass over what begins: a job is short."""
 
-    def advance(self, done: float, total: float, words: str) -> None:
+    def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
         """Say how far it is, if that has not been said for a while."""
         if time.monotonic() - self._told > 30:
             self._told = time.monotonic()

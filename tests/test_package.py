@@ -224,7 +224,7 @@ VIOLATIONS = {
     "Dask": [("study.runner", "import distributed", "distributed")],
     "Bounds share no code": [("bounds.bound", "import howsmooth.spectral", "howsmooth.spectral")],
     "Figures, tables and report": [
-        ("study.figures.drawing", "from howsmooth.lipschitz import local_lipschitz", "howsmooth.lipschitz"),
+        ("study.figures", "from howsmooth.lipschitz import local_lipschitz", "howsmooth.lipschitz"),
         ("study.exponents", "from howsmooth.models import capture", "howsmooth.models.capture"),
     ],
     "What the paper's pictures share": [

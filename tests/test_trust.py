@@ -28,7 +28,7 @@ from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.plans import ModelSpec
-from howsmooth.study.text_formatting import file_stem
+from howsmooth.words import file_stem
 from tests._sources import SmallModel, plain_table, small_tools
 from tests._study import make_plan, make_tools, run, words
 from tests._tiny_models import tiny

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
+from howsmooth.results.result import Result, made_by
 from howsmooth.rounding import COLUMNS_IN_DIGITS, interval_in_digits
 
 if TYPE_CHECKING:
@@ -38,10 +39,14 @@ _MOST_INTERVALS = 4  # members that are printed with their intervals
 
 
 @dataclass(frozen=True)
-class _Constants:
+class _Constants(Result):
     """Base class of the two result classes, with measured Lipschitz constants, their intervals and the
     settings of the measurement.
     """
+
+    NAME: ClassVar[str] = "constants"
+    TITLE: ClassVar[str] = "Local Lipschitz constants"
+    AXIS: ClassVar[str] = "member"
 
     value: Float[Tensor, "*batch"]
     lower: Float[Tensor, "*batch"]
@@ -116,8 +121,9 @@ class _Constants:
             )
         return float(self.value)
 
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a table of the measured Lipschitz constants with one row for each input, in the order of the
+    @property
+    def table(self) -> pd.DataFrame:
+        """The table of the measured Lipschitz constants with one row for each input, in the order of the
         flattened batch.
 
         Its columns are ``member``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``,
@@ -131,11 +137,15 @@ class _Constants:
         table.insert(4, "confidence", self.confidence)
         return table.assign(method=self.method, scope=self.scope)
 
+    @property
+    def citation(self) -> str:
+        """One line to cite: the constants as they are printed, and the versions of the libraries."""
+        return f"{self!r}; {made_by('torch')}; digest {self.digest}."
+
     def _repr_html_(self) -> str:
         """Return the table of measured Lipschitz constants as HTML, for display in notebooks."""
-        table = self.to_pandas()
         texts: Any = {"float_format": "{:.6g}".format, "formatters": COLUMNS_IN_DIGITS}
-        rows: str = table.to_html(index=False, max_rows=_MOST_SHOWN, **texts)
+        rows: str = self.table.to_html(index=False, max_rows=_MOST_SHOWN, **texts)
         return rows
 
 

@@ -18,7 +18,7 @@ from transformers import CLIPConfig
 from howsmooth.cli import app, main
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import show_table
-from howsmooth.study.text_formatting import duration
+from howsmooth.words import duration
 from tests._classifier import save_classifier
 
 COMMANDS = tuple(typer.main.get_command(app).commands)

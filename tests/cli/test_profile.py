@@ -59,7 +59,7 @@ def test_special_tokens_are_put_in_and_said(capsys: Capture) -> None:
 def test_without_an_engine_for_parquet_nothing_is_measured(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("howsmooth.study.file_writing.find_spec", lambda _: None)
+    monkeypatch.setattr("howsmooth.files.find_spec", lambda _: None)
     assert main(["measure", "builtin-encoder", "--lengths", "4", "--parquet"]) == 2
     assert "parquet: expected an engine for parquet, got none. Install one" in capsys.readouterr().err
     assert not Path("howsmooth-out").exists()

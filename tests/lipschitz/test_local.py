@@ -658,7 +658,7 @@ def test_an_estimate_prints_its_numbers_and_gives_tables() -> None:
     assert "at 99.9 % confidence, 3 of 3 converged" in repr(found)
     assert "relative width at most" in repr(hs.local_lipschitz(f, tokens(6, 5, 2, D)))
     assert "..." in repr(hs.local_lipschitz(f, tokens(6, 13, 2, D)))
-    table = found.to_pandas()
+    table = found.table
     assert list(table["lower"]) == found.lower.tolist()
     assert set(table["confidence"]) == {0.999}
     assert table["value"].map("{:.6g}".format).map(found._repr_html_().__contains__).all()

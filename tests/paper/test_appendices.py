@@ -39,7 +39,7 @@ from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
 from howsmooth.study.store import Store
-from howsmooth.study.text_formatting import decimal
+from howsmooth.words import decimal
 from tests._figures import (
     BERT,
     DECODER,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import howsmooth as hs
 from howsmooth.cli import main
-from howsmooth.profiling.figures import draw_depth
 from tests._tiny_models import WithoutDowncast, tiny, token_ids
 from tests.architectures.build import build
 
@@ -135,7 +135,8 @@ def test_what_a_profile_shows(tmp_path: Path) -> None:
     assert axis.get_yscale() == "log"
     drawn = [np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()]
     assert any(np.array_equal(found.table["until"], line) for line in drawn)
-    figure = draw_depth(found.table.iloc[[0, 1, 1, 1, 1, 1, 1, -1]], "eight stages")
+    stages = found.table.iloc[[0, 1, 1, 1, 1, 1, 1, -1]]
+    figure = dataclasses.replace(found, table=stages, model="eight stages").plot()
     FigureCanvasAgg(figure).draw()
     first, second = (label.get_window_extent() for label in figure.axes[0].get_xticklabels()[:2])
     # The labels are turned: "embeddings" ends at its tick, well before "0" begins.
@@ -147,7 +148,7 @@ def test_what_a_profile_shows(tmp_path: Path) -> None:
     assert f"caption{{Depth profile of {found.model} at one input of {found.n} tokens (howsmooth" in latex
     assert "block 2 & " in latex
     assert "block 2" in found._repr_html_()
-    assert " style=" not in found.page("data:,")  # the page's security policy forbids it
+    assert " style=" not in found.page({"depth": "data:,"})  # the page's security policy forbids it
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 import howsmooth as hs
 from howsmooth.errors import StoreError
 from howsmooth.profiling import Profile
-from howsmooth.study.report.chart_data import visible_token
+from howsmooth.words import visible_token
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def test_every_file_is_written(found: Profile, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_page_shows_the_text_once_a_side_with_the_shade_of_each_token(found: Profile) -> None:
-    page = found.page("data:image/png;base64,")
-    texts = re.findall(r'<p class="text">(.*?)</p>', page, re.DOTALL)
+    page = found.page({"profile": "data:image/png;base64,"})
+    texts = re.findall(r'<p class="tokens">(.*?)</p>', page, re.DOTALL)
     assert len(texts) == 2 * len(found.table) == 2 * page.count("<details")
     words = "".join(visible_token(word) for word in found.words)
     assert {html.unescape(re.sub(r"</?span[^>]*>", "", text)) for text in texts} == {words}
@@ -58,7 +58,7 @@ def test_the_page_shows_the_text_once_a_side_with_the_shade_of_each_token(found:
 
 
 def test_influence_is_shown_where_it_was_measured(found: Profile, tmp_path: Path) -> None:
-    assert "Which token moves which" not in found.page("data:,")
+    assert "Which token moves which" not in found.page({"profile": "data:,"})
     full = hs.profile("builtin-encoder", "A <b>cat</b>", layers=[1], scopes="attention", influence=True)
     assert full.influence is not None
     page, *_, path, image, vector = full.write(tmp_path)
@@ -67,8 +67,7 @@ def test_influence_is_shown_where_it_was_measured(found: Profile, tmp_path: Path
     ]
     table = pd.read_csv(path)
     assert table["input_token"].tolist() == [full.words[j] for j in full.influence.table["input"]]
-    written = table.drop(columns=["input_token", "output_token"])
-    pd.testing.assert_frame_equal(written, full.influence.table, check_exact=True)
+    pd.testing.assert_frame_equal(table, full.influence.table, check_exact=True, check_dtype=False)
     text = page.read_text()
     assert "Which token moves which, layer 1" in text
     assert text.count('<img src="data:image/png;base64,') == full._repr_html_().count("<img") == 2
@@ -80,11 +79,11 @@ def test_influence_is_shown_where_it_was_measured(found: Profile, tmp_path: Path
 
 def test_hostile_text_and_names_stay_text(found: Profile) -> None:
     named = dataclasses.replace(found, model="<img src=x onerror=alert(1)>", refused=("<b>no</b>",))
-    for page in (named.page("data:,"), named._repr_html_()):
+    for page in (named.page({"profile": "data:,"}), named._repr_html_()):
         assert "<script" not in page
         assert "<img src=x" not in page
         assert "<b>no" not in page
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', named.page("data:,"))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', named.page({"profile": "data:,"}))
     assert policy is not None
     assert "default-src 'none'" in policy[1].replace("&#39;", "'")
 

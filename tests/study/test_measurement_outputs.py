@@ -19,13 +19,12 @@ from matplotlib.figure import Figure
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, StoreError
-from howsmooth.study.figures import drawing, measurements
-from howsmooth.study.figures.drawing import add_colourbar, linear_ticks, log_ticks
-from howsmooth.study.html_assets import png
+from howsmooth.results.drawing import add_colourbar, linear_ticks, log_ticks, new_figure, png, save
+from howsmooth.study import figures
 from howsmooth.study.measurement_outputs import Outputs, write_outputs
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.text_formatting import decimal, file_stem, readable
+from howsmooth.words import decimal, file_stem, readable
 from tests._study import FakeModel, make_plan, make_tools, run
 
 FIRST = Ranges.parse("0", "layers")
@@ -111,9 +110,10 @@ def test_values_survive_the_csv_to_the_last_digit(published: Outputs) -> None:
 
 
 def test_every_layer_and_head_has_a_figure_and_every_scope_an_overview(published: Outputs) -> None:
-    shown = [(p.scope, p.layer, p.head) for p in published.pictures]
-    attention = [("attention", None, None)] + [("attention", layer, None) for layer in range(2)]
-    heads = [("head", None, None)] + [("head", layer, head) for layer in range(2) for head in range(2)]
+    shown = [(p.title.partition("prose: ")[2], p.overview) for p in published.pictures]
+    attention = [("every layer", True), ("layer 0", False), ("layer 1", False)]
+    heads = [("every layer and head", True)]
+    heads += [(f"layer {layer}, head {head}", False) for layer in range(2) for head in range(2)]
     assert shown == attention + heads
     files = [path for picture in published.pictures for path in (picture.png, picture.pdf)]
     assert len(set(files)) == len(files) == 16
@@ -142,19 +142,25 @@ def test_the_same_store_gives_the_same_files(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_characters_that_the_font_lacks_give_no_warning(tmp_path: Path) -> None:
-    figure = drawing.new_figure(2, 1)
+    figure = new_figure(2, 1)
     figure.suptitle("\u7231")
     assert png(figure)
-    drawing.save(figure, tmp_path, "figure", "title")
+    save(figure, tmp_path, "figure", "title")
 
 
-def test_by_default_no_figure_is_a_file_and_the_page_draws_them_itself(tmp_path: Path) -> None:
-    run(make_plan(), tmp_path, make_tools()[0])
+def test_by_default_each_model_has_one_overview_and_the_page_draws_all_points(tmp_path: Path) -> None:
+    models = tuple(ModelSpec(name) for name in ("small", "other"))
+    tools, _ = make_tools(models={name.name: FakeModel() for name in models})
+    run(make_plan(models=models, scopes=("head", "attention")), tmp_path, tools)
     written = write_outputs(tmp_path)
-    assert written.pictures == []
-    assert not (tmp_path / "figures").exists()
-    assert "data:image" not in written.report.read_text(encoding="utf-8")
-    assert 'id="scatter"' in written.report.read_text(encoding="utf-8")
+    shown = [(one.title, one.overview) for one in written.pictures]
+    title = "scope attention, text prose: every layer"
+    assert shown == [(f"other, {title}", True), (f"small, {title}", True)]
+    assert len(list((tmp_path / "figures").iterdir())) == 4
+    page = written.report.read_text(encoding="utf-8")
+    assert page.count("data:image") == 2
+    assert 'id="scatter"' in page
+    assert "second panel" not in page  # which the figures of single layers have
     with pytest.raises(ArgumentError, match=r"figures: expected one of page, all, got 'none'"):
         write_outputs(tmp_path, figures="none")
 
@@ -301,6 +307,14 @@ def test_the_page_gives_the_test_of_a_quarter_and_the_exponents_at_three_radii(t
         assert decimal(row[name], 3) in page.text
 
 
+def test_colours_span_radii_that_are_nearly_equal() -> None:
+    radii = pd.Series([4.0, 4.003, 4.006])
+    norm = figures._radius_norm(radii)
+    assert (norm.vmin, norm.vmax) == pytest.approx((4.0, 4.006))
+    same = figures._radius_norm(radii * 0 + 4.0)  # rounding alone is no difference of colour
+    assert same.vmax - same.vmin == pytest.approx(8e-4)
+
+
 def test_sequences_that_do_not_overlap_are_not_blamed(page: Page) -> None:
     assert "No two windows overlap, whatever their lengths." in page.text
     assert "overlap others" not in page.text
@@ -319,9 +333,8 @@ def test_a_panel_says_which_interval_excludes_zero() -> None:
     value = 1 + 0.1 * np.cos(n)
     rows = pd.DataFrame({"n": n, "lipschitz": value, "lower": value, "upper": value, "radius_mean": 1.0})
     rows = rows.assign(layer=0, head=None, converged=True)
-    (part,) = measurements._parts_of(rows)
+    (part,) = figures._parts_of(rows)
     fit = dataclasses.replace(part.fit, slope=0.071, low=-0.003, high=0.145)
     part = dataclasses.replace(part, fit=fit)
-    family = measurements._Family(Path(), "small", "prose", "attention", "text", "scope attention")
-    figure = measurements._draw_overview([part], rows, family, "title")
+    figure = figures._draw_overview([part], "text", "title")
     assert [text.get_text() for text in figure.axes[0].texts] == ["0.071 [\N{MINUS SIGN}0.003, 0.145]"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -18,9 +19,10 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from howsmooth.study.exponents import compare, exponents
-from howsmooth.study.figures.measurements import draw_all
+from howsmooth.study.figures import draw_all
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.records import PLACE, Bounding, Contents, PublishedValue
 from howsmooth.study.report import chart_data
@@ -31,11 +33,10 @@ from howsmooth.study.report.chart_data import (
     scatter_data,
     script_json,
     sensitivity_data,
-    visible_token,
 )
 from howsmooth.study.report.page import render
 from howsmooth.study.report.tables import sharpest
-from howsmooth.study.text_formatting import decimal
+from howsmooth.words import decimal, visible_token
 from tests._browser import Complaints, chromium, opened
 
 UPLOT = Path(__file__).parents[2] / "src" / "howsmooth" / "study" / "templates" / "report" / "uplot"
@@ -740,6 +741,10 @@ def test_nothing_is_wider_than_a_phone(browser: Any, file: Path, width: int) -> 
     with opened(browser, file, **phone) as (page, heard):
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         assert page.evaluate("document.documentElement.scrollWidth") == width
+        # Tables fit without scrolling, their cells below each other where there are many columns.
+        both = "(all) => all.map((one) => [one.scrollWidth, one.clientWidth])"
+        widths = page.locator(".wide").evaluate_all(both)
+        assert all(inner <= outer + 1 for inner, outer in widths)
         page.locator("#scatter").focus()
         for key in ("Home", "ArrowRight", "End"):
             page.keyboard.press(key)
@@ -806,6 +811,12 @@ def test_words_and_points_can_be_told_from_the_paper(browser: Any, file: Path, s
         assert min(points) > 3
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
         assert dark == (scheme == "dark")
+        # A figure, black on white, has no card on a dark page: its corner is as dark as the page.
+        page.locator("figure img").first.scroll_into_view_if_needed()
+        place = page.locator("figure img").first.bounding_box()
+        corner = {"x": place["x"] - 2, "y": place["y"] - 2, "width": 4, "height": 4}
+        colours = Image.open(io.BytesIO(page.screenshot(clip=corner))).convert("RGB").getcolors()
+        assert len(colours) == 1
         assert_silent(page, heard)
 
 

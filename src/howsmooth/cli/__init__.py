@@ -23,7 +23,7 @@ from howsmooth.cli.radius import radius
 from howsmooth.cli.reproduce import reproduce
 from howsmooth.cli.typer_command import INTERRUPTED, TYPED
 from howsmooth.errors import HowsmoothError
-from howsmooth.study.text_formatting import encodable, readable
+from howsmooth.words import encodable, readable
 
 __all__ = ["app", "main"]
 

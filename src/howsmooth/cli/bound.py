@@ -16,7 +16,7 @@ from howsmooth.cli.typer_command import Shown, command
 from howsmooth.study.execution_options import Threads
 from howsmooth.study.options import Folder, options
 from howsmooth.study.plans import BoundPlan
-from howsmooth.study.text_formatting import readable
+from howsmooth.words import readable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,9 +53,9 @@ class BoundShown(Shown):
 @command(*_EXAMPLES)
 def bound(plan: BoundPlan, shown: BoundShown) -> int:
     """Compare every available bound on the Lipschitz constant of attention with the measured constant."""
+    from howsmooth.files import write_table
     from howsmooth.study.attention_sources import AttentionSource
     from howsmooth.study.bound_run import bound_all, bounds_frame, write_worst
-    from howsmooth.study.file_writing import write_table
 
     out = shown.out
     with shown_progress(quiet=shown.quiet) as display:

@@ -12,8 +12,8 @@ from typing import Any
 
 from howsmooth import texts
 from howsmooth.errors import ArgumentError, reason
+from howsmooth.files import check_parquet
 from howsmooth.model_names import BUILTIN_MODELS, check_tokenizer, check_weights, folder_of
-from howsmooth.study.file_writing import check_parquet
 from howsmooth.study.options import shown
 
 __all__ = ["check_at_once"]

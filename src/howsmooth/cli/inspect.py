@@ -16,7 +16,7 @@ from howsmooth.cli.typer_command import Shown, command
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
 from howsmooth.study.options import Integer, Told, options
 from howsmooth.study.plans import AsDecoder, Part, RandomInit, Source
-from howsmooth.study.text_formatting import counted, readable, sentence
+from howsmooth.words import counted, readable, sentence
 
 if TYPE_CHECKING:
     from howsmooth.models import InspectedSite, Inspection, LoadedModel

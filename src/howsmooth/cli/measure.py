@@ -16,7 +16,7 @@ from howsmooth.cli.typer_command import FAILED, Shown, as_typed, command, means_
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import WHAT, Folder, Told, options
 from howsmooth.study.plans import Plan
-from howsmooth.study.text_formatting import counted, encodable, readable
+from howsmooth.words import counted, encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.measurement_run import DryRun
@@ -53,8 +53,8 @@ class MeasureShown(Shown):
 
     figures: Annotated[
         Literal["page", "all"],
-        "page: the figures that report.html draws when it is opened. all: also one of each layer and "
-        "head, as PNG and PDF in the folder figures and in the report, which takes longer.",
+        "page: the points that report.html draws when it is opened, and one overview of each model as PNG "
+        "and PDF in the folder figures. all: also one of each layer and head, which takes longer.",
     ] = "page"
     parquet: Annotated[bool, "Also write the tables as parquet, with the line to cite."] = False
     dry_run: Annotated[

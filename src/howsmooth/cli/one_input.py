@@ -19,7 +19,7 @@ from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, Span
 
 if TYPE_CHECKING:
     from howsmooth.models import LoadedModel
-    from howsmooth.profiling.result_base_classes import Result
+    from howsmooth.results.result import Result
 
 __all__ = ["OneInputPlan", "Step", "find_and_show"]
 

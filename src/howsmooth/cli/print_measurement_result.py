@@ -19,7 +19,7 @@ from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Bounding, Measurement, PublishedValue, Row, plain_rows
 from howsmooth.study.store import STORE_NAME
 from howsmooth.study.stored_tables import citations
-from howsmooth.study.text_formatting import counted, decimal, kind_in_words, readable, scope_in_words
+from howsmooth.words import counted, decimal, kind_in_words, readable, scope_in_words
 
 __all__ = ["measured_as_json", "show_measured"]
 

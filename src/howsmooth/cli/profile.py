@@ -105,7 +105,7 @@ class ProfilePlan(OneInputPlan):
             return {}, []
         if found.influence is None:  # the reason is printed with what was not measured
             return {"influence": None}, []
-        return {"influence": found.described_influence()}, found.lines_of_largest()
+        return {"influence": found.influence.described()}, found.influence.lines_of_largest()
 
 
 @command(*_EXAMPLES)

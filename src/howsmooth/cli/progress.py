@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from howsmooth.study.progress_listener import Listener
-from howsmooth.study.text_formatting import duration
+from howsmooth.words import duration
 
 __all__ = ["shown_progress"]
 

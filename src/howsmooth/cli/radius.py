@@ -16,7 +16,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Out
 from howsmooth.study.options import HOW, Integer, Real, Selection, Told, options
 from howsmooth.study.plans import RADIUS_TOKENS, SPAN, Embeddings, Span
-from howsmooth.study.text_formatting import encodable
+from howsmooth.words import encodable
 
 __all__ = ["RadiusPlan", "radius"]
 
@@ -103,8 +103,8 @@ class RadiusPlan(OneInputPlan):
 
     def find(self, loaded: Any, inputs: Any, on_step: Step) -> Any:
         """Compute the radii. After Ctrl-C, print how many radii are saved and how to continue."""
+        from howsmooth.files import writable_folder
         from howsmooth.profiling import word_radii
-        from howsmooth.study.file_writing import writable_folder
 
         done = 0
 

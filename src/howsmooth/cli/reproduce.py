@@ -16,7 +16,7 @@ from howsmooth.cli.typer_command import FAILED, Shown, command, means_of, resuma
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.execution_options import Execution, Out
 from howsmooth.study.options import Told, Words, described, options
-from howsmooth.study.text_formatting import encodable, readable
+from howsmooth.words import encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.paper.figure_definition import Figure

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from howsmooth.study.text_formatting import encodable
+from howsmooth.words import encodable
 
 __all__ = ["amount", "as_json", "console", "heading", "paragraph", "say", "show_table"]
 

@@ -29,7 +29,7 @@ from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import OUTPUT, WHAT, Told, in_words, options, options_of, renamed
 from howsmooth.study.plan_file import KEYS, read_plan
 from howsmooth.study.progress_listener import Listener
-from howsmooth.study.text_formatting import counted, encodable
+from howsmooth.words import counted, encodable
 
 if TYPE_CHECKING:
     from howsmooth.study.runner import Means

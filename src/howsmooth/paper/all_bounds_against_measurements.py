@@ -25,8 +25,8 @@ from howsmooth.paper.figure_tasks import Key, Values
 from howsmooth.paper.model_with_texts import other_scores, prepared_models
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.published_code import c_3_as_coded
-from howsmooth.study.figures.drawing import literal
-from howsmooth.study.text_formatting import readable
+from howsmooth.results.drawing import literal
+from howsmooth.words import readable
 
 __all__ = [
     "ALL_BOUNDS",

@@ -26,8 +26,8 @@ from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan,
 from howsmooth.paper.figure_tasks import Key, Values
 from howsmooth.paper.model_with_texts import bilinear, prepared_models
 from howsmooth.paper.plotting import Curve, Panel
-from howsmooth.study.figures.drawing import literal
-from howsmooth.study.text_formatting import decimal, readable
+from howsmooth.results.drawing import literal
+from howsmooth.words import decimal, readable
 
 __all__ = ["GAMMA_RADIUS", "over_texts", "plan", "result_sentences", "show"]
 

@@ -36,10 +36,10 @@ from howsmooth.paper.model_with_texts import PreparedModel, bilinear, prepared_m
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.proposition_3_6_two_diracs import identity_head
 from howsmooth.paper.reproduce_options import FigureOptions
+from howsmooth.results.drawing import literal
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
-from howsmooth.study.figures.drawing import literal
-from howsmooth.study.text_formatting import decimal, readable
+from howsmooth.words import decimal, readable
 
 __all__ = [
     "FAR",

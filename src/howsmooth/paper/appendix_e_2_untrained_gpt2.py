@@ -18,11 +18,11 @@ from howsmooth.paper.figure_tasks import Key, SiteTask, Values
 from howsmooth.paper.growth_with_length import Growth, growths
 from howsmooth.paper.model_with_texts import PreparedModel, loaded
 from howsmooth.paper.plotting import Curve, Panel, fitted
-from howsmooth.study.figures.drawing import literal
+from howsmooth.results.drawing import literal
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.records import Failure, FigureRow
 from howsmooth.study.study_preparation import layer_and_head_counts
-from howsmooth.study.text_formatting import decimal, file_stem, readable
+from howsmooth.words import decimal, file_stem, readable
 
 __all__ = ["GPT2_GROWTH", "plan", "show"]
 

@@ -30,7 +30,7 @@ from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.proposition_3_6_two_diracs import RTOL, describe, identity_head, two_diracs
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
-from howsmooth.study.text_formatting import decimal
+from howsmooth.words import decimal
 
 __all__ = ["CROSSOVER", "growth_ends", "plan", "result_sentences", "show"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from howsmooth.study.exponents import LEVEL, Exponent
-from howsmooth.study.text_formatting import decimal
+from howsmooth.words import decimal
 
 __all__ = ["between", "exp", "power", "power_label"]
 

@@ -18,9 +18,9 @@ from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan,
 from howsmooth.paper.growth_with_length import Growth, growths
 from howsmooth.paper.model_with_texts import prepared_models
 from howsmooth.paper.plotting import Curve, Panel, fitted
+from howsmooth.results.drawing import COLOURS, literal, set_bar_ticks
 from howsmooth.study.exponents import QUARTER, Exponent
-from howsmooth.study.figures.drawing import COLOURS, literal, set_bar_ticks
-from howsmooth.study.text_formatting import decimal, readable
+from howsmooth.words import decimal, readable
 
 __all__ = ["FIGURE_1", "plan", "result_sentences", "show"]
 

@@ -18,7 +18,7 @@ from howsmooth.paper.model_with_texts import PreparedModel
 from howsmooth.paper.plotting import fit_factor
 from howsmooth.study.exponents import LEVEL, QUARTER, Correlation, Exponent, fit_exponent, radius_correlation
 from howsmooth.study.records import CORRECTED, PUBLISHED, PublishedValue
-from howsmooth.study.text_formatting import decimal, readable
+from howsmooth.words import decimal, readable
 
 __all__ = ["Growth", "growths"]
 

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
-from typing import Any
+from urllib.parse import quote
 
-import jinja2
-import pandas as pd
+from markupsafe import Markup
 
 from howsmooth.paper.figure_definition import Figure, Finding
-from howsmooth.study.html_assets import data_url, digest, style_sheet, templates_of
-from howsmooth.study.text_formatting import readable
+from howsmooth.results.drawing import data_url
+from howsmooth.results.page import frame, page, parts
+from howsmooth.words import counted, readable
 
 __all__ = ["PAGE", "render", "section"]
 
 PAGE = "reproduce.html"
 """The file name of the page."""
 
+_TITLE = "How Smooth Is Attention? The figures, reproduced"
 _ROWS_SHOWN = 12
 _MOST_ROWS = 300
 
@@ -34,14 +34,23 @@ def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Ma
     ``command`` is the command that the user typed, and ``environment`` describes the software and hardware,
     as :func:`howsmooth.study.environment.environment` returns it.
     """
-    own = files("howsmooth.paper").joinpath("templates/reproduce.css").read_text(encoding="utf-8")
-    style = style_sheet(own)
-    return _template("reproduce.html.jinja").render(
-        style=style,
-        style_digest=digest(style),
-        sections=sections,
-        command=command,
-        environment=list(environment.items()),
+    html = parts()
+    links = {figure.name: f"{figure.paper}: {figure.title}" for figure, _ in sections}
+    made = [
+        html.heading("How it was made", "made"),
+        html.words("This command made the page. If it is called again, it repeats no measurement:"),
+        Markup("<pre>{}</pre>").format(readable(command, 5000)),
+        html.pairs(environment),
+    ]
+    about = Markup(
+        "<p>The figures of the paper <cite>How Smooth Is Attention?</cite> (Castin, Ablin, Peyré, ICML "
+        "2024), made again. The section “How it was made” says how the numbers were measured, and the "
+        "sentences under “What is seen” are written from these numbers. The figures may differ from the "
+        "paper's if models, texts or lengths differ.</p>"
+    )
+    start = [html.head(_TITLE), about, html.contents(links | {"made": "How it was made"})]
+    return page(
+        _TITLE, [*start, *(text for _, text in sections), html.section("made", Markup("".join(made)))]
     )
 
 
@@ -51,54 +60,28 @@ def section(figure: Figure, finding: Finding, folder: str | os.PathLike[str], re
     Links are relative to ``folder``, in which the page is written. ``refused`` is the reason why the figure
     could not be made, and is empty if it was made.
     """
-    return _template("section.html.jinja").render(
-        figure=figure,
-        finding=finding,
-        refused=refused,
-        images=[
-            {
-                "source": data_url(picture.png.read_bytes()),
-                "drawn": picture,
-                "file": picture.pdf.relative_to(folder).as_posix(),
-            }
-            for picture in finding.pictures
-        ],
-        tables=[
-            {
-                "caption": caption,
-                "open": len(table) <= _ROWS_SHOWN,
-                "count": len(table),
-                # Leave large tables out of the page; the CSV file has them.
-                **_cells(table if len(table) <= _MOST_ROWS else table.head(0)),
-                "file": f"{figure.name}/table-{number}.csv",
-            }
-            for number, (caption, table) in enumerate(finding.tables, 1)
-        ],
-    )
-
-
-def _template(name: str) -> jinja2.Template:
-    templates = templates_of("howsmooth.paper")
-    templates.filters["plain"] = lambda value, longest=300: readable(str(value), longest)
-    return templates.get_template(name)
-
-
-def _cells(table: pd.DataFrame) -> dict[str, Any]:
-    numeric = [kind.kind in "iuf" for kind in table.dtypes]
-    rows = table.astype(object).map(_cell).itertuples(index=False, name=None)
-    return {
-        "columns": list(zip(table.columns, numeric, strict=True)),
-        "rows": [list(zip(row, numeric, strict=True)) for row in rows],
-    }
-
-
-def _cell(value: Any) -> str:
-    """Format a value; numbers that are not whole have three digits, and a missing one is empty."""
-    if pd.isna(value):
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        digits = ".0f" if value.is_integer() and abs(value) < 1e6 else ".3g"
-        return f"{value:{digits}}".replace("inf", "∞").replace("-", "\N{MINUS SIGN}")
-    return str(value)
+    html = parts()
+    body = [html.heading(f"{figure.paper}: {figure.title}", figure.name), html.words(figure.about)]
+    if refused:
+        words = Markup("<b>This figure could not be made.</b> {}").format(readable(refused, 2000))
+        body.append(html.words(words))
+    for picture in finding.pictures:
+        file = picture.pdf.relative_to(folder).as_posix()
+        image = data_url(picture.png.read_bytes())
+        body.append(html.picture(image, picture.alt, picture.width, f"{picture.title}.", file))
+    if finding.seen:
+        body += [html.heading("What is seen", level=3), html.items(finding.seen)]
+    for number, (caption, table) in enumerate(finding.tables, 1):
+        file = f"{figure.name}/table-{number}.csv"
+        link = Markup('<a href="{}">{}</a>').format(quote(file), file)
+        if len(table) > _MOST_ROWS:
+            words = Markup("This page has no room for so many rows; they are in {}.").format(link)
+            shown = html.words(words)
+        else:
+            shown = frame(table, Markup("All digits are in {}.").format(link), label=caption)
+        summary = f"{caption} ({counted(len(table), 'row')})"
+        body.append(html.folded(summary, shown, len(table) <= _ROWS_SHOWN))
+    if finding.made:
+        body.append(html.folded("Models, texts and settings", html.pairs(finding.made)))
+    found: str = html.section(figure.name, Markup("".join(body)))
+    return found

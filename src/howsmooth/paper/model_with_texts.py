@@ -29,7 +29,7 @@ from howsmooth.study.study_preparation import (
 )
 from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
 from howsmooth.study.tasks.task import Work
-from howsmooth.study.text_formatting import readable, sentence
+from howsmooth.words import readable, sentence
 
 __all__ = [
     "MODELS",

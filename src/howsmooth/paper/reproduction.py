@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from howsmooth.errors import ArgumentError, HowsmoothError, similar_name
+from howsmooth.files import replace_file, write_table, written_beside
 from howsmooth.paper.all_bounds_against_measurements import ALL_BOUNDS
 from howsmooth.paper.appendix_c_5_gamma_r_squared import GAMMA_RADIUS
 from howsmooth.paper.appendix_c_7_quadratic_growth import QUADRATIC_GROWTH
@@ -23,7 +24,6 @@ from howsmooth.paper.proposition_3_6_two_diracs import TWO_DIRAC
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.paper.section_5_2_worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
-from howsmooth.study.file_writing import replace_file, write_table, written_beside
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store

@@ -30,10 +30,10 @@ from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.model_with_texts import MODELS, PreparedModel, attention_of, loaded, other_scores
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.published_code import has_fused_weight, power_iteration, wrong_slices
+from howsmooth.results.drawing import literal
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import Exponent, fit_exponent
-from howsmooth.study.figures.drawing import literal
-from howsmooth.study.text_formatting import file_stem, readable
+from howsmooth.words import file_stem, readable
 
 __all__ = ["RADII", "WORST_INPUTS", "plan", "show", "side_by_side"]
 

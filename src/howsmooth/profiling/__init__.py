@@ -3,10 +3,8 @@
 The function ``profile`` measures the Lipschitz constant of every layer and head, ``depth_profile`` the
 constants of the blocks and of their compositions, ``precision`` the effects of quantised keys and values, and
 ``influence`` how far each output token moves with each input token, for any map. The function ``word_radii``
-proves how far each token may move before the answer of a classifier can change. The results are objects with
-a table, a figure and a web page. They have their common base classes in ``result_base_classes`` and their
-figures in ``figures``. ``model_input`` reads a model and its input, and ``quantisers`` rounds keys and
-values.
+proves how far each token may move before the answer of a classifier can change. ``model_input`` reads a model
+and its input, and has the base class of these results; ``quantisers`` rounds keys and values.
 """
 
 from howsmooth.profiling.expansion_by_depth import DepthProfile, depth_profile

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pandas as pd
-from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
@@ -16,13 +15,13 @@ from howsmooth.lipschitz import local_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models import Site
 from howsmooth.models.capture import model_parts
-from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.printed_table import PrintedTable
-from howsmooth.profiling.figures import draw_depth
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
-from howsmooth.profiling.result_base_classes import in_interval
-from howsmooth.profiling.token_influence import ResultWithInfluence, as_last_step
-from howsmooth.profiling.token_influence import influence as influence_of
+from howsmooth.profiling.token_influence import ResultWithInfluence, as_last_step, influence_at
+from howsmooth.results.curves import DASHED, SOLID, Curve, Panel, add_legend, draw
+from howsmooth.results.drawing import GREY, Figure, styled, titled
+from howsmooth.results.page import frame, parts
+from howsmooth.results.result import in_interval, intervals
 from howsmooth.scopes import OUTPUTS
 from howsmooth.seeds import derive_seed
 from howsmooth.study.plans import PROFILE_RTOL, Plan
@@ -32,6 +31,11 @@ from howsmooth.threads import with_fastest_threads
 __all__ = ["DepthProfile", "depth_profile"]
 
 _MAPS = ("own", "until", "beyond")
+_CURVES = {
+    "until": ("embeddings to here", "#3b528b", SOLID),
+    "beyond": ("here to the output", "#e07b00", SOLID),
+    "own": ("the stage alone", "#21918c", (0.0, (1.0, 1.2))),
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -94,21 +98,46 @@ class DepthProfile(ResultWithInfluence):
         lines += [f"Not converged: {', '.join(missed)}."] if missed else []
         return "\n".join([*lines, *self._lines_of_influence()])
 
-    def _place_of_influence(self) -> str:
-        return f"whole model to the {self.output}"
-
+    @styled
     def plot(self) -> Figure:
         """Draw four curves, with a point for each stage, such as a block. Three curves show the constants of
         the stage, of the model up to its end, and of the model after it. The fourth shows the product of the
         constants of all stages up to this one.
         """
-        return draw_depth(self.table, f"{self.model}, {self.length}, to the {self.output}")
+        table = self.table.assign(place=range(len(self.table)))
+        product = Curve(
+            table["place"], table["product"], "product of the stages", GREY, mark="o", size=9, dashes=DASHED
+        )
+        curves = [product] + [
+            intervals(table, "place", label, column, colour=colour, dashes=dashes, size=9)
+            for column, (label, colour, dashes) in _CURVES.items()
+        ]
+        width = max(4.6, 2.4 + 0.3 * len(table))
+        title = titled(f"{self.model}, {self.length}, to the {self.output}", width - 0.8)
+        names = [stage.removeprefix("block ") for stage in table["stage"]]
+        panel = Panel(curves, title, "block", scales=("linear", "log"), names=names)
+        figure, _ = draw([[panel]], (width, 3.8))
+        add_legend(figure, 2)
+        return figure
 
-    def _shown(self, most: int) -> dict[str, Any]:
-        table = self.table[["stage", *_MAPS, "product", "ratio"]]
-        found: str = table.to_html(index=False, float_format="{:.5g}".format, na_rep="")
-        # The page's security policy allows the styles of its style sheet alone.
-        return super()._shown(most) | {"table": Markup(found.replace(' style="text-align: right;"', ""))}
+    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
+        shown = self.table[["stage", *_MAPS, "product", "ratio"]]
+        alt = "The constants down the depth of the model; the numbers are in the table."
+        return [
+            parts().words(
+                f"Where in its depth the model expands a change of its embeddings, at one input: {self._at} "
+                f"Each interval holds with probability {self.confidence:.4g}."
+            ),
+            parts().picture(images[self.NAME], alt),
+            frame(shown.map(_short)),
+            parts().words(
+                "Own: the constant of the stage; until: of the map from the embeddings to the end of the "
+                f"stage; beyond: of the map from there to the {self.output}; product: of the constants of "
+                "the stages so far; ratio: until / product.",
+                "soft",
+            ),
+            *self._parts_of_influence(images),
+        ]
 
     def described(self) -> dict[str, Any]:
         """Return the settings and the table, as a dict for JSON."""
@@ -190,6 +219,7 @@ def depth_profile(
         return _fields(kind, local_lipschitz(site.map, site.x[:1], seed=start, **settings))
 
     rows: list[dict[str, Any]] = []
+    of_tokens = None
     with model_parts(given.module, given.inputs) as parts:
         blocks = parts.last_layers
         total = len(blocks) + 2
@@ -201,19 +231,23 @@ def depth_profile(
                 rows.append({"stage": "embeddings", "name": entry.name, **own, **_as("until", own), **beyond})
             told(1, total)
             for stage, layer in enumerate(blocks):
-                rows.append(_block(parts, stage, layer, output, last_token, measured))
+                row = {"stage": f"block {stage}", "name": parts.blocks[layer].module}
+                row |= measured("own", stage, parts.span(layer, layer))
+                row |= measured("until", stage, parts.until(layer))
+                rows.append(
+                    row | measured("beyond", stage, parts.beyond(layer, output, last_token=last_token))
+                )
                 told(stage + 2, total)
             own = _as("own", rows[-1], "beyond")
             whole = parts.whole(output, last_token=last_token)
-            n, read = whole.x.shape[1], parts.output(output).kind
+            n, read = whole.x.shape[1], _in_words(parts.output(output).kind, last_token)
             rows.append({"stage": "output", "name": "", **own, **measured("until", len(blocks), whole)})
             told(total, total)
-        of_tokens = None
         if influence:
             how = {name: settings[name] for name in ("confidence", "max_iterations")}
-            start = derive_seed(purpose="depth", seed=seed, layer=len(blocks), scope="influence")
-            on_output = as_last_step(on_layer, total)
-            of_tokens = influence_of(whole, outputs=[-1], seed=start, on_output=on_output, **how)
+            how["seed"] = derive_seed(purpose="depth", seed=seed, layer=len(blocks), scope="influence")
+            how |= {"outputs": [-1], "on_output": as_last_step(on_layer, total)}
+            of_tokens = influence_at(whole, given.words, f"whole model to the {read}", read, **how)
     table = PrintedTable(rows)
     table["product"] = table["own"].cumprod()
     table["ratio"] = table["until"] / table["product"]
@@ -221,32 +255,15 @@ def depth_profile(
         **given.origin(),
         table=table,
         n=n,
-        output=_in_words(read, last_token),
+        output=read,
         confidence=confidence,
         words=tuple(given.words or ()),
         influence=of_tokens,
     )
 
 
-def _block(
-    parts: ModelParts,
-    stage: int,
-    layer: int,
-    output: str,
-    last_token: bool,
-    measured: Callable[[str, int, Site], dict[str, Any]],
-) -> dict[str, Any]:
-    """Measure a block, the model up to the end of the block, and the model after the block. Return the
-    constants as a row of the table.
-    """
-    block = parts.span(layer, layer)
-    return {
-        "stage": f"block {stage}",
-        "name": parts.blocks[layer].module,
-        **measured("own", stage, block),
-        **measured("until", stage, parts.until(layer)),
-        **measured("beyond", stage, parts.beyond(layer, output, last_token=last_token)),
-    }
+def _short(value: Any) -> Any:
+    return f"{value:.5g}" if isinstance(value, float) and not math.isnan(value) else value
 
 
 def _in_words(output: str, last_token: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from textwrap import indent
@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float64
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
@@ -28,8 +27,8 @@ from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX
 from howsmooth.models.recorded_softmaxes import RecordedModel, RecordedSoftmax
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.entry_sensitivities import entry_sensitivities
-from howsmooth.profiling.figures import draw_precision
 from howsmooth.profiling.model_input import (
+    InputResult,
     Inputs,
     Layers,
     Model,
@@ -46,7 +45,10 @@ from howsmooth.profiling.quantisers import (
     rounded,
     simulated_kl,
 )
-from howsmooth.profiling.result_base_classes import Result
+from howsmooth.results.curves import SOLID, Curve, Panel
+from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled, titled
+from howsmooth.results.heatmaps import Cells
+from howsmooth.results.page import frame, parts
 from howsmooth.seeds import derive_seed
 from howsmooth.study.records import plain_rows
 from howsmooth.threads import renew_threads, with_fastest_threads
@@ -54,6 +56,7 @@ from howsmooth.threads import renew_threads, with_fastest_threads
 __all__ = ["Precision", "load_with_head", "precision"]
 
 _SHOWN = 10  # rows of the ranking in a printed result
+_CELL, _SCATTER = 0.3, 4.2  # inches
 # In nats. Predictions up to this were within a factor of 5 of the real divergences, which then saturate.
 _HOLDS = 0.1
 _PLACE = ["layer", "head", "operand"]
@@ -62,7 +65,7 @@ _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Precision(Result):
+class Precision(InputResult):
     """The changes of a model's output at one input if keys or values are quantised."""
 
     NAME: ClassVar[str] = "precision"
@@ -276,18 +279,71 @@ class Precision(Result):
         lines += [f"  left out: {reason}" for reason in self.refused]
         return "\n".join(lines)
 
+    @styled
     def plot(self) -> Figure:
-        """Draw the predicted effect of quantising each head, and plot the simulated effects against the
-        predicted effects.
-        """
-        title = f"{self.model}, one input of {self.length}"
-        return draw_precision(self.table, title, divergences=self.has_kl)
+        """Draw the predicted effect of quantising each head, for the smallest number of bits and the first
+        quantiser, and plot the simulated effects against the predicted effects.
 
-    def _shown(self, most: int) -> dict[str, Any]:
-        rows = plain_rows(self.first_rows(most))
-        agreement = [row | {"spearman": f"{row['spearman']:.3f}"} for row in plain_rows(self.agreement)]
-        shown = {"rows": rows, "columns": list(rows[0]), "shown": len(rows), "total": len(self.table)}
-        return shown | {"agreement": agreement}
+        The effects are divergences of the model's predictions, or changes of the attention's output without
+        them.
+        """
+        predicted, real = ("predicted_kl", "kl") if self.has_kl else ("predicted", "change")
+        what = "divergence (nats)" if self.has_kl else "change of the output"
+        bits, quantiser = int(self.table["bits"].min()), self.table["quantiser"].iloc[0]
+        shown = self.table[(self.table["bits"] == bits) & (self.table["quantiser"] == quantiser)]
+        cells = shown.pivot_table(index="layer", columns=["operand", "head"], values=predicted)
+        width = max(1.6, _CELL * cells.shape[1] / 2)
+        figure = new_figure(_SCATTER + 2.4 + 2 * width, max(3.0, 1.6 + _CELL * len(cells)))
+        keys, values, scatter = figure.subplots(1, 3, width_ratios=[width, width, _SCATTER])
+        norm = logarithmic(shown[predicted].to_numpy())
+        layers, place = [str(layer) for layer in cells.index], "key/value head"
+        for axis, operand, name, rows in ((keys, "K", "keys", layers), (values, "V", "values", [])):
+            some = cells[operand]
+            heads = [str(head) for head in some]
+            label = "layer" if rows else ""
+            Cells(some.to_numpy(), rows, heads, place, label, name, most=8).draw(axis, norm)
+        add_colourbar(figure, values, norm)
+        there = self.table[(self.table[predicted] > 0) & (self.table[real] > 0)]
+        both = pd.concat([there[predicted], there[real]])
+        ends = [both.min(), both.max()]
+        curves = [Curve(ends, ends, dashes=SOLID)]
+        for operand, mark, colour in (("K", "o", "#1f77b4"), ("V", "^", "#ff7f0e")):
+            some = there[there["operand"] == operand]
+            curves.append(Curve(some[predicted], some[real], operand, colour, mark, size=9, alpha=0.6))
+        labels = f"predicted {what}", f"real {what}"
+        Panel(curves, "each row of the table", *labels, scales=("log", "log")).draw(scatter)
+        if len(there):
+            scatter.legend()
+        title = f"{self.model}, one input of {self.length}; colours: {labels[0]}, {bits} bits, {quantiser}"
+        figure.suptitle(titled(title, figure.get_figwidth()), fontsize=10)
+        return figure
+
+    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
+        html = parts()
+        alt = "Predicted effects by layer and head, and beside real ones; the numbers are in precision.csv."
+        agreement = self.agreement.replace({"bits": {0: "all"}}).astype({"bits": str})
+        rows = self.first_rows(most)
+        said = (
+            "Predicted, change and bound are Frobenius norms of the change of the attention's output: the "
+            "root mean square to first order, what the quantiser makes, and a proved limit for all errors of "
+            "up to half a step. Divergences are in nats a token. A kv head is a head of keys and values."
+        )
+        few = f"{len(rows)} of {len(self.table)} rows are shown here; precision.csv has all."
+        return [
+            html.words(
+                "What quantised keys or values of one head, as the softmax takes them, do to the output, at "
+                f"one input: {self._at}"
+            ),
+            *(html.words(f"Left out: {reason}", "note") for reason in self.refused),
+            html.picture(images[self.NAME], alt),
+            *(html.words(sentence) for sentence in self.remarks[:-1]),
+            html.heading("Rank correlation of predicted and real effects"),
+            frame(agreement.rename(columns={"spearman": "Spearman"})),
+            html.heading(f"The largest predicted effects, by {self._key}"),
+            frame(rows),
+            html.words(said, "soft"),
+            *([html.words(few, "note")] if len(rows) < len(self.table) else []),
+        ]
 
     def described(self) -> dict[str, Any]:
         """Return the settings, the rank correlations and the ranking, as a dict for JSON."""

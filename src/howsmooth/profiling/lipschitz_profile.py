@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import pandas as pd
-from matplotlib.figure import Figure
+from markupsafe import Markup
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.attention import SelfAttention, StagedAttention
@@ -18,23 +19,25 @@ from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.printed_table import PrintedTable
-from howsmooth.profiling.figures import draw_heatmap
 from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
-from howsmooth.profiling.result_base_classes import in_interval
-from howsmooth.profiling.token_influence import Influence, ResultWithInfluence, as_last_step
-from howsmooth.profiling.token_influence import influence as influence_of
-from howsmooth.rounding import COLUMNS_IN_DIGITS
+from howsmooth.profiling.token_influence import ResultWithInfluence, as_last_step, influence_at
+from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled, titled
+from howsmooth.results.heatmaps import Cells
+from howsmooth.results.page import parts
+from howsmooth.results.result import in_interval
+from howsmooth.rounding import interval_in_digits
 from howsmooth.seeds import derive_seed
 from howsmooth.study.plans import PROFILE_RTOL, Plan
 from howsmooth.study.records import plain_rows
-from howsmooth.study.report.chart_data import visible_token
-from howsmooth.study.text_formatting import place_in_words, readable
 from howsmooth.threads import with_fastest_threads
+from howsmooth.words import place_in_words, readable, visible_token
 
 __all__ = ["SCOPES", "Profile", "profile"]
 
 _SHOWN = 10  # rows of the ranking in a printed profile
 _LEVELS = 9  # shades of a highlighted token
+_CELL = 0.32  # inches
+_SUMMARY = Markup('<span class="place">{}</span> <b>{:.6g}</b> <span class="soft">in {}{}</span>')
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -75,15 +78,6 @@ class Profile(ResultWithInfluence):
     @property
     def _sorted(self) -> pd.DataFrame:
         return self.table.sort_values(["scope", "value"], ascending=False, kind="stable", ignore_index=True)
-
-    @property
-    def influence_layer(self) -> int:
-        """The index of the layer with the largest constant, for which ``influence`` was measured."""
-        ranking = self.ranking
-        return int(ranking[ranking["scope"] == "attention"].iloc[0]["layer"])
-
-    def _place_of_influence(self) -> str:
-        return place_in_words(self.influence_layer, None)
 
     @property
     def citation(self) -> str:
@@ -155,33 +149,70 @@ class Profile(ResultWithInfluence):
                 said.append(f"{top['position']}{token} {100 * top[column]:.0f} %")
         return f"  {' → '.join(said)}" if said else ""
 
+    @styled
     def plot(self) -> Figure:
         """Draw the constants of all heads as a heatmap, with a second panel for the constants of whole
         layers.
+
+        Each panel has its own scale of colours, because heads and layers are maps between different spaces. A
+        cell is crossed out if its measurement did not converge, and empty if it was not measured.
         """
+        layers = sorted(self.table["layer"].unique())
+        of_head = self.table["head"].notna()
+        panels = [rows for rows in (self.table[of_head], self.table[~of_head]) if len(rows)]
+        columns = [max(1, rows["head"].nunique()) for rows in panels]
+        width = max(4.6, _CELL * sum(columns) + 1.3 * len(panels))
+        figure = new_figure(width, max(2.6, 1.6 + _CELL * len(layers)))
+        # Each panel has its colour bar as a further axis, so that all cells have one size.
+        ratios = [ratio for count in columns for ratio in (count, min(0.5, 0.08 * sum(columns)))]
+        axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
+        for axis, bar, rows in zip(axes[::2], axes[1::2], panels, strict=True):
+            heads = sorted(rows["head"].dropna().unique())
+            place = {"index": "layer", "columns": "head"}
+            cells = rows.assign(head=rows["head"].fillna(-1)).pivot(**place, values=["value", "converged"])
+            values = cells["value"].reindex(layers).to_numpy(float)
+            missed = cells["converged"].reindex(layers).eq(False).to_numpy()
+            down, across = ([str(one) for one in some] for some in (layers, heads or [""]))
+            norm = logarithmic(values)
+            Cells(values, down, across, "head" if heads else "whole layer", missed=missed).draw(axis, norm)
+            add_colourbar(figure, axis, norm, inside=bar)
+        axes[0].set_ylabel("layer")
         title = f"{self.model}, one input of {self.length}:\nlocal Lipschitz constants"
-        return draw_heatmap(self.table, title)
+        figure.suptitle(titled(title, width))
+        return figure
 
     def _tables(self) -> dict[str, pd.DataFrame]:
         return {self.NAME: self.table, "tokens": self.tokens} | super()._tables()
 
-    def _shown(self, most: int) -> dict[str, Any]:
-        ranking = [rows.head(most) for _, rows in self.ranking.groupby("scope", sort=False)]
-        rows = [
-            row
-            | {"value": f"{row['value']:.6g}"}
-            | {name: form(row[name]) for name, form in COLUMNS_IN_DIGITS.items()}
-            | {"place": place_in_words(row["layer"], row["head"])}
-            | {"sides": self._sides(row["layer"], row["head"])}
-            for row in plain_rows(pd.concat(ranking))
+    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
+        html = parts()
+        alt = "Heatmap of the constants by layer and head; the numbers are in the ranking and in profile.csv."
+        body = [
+            html.words(
+                f"The local Lipschitz constant of each attention layer and head at one input: {self._at} "
+                f"Each interval holds with probability {self.confidence:.4g}."
+            ),
+            *(html.words(f"Not measured: {reason}", "note") for reason in self.refused),
+            html.picture(images[self.NAME], alt),
+            *self._parts_of_influence(images),
         ]
-        return super()._shown(most) | {"rows": rows, "shown": len(rows), "total": len(self.table)}
+        shown = 0
+        for scope, rows in self.ranking.groupby("scope", sort=False):
+            what = "Heads" if scope == "head" else "Layers"
+            body.append(html.heading(f"{what}, the largest constant first"))
+            for place, row in enumerate(plain_rows(rows.head(most))):
+                status = "" if row["converged"] else ", not converged"
+                ends = interval_in_digits(row["lower"], row["upper"])
+                summary = _SUMMARY.format(_place(row), row["value"], ends, status)
+                body.append(html.folded(summary, self._sides(row["layer"], row["head"]), place == 0))
+                shown += 1
+        if shown < len(self.table):
+            body.append(html.words(f"{shown} of {len(self.table)} rows are shown here.", "note"))
+        return body
 
-    def _sides(self, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
-        """Return two titled lists of all tokens with shades. In the first list the shades show how much a
-        change of the token matters, in the second they show how much the output token changes.
-
-        A token is given as a triple: its shade, its text, and its share as a phrase.
+    def _sides(self, layer: int, head: int | None) -> Markup:
+        """Return two lists of all tokens with shades. In the first list the shades show how much a change of
+        the token matters, in the second they show how much the output token changes.
         """
         rows = self._tokens_of(layer, head)
         words = [visible_token(word) for word in self.words] or [f" {i} " for i in rows["position"]]
@@ -189,20 +220,19 @@ class Profile(ResultWithInfluence):
         for title, column in (("A change matters at", "input_share"), ("It shows at", "output_share")):
             shares = rows[column].fillna(0.0).to_list()
             most = max(shares) or 1.0
-            spans = [
+            shaded = [
                 (round(_LEVELS * share / most), word, f"token {i}: {100 * share:.2g} %")
                 for i, (share, word) in enumerate(zip(shares, words, strict=False))
             ]
-            sides.append((title, spans))
-        return sides
+            sides += [parts().words(title, "soft"), parts().tokens(shaded)]
+        return Markup("".join(sides))
 
     def _in_latex(self) -> tuple[pd.DataFrame, str]:
-        """Return the ranking and the sentence of its caption."""
         caption = (
             f"Local Lipschitz constants of {self.model} at one input of {self.length}, with intervals of "
             f"{self.confidence:.4g} confidence"
         )
-        table = self._sorted[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
+        table = self.ranking
         return table.assign(head=table["head"].astype("string").fillna("all")), caption
 
     def described(self) -> dict[str, Any]:
@@ -305,26 +335,58 @@ def profile(
         raise ArgumentError("influence", expected='False without the scope "attention"', got="True")
     given = given_inputs(loaded_if_named(model), inputs, span, tokenizer)
     check_accuracy(rtol, confidence, given.computed)
-    how = {"rtol": rtol, "confidence": confidence, "max_iterations": max_iterations, "memory": memory}
-    measured = _Measured(how, seed, wanted, given.words)
+    few: dict[str, Any] = {"confidence": confidence, "max_iterations": max_iterations}
+    how = few | {"rtol": rtol, "memory": memory}
+    rows: list[dict[str, Any]] = []
+    shares: list[pd.DataFrame] = []
+    refused: list[str] = []
+    largest: tuple[float, Site] | None = None
+    of_tokens, n, done = None, 0, 0
     for index, layer in layers_of(given, layers, on_layer):
-        measured.add(index, layer)
-    of_tokens = measured.influence(on_layer) if influence else None
-    if not measured.rows:
-        what = type(given.module).__name__
-        raise CaptureError(f"No layer of {what} can be measured. {measured.refused[0]}")
+        done += 1
+        if isinstance(layer, CaptureError):
+            refused.append(str(layer))
+            continue
+        n = max(n, layer.tokens.shape[1])
+        for scope in wanted:
+            start = derive_seed(purpose="profile", seed=seed, layer=index, scope=scope)
+            try:
+                if scope == "head":
+                    heads = _heads(layer, seed=start, **how)
+                    found = [heads[head] for head in range(len(heads))]
+                else:
+                    (site,) = layer.sites("attention")
+                    found = [local_lipschitz(site.map, site.x[0], seed=start, **how)]
+                    largest = max(largest or (-1.0, site), (float(found[0]), site), key=itemgetter(0))
+            except HowsmoothError as error:
+                refused.append(f"Layer {index}, scope {scope}: {error}")
+                continue
+            for head, estimate in enumerate(found):
+                rows.append(_row(layer, scope, head if scope == "head" else None, estimate))
+                shares.append(_shares(rows[-1], estimate, given.words))
+    if largest and influence:
+        site = largest[1]
+        start = derive_seed(purpose="profile", seed=seed, layer=site.layer, scope="influence")
+        place = place_in_words(site.layer, None)
+        try:
+            told = as_last_step(on_layer, done)
+            of_tokens = influence_at(site, given.words, place, seed=start, on_output=told, **few)
+        except HowsmoothError as error:
+            refused.append(f"Influence in {place}: {error}")
+    if not rows:
+        raise CaptureError(f"No layer of {type(given.module).__name__} can be measured. {refused[0]}")
     origin = given.origin()
     precision = {name: origin[name] for name in ("stored", "computed")}
     return Profile(
         **origin,
-        table=PrintedTable(measured.rows).astype({"head": "Int64"}).assign(**precision),
-        tokens=pd.concat(measured.shares, ignore_index=True),
+        table=PrintedTable(rows).astype({"head": "Int64"}).assign(**precision),
+        tokens=pd.concat(shares, ignore_index=True),
         words=tuple(given.words or ()),
-        n=measured.n,
+        n=n,
         confidence=confidence,
         rtol=rtol,
         seed=seed,
-        refused=tuple(measured.refused),
+        refused=tuple(refused),
         influence=of_tokens,
     )
 
@@ -341,91 +403,34 @@ def _checked_scopes(scopes: object) -> tuple[str, ...]:
     return given
 
 
-# ---- the measurement
+def _heads(layer: VerifiedLayer, **how: Any) -> LipschitzEstimate:
+    attention = layer.found.map
+    if not isinstance(attention, SelfAttention | StagedAttention):
+        raise CaptureError(f"its heads cannot be taken alone ({layer.found.reason}).")
+    return head_lipschitz(attention, layer.tokens[0], **how)
 
 
-class _Measured:
-    """The measurements of a model's layers, collected as rows of the tables of a profile."""
+def _row(layer: VerifiedLayer, scope: str, head: int | None, found: LipschitzEstimate) -> dict[str, Any]:
+    place = layer.self_attention.layer
+    return {
+        "layer": place.index,
+        "head": head,
+        "scope": scope,
+        **{name: getattr(found, name).item() for name in ("value", "lower", "upper")},
+        "confidence": found.confidence,
+        "converged": bool(found.converged),
+        "iterations": int(found.iterations),
+        "method": found.method,
+        "masking": layer.found.masking,
+        "name": place.name,
+    }
 
-    def __init__(
-        self, how: dict[str, Any], seed: int, scopes: tuple[str, ...], words: list[str] | None
-    ) -> None:
-        self.how, self.seed, self.scopes, self.words = how, seed, scopes, words
-        self.n = 0
-        self.rows: list[dict[str, Any]] = []
-        self.shares: list[pd.DataFrame] = []
-        self.refused: list[str] = []
-        self.most_sensitive: tuple[float, Site] | None = None
-        self.layers = 0
 
-    def add(self, index: int, layer: VerifiedLayer | CaptureError) -> None:
-        """Measure one layer in each scope; if a scope cannot be measured, record the error."""
-        self.layers += 1
-        if isinstance(layer, CaptureError):
-            self.refused.append(str(layer))
-            return
-        self.n = max(self.n, layer.tokens.shape[1])
-        for scope in self.scopes:
-            try:
-                for head, estimate in self._estimates(index, layer, scope):
-                    self._append(layer, scope, head, estimate)
-            except HowsmoothError as error:
-                self.refused.append(f"Layer {index}, scope {scope}: {error}")
-
-    def _estimates(
-        self, index: int, layer: VerifiedLayer, scope: str
-    ) -> Iterator[tuple[int | None, LipschitzEstimate]]:
-        seed = derive_seed(purpose="profile", seed=self.seed, layer=index, scope=scope)
-        if scope == "attention":
-            (site,) = layer.sites("attention")
-            found = local_lipschitz(site.map, site.x[0], seed=seed, **self.how)
-            if self.most_sensitive is None or float(found.value) > self.most_sensitive[0]:
-                self.most_sensitive = float(found.value), site
-            yield None, found
-            return
-        attention, x = layer.found.map, layer.tokens[0]
-        if not isinstance(attention, SelfAttention | StagedAttention):
-            raise CaptureError(f"its heads cannot be taken alone ({layer.found.reason}).")
-        heads = head_lipschitz(attention, x, seed=seed, **self.how)
-        yield from ((head, heads[head]) for head in range(len(heads.value)))
-
-    def _append(self, layer: VerifiedLayer, scope: str, head: int | None, found: LipschitzEstimate) -> None:
-        place = layer.self_attention.layer
-        self.rows.append(
-            {
-                "layer": place.index,
-                "head": head,
-                "scope": scope,
-                "value": float(found.value),
-                "lower": float(found.lower),
-                "upper": float(found.upper),
-                "confidence": found.confidence,
-                "converged": bool(found.converged),
-                "iterations": int(found.iterations),
-                "method": found.method,
-                "masking": layer.found.masking,
-                "name": place.name,
-            }
-        )
-        shares = found.tokens()
-        if self.words is not None and len(self.words) == len(shares):
-            shares["token"] = self.words
-        shares.insert(0, "scope", scope)
-        shares.insert(0, "head", head)
-        shares.insert(0, "layer", place.index)
-        self.shares.append(shares.astype({"head": "Int64"}))
-
-    def influence(self, on_layer: Callable[[float, int], None] | None) -> Influence | None:
-        """Measure how far each output token moves if an input token moves, in the layer with the largest
-        constant. Return None if the measurement fails.
-        """
-        if self.most_sensitive is None:
-            return None
-        site = self.most_sensitive[1]
-        seed = derive_seed(purpose="profile", seed=self.seed, layer=site.layer, scope="influence")
-        how = {name: self.how[name] for name in ("confidence", "max_iterations")}
-        try:
-            return influence_of(site, seed=seed, on_output=as_last_step(on_layer, self.layers), **how)
-        except HowsmoothError as error:
-            self.refused.append(f"Influence in layer {site.layer}: {error}")
-            return None
+def _shares(row: dict[str, Any], found: LipschitzEstimate, words: list[str] | None) -> pd.DataFrame:
+    """Return the shares of all tokens, as rows of :attr:`Profile.tokens`."""
+    shares = found.tokens()
+    if words is not None and len(words) == len(shares):
+        shares["token"] = words
+    for name in ("scope", "head", "layer"):
+        shares.insert(0, name, row[name])
+    return shares.astype({"head": "Int64"})

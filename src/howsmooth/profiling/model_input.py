@@ -1,4 +1,6 @@
-"""Read a model and one input of the model, and iterate over its layers with a progress bar."""
+"""Read a model and one input of the model, iterate over its layers with a progress bar, and the base class of
+results at one input.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -22,11 +25,14 @@ from howsmooth.models.float32_weights import computing_dtype, fingerprint, store
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import check_value, max_length
 from howsmooth.models.loading.tokenizers import token_text
+from howsmooth.results.result import Result, made_by
 from howsmooth.study.plans import PROFILE_TOKENS
 from howsmooth.texts import Text
+from howsmooth.words import counted
 
 __all__ = [
     "GivenInputs",
+    "InputResult",
     "Inputs",
     "Layers",
     "Model",
@@ -114,6 +120,63 @@ class GivenInputs:
             "stored": str(stored).removeprefix("torch."),
             "computed": self.computed,
         }
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class InputResult(Result):
+    """Base class of results at one input of a model."""
+
+    #: What was found, row by row.
+    table: pd.DataFrame
+    #: The name of the model or of its folder, or the name of its class.
+    model: str
+    #: Where the weights come from; empty for a model that was not loaded by its name.
+    source: str
+    #: SHA-256 of the model.
+    fingerprint: str
+    #: The input in words.
+    input: str
+    #: Number of tokens.
+    n: int
+    #: The dtype in which the weights are stored.
+    stored: str
+    #: The dtype in which the model was computed.
+    computed: str
+
+    @property
+    def title(self) -> str:
+        """The title of the page."""
+        return f"{self.TITLE} of {self.model}"
+
+    @property
+    def length(self) -> str:
+        """The number of tokens in words, such as "3 tokens"."""
+        return counted(self.n, "token")
+
+    @property
+    def precision(self) -> str:
+        """A phrase that names the dtype of the stored weights and the dtype of the computation."""
+        computed = "" if self.stored == self.computed else f", computed in {self.computed}"
+        return f"weights in {self.stored}{computed}"
+
+    @property
+    def _at(self) -> str:
+        """The input and the precision, as the end of a page's first sentence and a sentence after it."""
+        return f"{self.input}, {self.length}. {self.precision.capitalize()}."
+
+    @property
+    def _made_by(self) -> str:
+        """The end of a citation: dtypes, versions of the libraries, and hashes of weights and table."""
+        versions = made_by("torch", "transformers")
+        return f"{self.precision}; {versions}; weights {self.fingerprint[:12]}, digest {self.digest}."
+
+    def _in_latex(self) -> tuple[pd.DataFrame, str]:
+        return self.table, f"{self.title} at one input of {self.length}"
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings and the citation of the result, as a dict for JSON. Subclasses add the rows."""
+        names = ("model", "source", "fingerprint", "input", "n", "stored", "computed", "citation")
+        return {name: getattr(self, name) for name in names}
 
 
 def layers_of(

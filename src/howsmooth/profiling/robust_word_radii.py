@@ -13,32 +13,39 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius import RobustRadius
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from howsmooth.errors import ArgumentError
 from howsmooth.printed_table import PrintedTable
-from howsmooth.profiling.figures import draw_radii
-from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
-from howsmooth.profiling.result_base_classes import Result
+from howsmooth.profiling.model_input import (
+    InputResult,
+    Inputs,
+    Model,
+    given_inputs,
+    loaded_if_named,
+    shown_progress,
+)
+from howsmooth.results.curves import Curve, Panel, add_legend, draw
+from howsmooth.results.drawing import Figure, styled, titled
+from howsmooth.results.page import parts
 from howsmooth.rounding import limit_in_digits
 from howsmooth.study.plans import RADIUS_TOKENS
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import plain_rows
-from howsmooth.study.report.chart_data import visible_token
-from howsmooth.study.text_formatting import readable
 from howsmooth.threads import with_fastest_threads
+from howsmooth.words import readable, visible_token
 
 __all__ = ["WordRadii", "word_radii"]
 
 _SHOWN = 10
 _LEVELS = 9  # shades of a highlighted token
+_BLUE = "#3b528b"
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class WordRadii(Result):
+class WordRadii(InputResult):
     """The radii within which tokens can move without changing a classifier's answer. There is one radius for
     each token, or a single radius for moving several tokens jointly.
 
@@ -117,9 +124,21 @@ class WordRadii(Result):
             f"({self._place(smallest)}); {self._made_by}"
         )
 
+    @styled
     def plot(self) -> Figure:
         """Draw the radius of each token, together with the size of the smallest attack that was found."""
-        return draw_radii(self.table, self._names, self.model)
+        places = range(len(self.table))
+        curves = [Curve(places, self.table["radius"], "proved", _BLUE, mark="o", size=36)]
+        attack = self.table["attack"].astype(float)
+        if bool(attack.notna().any()):
+            label = "smallest attack found"
+            curves.append(Curve(places, attack, label, "#e07b00", mark="v", size=36, filled=False))
+        width = max(3.6, 1.6 + 0.24 * len(self.table))
+        title = titled(self.model, width - 0.8)
+        panel = Panel(curves, title, "", "radius", scales=("linear", "log"), names=self._names)
+        figure, _ = draw([[panel]], (width, 3.0))
+        add_legend(figure, 2)
+        return figure
 
     @property
     def _names(self) -> list[str]:
@@ -140,17 +159,31 @@ class WordRadii(Result):
         at = row["position"]
         return f"{at} {readable(row['token'])!r}" if "token" in row else f"token {at}"
 
-    def _shown(self, most: int) -> dict[str, Any]:
+    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
         smallest = float(self.table["radius"].min())
-        spans, cells = [], []
+        spans, rows = [], []
         for row, word in zip(plain_rows(self.table), self._names, strict=True):
             shade = _LEVELS if row["radius"] == 0 else round(_LEVELS * smallest / row["radius"])
             spans.append((shade, f"{word} ", limit_in_digits(row["radius"], 3, upper=False)))
             first = "none" if math.isinf(row["first_order"]) else f"{row['first_order']:.4g}"
-            shown = {"attack": _attack(row["attack"]), "first_order": first}
             radius = limit_in_digits(row["radius"], 4, upper=False)
-            cells.append({**row, **shown, "radius": radius, "word": word})
-        return {"spans": spans, "rows": cells}
+            rows.append([word, radius, _attack(row["attack"]), first, row["order"], row["lost_at"]])
+        names = (
+            "token",
+            "radius",
+            "smallest attack found",
+            "first order, no bound",
+            "order",
+            "most is lost at",
+        )
+        html = parts()
+        return [
+            html.words(f"{self.input}, {self.length}. {self.statement}"),
+            html.words("The darker a word, the smaller its radius.", "soft"),
+            html.tokens(spans),
+            html.picture(images[self.NAME], "The radius of each token; the numbers are in the table."),
+            html.table([(name, False) for name in names], rows),
+        ]
 
     def described(self) -> dict[str, Any]:
         """Return the settings and the ranking, as a dict for JSON."""

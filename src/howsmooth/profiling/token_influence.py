@@ -4,18 +4,15 @@ results that contain such a measurement.
 
 from __future__ import annotations
 
-import html
 import operator
-import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from howsmooth.attention import TokenMap
@@ -30,28 +27,33 @@ from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_lipschi
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import Method
 from howsmooth.models.identification.model_part_map import ModelMap
-from howsmooth.profiling.figures import draw_influence
-from howsmooth.profiling.model_input import shown_progress
-from howsmooth.profiling.result_base_classes import Result
+from howsmooth.profiling.model_input import InputResult, shown_progress
+from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled
+from howsmooth.results.heatmaps import Cells
+from howsmooth.results.page import parts
+from howsmooth.results.result import Result, made_by
 from howsmooth.rounding import interval_in_digits
-from howsmooth.study.figures.drawing import save
-from howsmooth.study.file_writing import writable_folder
-from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.plans import INFLUENCE_RTOL, Plan
 from howsmooth.study.records import plain_rows
-from howsmooth.study.text_formatting import counted, readable
 from howsmooth.threads import with_fastest_threads
+from howsmooth.words import counted, readable
 
-__all__ = ["Influence", "ResultWithInfluence", "as_last_step", "influence"]
+__all__ = ["Influence", "ResultWithInfluence", "as_last_step", "influence", "influence_at"]
 
 _PRINTED = 10  # norms that a command prints; the table has all
+_MOST_WORDS = 64
+# Influences below this share of the largest have one colour.
+_RANGE = 1e-4
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Influence:
+class Influence(Result):
     """The norms ‖∂y_i/∂x_j‖₂ of the blocks of a Jacobian, which say how far the output token y_i moves if the
     input token x_j moves.
     """
+
+    NAME: ClassVar[str] = "influence"
+    TITLE: ClassVar[str] = "Influence"
 
     #: The largest value found of each norm, (outputs, n), float64.
     value: Float[Tensor, "outputs n"]
@@ -79,17 +81,26 @@ class Influence:
     seed: int
     #: Whether there is one output for each input token; false for the margin or the logits of a whole text.
     token_outputs: bool = True
+    #: The texts of the input tokens; empty if they are not known.
+    words: tuple[str, ...] = ()
+    #: The measured part of a model in words, and the name of an output that is no token; empty for a map.
+    place: str = ""
+    output: str = ""
 
     @property
     def table(self) -> pd.DataFrame:
         """The table of the norms, with one row for each pair of an output and an input token. Its columns are
-        ``output``, ``input``, ``value``, ``lower``, ``upper`` and ``converged``.
+        ``output``, ``input``, ``value``, ``lower``, ``upper`` and ``converged``, and if the texts of the
+        tokens are known ``output_token`` and ``input_token``.
         """
         rows, n = self.value.shape
         table = pd.DataFrame({"output": self.outputs}).loc[lambda t: t.index.repeat(n)]
         table["input"] = list(range(n)) * rows
         for name in ("value", "lower", "upper", "converged"):
             table[name] = getattr(self, name).flatten().numpy()
+        for side in ("output", "input") if self.token_outputs else ("input",):
+            if self.words:
+                table[f"{side}_token"] = [self.words[i] for i in table[side]]
         return table.reset_index(drop=True)
 
     def __repr__(self) -> str:
@@ -108,25 +119,21 @@ class Influence:
 
     @property
     def citation(self) -> str:
-        """A one-line summary of the result, which is also its ``repr``."""
-        return repr(self)
+        """One line to cite: what is printed, and the versions of the libraries."""
+        return f"{self!r}; {made_by('torch')}; digest {self.digest}."
 
-    def _repr_html_(self) -> str:
-        """Return HTML for notebooks: a one-line summary and the heatmap."""
-        picture = f'<img src="{data_url(png(self.plot()))}" alt="Influence matrix">'
-        return f"<p>{html.escape(repr(self))}</p>{picture}"
+    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
+        alt = "Heatmap of the influence of each input token on each output; the numbers are in influence.csv."
+        return [parts().words(repr(self)), parts().picture(images[self.NAME], alt)]
 
+    @styled
     def plot(self, words: Sequence[str] | None = None) -> Figure:
         """Draw the block norms as a heatmap, with a row for each output and a column for each input token.
 
         Parameters
         ----------
         words
-            The text of each of the n input tokens, as labels; None for their numbers.
-
-        Returns
-        -------
-        matplotlib.figure.Figure
+            The text of each of the n input tokens, as labels; by default those that are known, or numbers.
 
         Raises
         ------
@@ -134,21 +141,77 @@ class Influence:
             If there are not n words.
 
         """
+        words = words if words is not None else self.words or None
         if words is not None and len(words) != self.value.shape[1]:
             raise ArgumentError(
                 "words", expected=f"{self.value.shape[1]} words, one a token", got=f"{len(words)}"
             )
-        return draw_influence(
-            self.value.numpy(),
-            self.converged.numpy(),
-            self.outputs,
-            None if words is None else [readable(word) for word in words],
-            token_outputs=self.token_outputs,
-        )
+        value = self.value.numpy()
+        rows, n = value.shape
+        # Colours span four orders of magnitude; a norm of zero is white.
+        shown = np.maximum(np.where(value > 0, value, np.nan), _RANGE * value.max())
+        norm = logarithmic(shown)
+        cell = 0.2 if words is not None and n <= _MOST_WORDS else max(0.02, min(0.2, 5.0 / n))
+        figure = new_figure(max(4.2, 1.9 + cell * n), max(2.6, 1.4 + cell * rows))
+        axis = figure.subplots()
+        names = [str(j) for j in range(n)] if words is None else [readable(word) for word in words]
+        # A single output that is no token, such as a margin, has no number of its own.
+        alone = [""] if rows == 1 else [str(i) for i in self.outputs]
+        Cells(
+            shown,
+            [names[i] for i in self.outputs] if self.token_outputs else alone,
+            names,
+            "input token, which is moved",
+            "output token" if self.token_outputs else "output",
+            missed=~self.converged.numpy(),
+            words=words is not None,
+            most=_MOST_WORDS if words is not None and max(rows, n) <= _MOST_WORDS else 24,
+        ).draw(axis, norm)
+        add_colourbar(figure, axis, norm, "‖∂y/∂x‖₂")
+        return figure
+
+    def described(self) -> dict[str, Any]:
+        """Return the largest norms and the token-wise constant, as a dict for JSON."""
+        return {
+            "place": self.place,
+            "rtol": self.rtol,
+            "unconverged": int((~self.converged).sum()),
+            "token_wise": {"lower": self.token_wise.lower, "upper": self.token_wise.upper},
+            "largest": plain_rows(self.table.nlargest(_PRINTED, "value")),
+        }
+
+    def lines_of_largest(self) -> list[str]:
+        """Return a table of the largest norms, line by line, and a sentence of a change of all tokens."""
+
+        def token(row: dict[str, Any], side: str) -> str:
+            if side == "output" and not self.token_outputs:
+                return self.output or str(row[side])
+            word = row.get(f"{side}_token", "")
+            return f"{row[side]} {readable(word)!r}" if word else str(row[side])
+
+        rows = [("moved token", "output", "moves by", "interval")]
+        for row in self.described()["largest"]:
+            ends = interval_in_digits(row["lower"], row["upper"], 4)
+            status = "" if row["converged"] else " not converged"
+            rows.append((token(row, "input"), token(row, "output"), f"{row['value']:.4g}", ends + status))
+        left, middle, right = (max(len(row[i]) for row in rows) for i in range(3))
+        return [
+            "",
+            f"Which token moves which, {self.place}: how far an output",
+            "moves, to first order, if one token moves by 1. Each interval holds with",
+            f"probability {self.confidence:.4g}. The largest {len(rows) - 1} of "
+            f"{counted(self.value.numel(), 'norm')}:",
+            *(
+                f"  {one:<{left}}  {two:<{middle}}  {three:>{right}}  {four}"
+                for one, two, three, four in rows
+            ),
+            "If all tokens move at once, each by at most 1, the largest move of an output",
+            f"lies in {interval_in_digits(self.token_wise.lower, self.token_wise.upper, 4)}.",
+        ]
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ResultWithInfluence(Result):
+class ResultWithInfluence(InputResult):
     """Base class of results at one input of a model that may say which token moves which."""
 
     #: The text of each token; empty for inputs without token ids.
@@ -156,98 +219,26 @@ class ResultWithInfluence(Result):
     #: Which token moves which; None where that was not measured.
     influence: Influence | None = None
 
-    @property
-    def _moved(self) -> tuple[Influence, str, tuple[str, ...] | None] | None:
-        """The influence, the map that it is of, and the texts of the n tokens, or None without them; None if
-        the influence was not measured.
-        """
-        if self.influence is None:
-            return None
-        words = self.words if len(self.words) == self.influence.value.shape[1] else None
-        return self.influence, self._place_of_influence(), words
-
-    def _place_of_influence(self) -> str:
-        """Return the name of the map whose influence was measured."""
-        raise NotImplementedError
-
     def _lines_of_influence(self) -> list[str]:
-        return [] if self.influence is None else [f"  {self._place_of_influence()}: {self.influence}"]
-
-    def _table_of_influence(self) -> pd.DataFrame:
-        """Return the table of the norms, with the columns ``output_token`` and ``input_token`` if the texts
-        of the tokens are known.
-        """
-        assert self._moved is not None
-        found, _, words = self._moved
-        table = found.table
-        if words is not None:
-            for side in ("output", "input") if found.token_outputs else ("input",):
-                table[f"{side}_token"] = [words[i] for i in table[side]]
-        return table
+        return [] if self.influence is None else [f"  {self.influence.place}: {self.influence}"]
 
     def _tables(self) -> dict[str, pd.DataFrame]:
-        more = {} if self.influence is None else {"influence": self._table_of_influence()}
-        return super()._tables() | more
+        return super()._tables() | ({} if self.influence is None else self.influence._tables())
 
-    def _shown(self, most: int) -> dict[str, Any]:
-        if self._moved is None:
-            return {"influence": None}
-        found, place, words = self._moved
+    def _figures(self) -> dict[str, Figure]:
+        return super()._figures() | ({} if self.influence is None else self.influence._figures())
+
+    def _parts_of_influence(self, images: Mapping[str, str]) -> list[str]:
+        found = self.influence
+        if found is None:
+            return []
         ends = interval_in_digits(found.token_wise.lower, found.token_wise.upper, digits=4)
-        return {"influence": data_url(png(found.plot(words))), "place": place, "token_wise": ends}
-
-    def write(self, folder: str | os.PathLike[str], *, parquet: bool = False) -> list[Path]:
-        """Write what every result writes, and the figure of the influence; return the paths."""
-        paths = super().write(folder, parquet=parquet)
-        if self._moved is not None:
-            found, _, words = self._moved
-            with writable_folder(folder) as folder:
-                paths += save(found.plot(words), folder, "influence", f"Influence in {self.model}")
-        return paths
-
-    def described_influence(self) -> dict[str, Any]:
-        """Return the largest norms and the token-wise constant, as a dict for JSON."""
-        assert self._moved is not None
-        found, place, _ = self._moved
-        return {
-            "place": place,
-            "rtol": found.rtol,
-            "unconverged": int((~found.converged).sum()),
-            "token_wise": {"lower": found.token_wise.lower, "upper": found.token_wise.upper},
-            "largest": plain_rows(self._table_of_influence().nlargest(_PRINTED, "value")),
-        }
-
-    def lines_of_largest(self) -> list[str]:
-        """Return a table of the largest norms, line by line, and a sentence of a change of all tokens."""
-        assert self._moved is not None
-        found, place, _ = self._moved
-
-        def token(row: dict[str, Any], side: str) -> str:
-            if side == "output" and not found.token_outputs:
-                return str(getattr(self, "output", row[side]))
-            word = row.get(f"{side}_token", "")
-            return f"{row[side]} {readable(word)!r}" if word else str(row[side])
-
-        rows = [("moved token", "output", "moves by", "interval")]
-        for row in self.described_influence()["largest"]:
-            ends = interval_in_digits(row["lower"], row["upper"], 4)
-            status = "" if row["converged"] else " not converged"
-            rows.append((token(row, "input"), token(row, "output"), f"{row['value']:.4g}", ends + status))
-        left, middle, right = (max(len(row[i]) for row in rows) for i in range(3))
-        ends = interval_in_digits(found.token_wise.lower, found.token_wise.upper, 4)
-        return [
-            "",
-            f"Which token moves which, {place}: how far an output",
-            "moves, to first order, if one token moves by 1. Each interval holds with",
-            f"probability {found.confidence:.4g}. The largest {len(rows) - 1} of "
-            f"{counted(found.value.numel(), 'norm')}:",
-            *(
-                f"  {one:<{left}}  {two:<{middle}}  {three:>{right}}  {four}"
-                for one, two, three, four in rows
-            ),
-            "If all tokens move at once, each by at most 1, the largest move of an output",
-            f"lies in {ends}.",
-        ]
+        said = (
+            "How far each output (row) moves, to first order, if an input token (column) moves by one. If "
+            f"every token moves by at most one, the output that moves most moves by a distance in {ends}."
+        )
+        (_, picture) = found._parts(images, 0)
+        return [parts().heading(f"Which token moves which, {found.place}"), parts().words(said), picture]
 
 
 def as_last_step(
@@ -363,6 +354,15 @@ def influence(
         seed=seed,
         token_outputs=len(shape) == 2 and shape[0] == len(x),
     )
+
+
+def influence_at(
+    site: Any, words: Sequence[str] | None, place: str, output: str = "", **options: Any
+) -> Influence:
+    """Measure the influence of the tokens on a part of a model, with their texts if there is one for each."""
+    found = influence(site, **options)
+    known = tuple(words or ()) if len(words or ()) == found.value.shape[1] else ()
+    return replace(found, words=known, place=place, output=output)
 
 
 def _map_and_tokens(f: Any, x: Tensor | None) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from howsmooth.study.study_preparation import (
     place_sequences,
     subject_of,
 )
-from howsmooth.study.text_formatting import place_in_words
+from howsmooth.words import place_in_words
 
 __all__ = ["AttentionSource", "Ball", "Target"]
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from howsmooth import adversarial, bounds, lipschitz
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.files import writable_folder
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.seeds import derive_seed
 from howsmooth.study.attention_sources import AttentionSource, Ball, Target, largest_norm
-from howsmooth.study.file_writing import writable_folder
 from howsmooth.study.plans import BoundPlan
 from howsmooth.study.progress_listener import SILENT, Listener
 

@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 
 from howsmooth.errors import ArgumentError, WorkerError
-from howsmooth.study.text_formatting import RUN_AGAIN
+from howsmooth.words import RUN_AGAIN
 
 try:
     from distributed import Client

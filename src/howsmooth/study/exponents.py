@@ -24,7 +24,7 @@ from scipy import special
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.records import CORRECTED
-from howsmooth.study.text_formatting import decimal
+from howsmooth.words import decimal
 
 __all__ = [
     "EXPONENT_COLUMNS", "GROUP", "LEVEL", "QUARTER", "STRATA", "Correlation", "Exponent", "compare",

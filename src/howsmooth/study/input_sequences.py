@@ -18,9 +18,9 @@ from howsmooth import texts
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.study.plans import InputSpec
 from howsmooth.study.records import TextRecord
-from howsmooth.study.text_formatting import encodable
 from howsmooth.study.token_files import TokenStream, load_tokens
 from howsmooth.study.window_placement import Sequences, arrange, draw_distinct
+from howsmooth.words import encodable
 
 if TYPE_CHECKING:
     from howsmooth.models.inputs.image_sources import Images  # imports transformers, which takes seconds

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pandas as pd
 
 from howsmooth.errors import ArgumentError
+from howsmooth.files import csv_of, replace_file, write_parquet, written_beside
+from howsmooth.results.drawing import Figure, Picture
+from howsmooth.results.result import Result
 from howsmooth.study.exponents import compare, exponents
-from howsmooth.study.figures.measurements import Picture, draw_all
-from howsmooth.study.file_writing import csv_of, replace_file, write_parquet, written_beside
+from howsmooth.study.figures import draw_all, overview
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report.page import render
@@ -21,14 +25,17 @@ from howsmooth.study.stored_tables import citations, measurement_table
 __all__ = ["Outputs", "write_outputs"]
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """The files written by :func:`write_outputs`, and the tables in them.
+@dataclass(frozen=True, eq=False, repr=False)
+class Outputs(Result):
+    """The result of a study: its tables, and the files written by :func:`write_outputs`.
 
     ``contents`` has the tables of the store at the time of writing. ``exponents`` comes from
     :func:`howsmooth.study.exponents.exponents`; ``compared`` from :func:`howsmooth.study.exponents.compare`,
     and is empty if the store has no published values. ``parquet`` has the paths of the tables in parquet.
     """
+
+    NAME: ClassVar[str] = "report"
+    TITLE: ClassVar[str] = "Exponents of local Lipschitz constants in the length"
 
     contents: Contents
     exponents: pd.DataFrame
@@ -36,6 +43,27 @@ class Outputs:
     pictures: list[Picture]
     report: Path
     parquet: tuple[Path, ...] = ()
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The exponents, a row for each layer or head."""
+        return self.exponents
+
+    @property
+    def citation(self) -> str:
+        """A line to cite for each model, scope and text."""
+        return "\n".join(citations(self.contents, plain_rows(self.exponents)))
+
+    def _tables(self) -> dict[str, pd.DataFrame]:
+        return {"measurements": measurement_table(self.contents), "exponents": self.exponents}
+
+    def plot(self) -> Figure:
+        """Draw the overview of the first model."""
+        return overview(self.contents.with_choices(self.contents.measurements), self.contents.kinds)
+
+    def page(self, images: Mapping[str, str] | None = None) -> str:
+        """Return the report as the text of one HTML file, whose script draws the points when it is opened."""
+        return render(self.contents, self.exponents, self.compared, self.pictures)
 
 
 def write_outputs(
@@ -47,11 +75,11 @@ def write_outputs(
 ) -> Outputs:
     """Write ``measurements.csv``, ``exponents.csv`` and ``report.html`` beside a store.
 
-    If the store has published values, also write ``published.csv`` and ``published-exponents.csv``. With
-    ``figures="all"``, also draw a figure of each layer and head into the folder ``figures``, as PNG and PDF,
-    and show them in the report; by default the report draws its figures when it is opened. With
-    ``parquet``, also write ``measurements.parquet`` and ``exponents.parquet``, with the lines to cite in
-    their metadata.
+    If the store has published values, also write ``published.csv`` and ``published-exponents.csv``. Draw one
+    overview for each model into the folder ``figures``, as PNG and PDF, and show it in the report, which also
+    draws all points when it is opened; with ``figures="all"``, draw all overviews and a figure of each layer
+    and head. With ``parquet``, also write ``measurements.parquet`` and ``exponents.parquet``, with the lines
+    to cite in their metadata.
 
     Raises
     ------
@@ -66,23 +94,20 @@ def write_outputs(
     folder = Path(folder)
     with Store.open(folder, write=False) as store:
         contents = store.contents()
-    rows = contents.measurements
-    table, compared = contents.with_choices(exponents(rows)), compare(contents.published)
+    rows = contents.with_choices(contents.measurements)
+    table, compared = contents.with_choices(exponents(contents.measurements)), compare(contents.published)
     written = measurement_table(contents)
-    tables = {"measurements": written, "exponents": table} if parquet else {}
-    in_parquet = tuple(folder / f"{name}.parquet" for name in tables)
+    paths = tuple(folder / f"{name}.parquet" for name in ("measurements", "exponents") if parquet)
     with written_beside(folder, "measurements"):
-        for path, each in zip(in_parquet, tables.values(), strict=True):
-            write_parquet(each, path, "\n".join(citations(contents, plain_rows(table))))
+        few = figures != "all"
+        pictures = draw_all(rows, folder / "figures", listener, contents.kinds, overviews=few)
+        found = Outputs(contents, table, compared, pictures, folder / "report.html", paths)
+        for path, each in zip(paths, (written, table), strict=False):
+            write_parquet(each, path, found.citation)
         replace_file(folder / "measurements.csv", csv_of(written))
         replace_file(folder / "exponents.csv", csv_of(table))
-        pictures = []
-        if figures == "all":
-            pictures = draw_all(contents.with_choices(rows), folder / "figures", listener, contents.kinds)
-        page = folder / "report.html"
-        replace_file(page, render(contents, table, compared, pictures))
+        replace_file(found.report, found.page())
         if len(contents.published):
-            values = contents.published.drop(columns="run")
-            replace_file(folder / "published.csv", csv_of(values))
+            replace_file(folder / "published.csv", csv_of(contents.published.drop(columns="run")))
             replace_file(folder / "published-exponents.csv", csv_of(compared))
-    return Outputs(contents, table, compared, pictures, page, in_parquet)
+    return found

@@ -38,7 +38,7 @@ from howsmooth.study.options import (
     word,
 )
 from howsmooth.study.ranges import ALL, Ranges
-from howsmooth.study.text_formatting import encodable
+from howsmooth.words import encodable
 
 if TYPE_CHECKING:
     ByteSize = int

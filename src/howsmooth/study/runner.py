@@ -34,8 +34,8 @@ from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.store import Store
 from howsmooth.study.study_preparation import Models
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
-from howsmooth.study.text_formatting import RUN_AGAIN
 from howsmooth.threads import renew_threads
+from howsmooth.words import RUN_AGAIN
 
 __all__ = ["Means", "Runner"]
 

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from filelock import FileLock, Timeout
 
 from howsmooth.errors import StoreError, reason
-from howsmooth.study.text_formatting import RUN_AGAIN
+from howsmooth.words import RUN_AGAIN
 
 __all__ = ["STORE_NAME", "begun", "connected", "empty", "locked", "store_there", "translated"]
 

@@ -17,7 +17,7 @@ from howsmooth.printed_table import PrintedTable
 from howsmooth.study.exponents import LEVEL, exponents
 from howsmooth.study.records import Contents, Measurement, plain_rows
 from howsmooth.study.store import STORE_NAME, Store
-from howsmooth.study.text_formatting import place_in_words, readable, scope_in_words
+from howsmooth.words import place_in_words, readable, scope_in_words
 
 __all__ = ["citations", "measurement_table", "read"]
 

@@ -30,7 +30,7 @@ from howsmooth.study.input_sequences import (
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.records import MEASURE, InputRecord, ModelRecord, TextRecord
 from howsmooth.study.store import Store
-from howsmooth.study.text_formatting import encodable
+from howsmooth.words import encodable
 
 if TYPE_CHECKING:
     from howsmooth.study.image_sequences import ImageFeed

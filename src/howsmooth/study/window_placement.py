@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-__all__ = ["Sequences", "arrange", "bounded_lengths", "draw_distinct"]
+__all__ = ["Sequences", "arrange", "draw_distinct"]
 
 Sequences = Mapping[tuple[int, int], int]
 """The index of the first token of each sequence, by (length, sample)."""
@@ -169,9 +169,3 @@ def _lay_out(
         placed[window] = start + shift + used
         used += window[0]
     return placed
-
-
-def bounded_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths at which bounds are computed: the shortest, the median and the longest."""
-    ordered = sorted(set(lengths))
-    return tuple(sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]}))

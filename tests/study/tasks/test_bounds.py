@@ -15,32 +15,24 @@ import torch
 import howsmooth as hs
 from howsmooth.bounds.catalogue import CATALOGUE
 from howsmooth.study.tasks import bounds
-from howsmooth.study.tasks.bounds import bound_site, bounded_lengths
+from howsmooth.study.tasks.bounds import bound_site
 from tests._selection import others_slow
 from tests._study import Heard, contents_of, make_plan, make_tools, run
 from tests._tiny_models import tiny
 
 
-@pytest.mark.parametrize(
-    ("lengths", "picked"),
-    [((8,), (8,)), ((8, 2), (2, 8)), ((2, 4, 6), (2, 4, 6)), (tuple(range(2, 101, 2)), (2, 52, 100))],
-)
-def test_three_lengths_are_bounded(lengths: tuple[int, ...], picked: tuple[int, ...]) -> None:
-    assert bounded_lengths(lengths) == picked
-
-
-def test_the_first_sample_of_three_lengths_of_every_attention_is_bounded(tmp_path: Path) -> None:
+def test_the_first_sample_of_every_length_and_attention_is_bounded(tmp_path: Path) -> None:
     tools, work = make_tools()
     lengths = (2, 3, 4, 5, 8)
     heard = Heard()
     plan = make_plan(scopes=("attention", "head", "block", "residual"), lengths=lengths)
     outcome = run(plan, tmp_path, tools, listener=heard)
-    assert (outcome.made["bounds"], outcome.kept["bounds"]) == (27, 0)
+    assert (outcome.made["bounds"], outcome.kept["bounds"]) == (45, 0)
     contents = contents_of(tmp_path)
     table = contents.bounds
-    assert len(work.bounded) == len(set(work.bounded)) == 3 * (3 + 6)
+    assert len(work.bounded) == len(set(work.bounded)) == 5 * (3 + 6)
     assert len(table) == 2 * len(work.bounded)
-    assert set(table["n"]) == {2, 4, 8}
+    assert set(table["n"]) == set(lengths)
     assert set(table["sample"]) == {0}
     assert set(table["scope"]) == {"attention", "head"}
     assert set(table["radius"]) == {7.5}
@@ -54,7 +46,7 @@ def test_the_first_sample_of_three_lengths_of_every_attention_is_bounded(tmp_pat
     rows = contents.measurements.query("sample == 0")
     assert starts <= {(row.n, row.start) for row in rows.itertuples()}
     assert starts == {(n, first) for _, _, _, n, first in work.bounded}
-    assert heard.phases[-1] == "Computing 27 attentions' bounds"
+    assert heard.phases[-1] == "Computing 45 attentions' bounds"
     assert heard.told[-1][2].endswith(", bounds")
     assert heard.told[-1][0] == pytest.approx(heard.told[-1][1])
 
@@ -71,10 +63,10 @@ def test_bounds_are_added_once_and_can_be_left_out(tmp_path: Path) -> None:
     work.bounded.clear()
     outcome = run(make_plan(), tmp_path, tools)
     assert (work.bounded, outcome.made["bounds"], outcome.kept["bounds"]) == ([], 0, 9)
-    run(make_plan(lengths=(2, 4, 8, 16, 32)), tmp_path, tools)  # 8 is the median, 32 the longest
-    assert {n for *_, n, _ in work.bounded} == {32}
+    run(make_plan(lengths=(2, 4, 8, 16, 32)), tmp_path, tools)
+    assert {n for *_, n, _ in work.bounded} == {16, 32}
     after = contents_of(tmp_path).bounds
-    kept = after[after["n"] < 32].reset_index(drop=True)
+    kept = after[after["n"] < 16].reset_index(drop=True)
     pd.testing.assert_frame_equal(kept, before.bounds)
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from howsmooth.results.page import plain
 from howsmooth.rounding import limit_in_digits
 from howsmooth.study.exponents import GROUP
 from howsmooth.study.records import PLACE, plain_rows
-from howsmooth.study.report.tables import CONFIDENCE, chance, plain, slope
-from howsmooth.study.text_formatting import VISIBLE_SIGNS, place_in_words, readable
+from howsmooth.study.report.tables import CONFIDENCE, chance, slope
+from howsmooth.words import place_in_words, visible_token
 
 __all__ = [
     "MOST_ENERGIES",
@@ -24,7 +25,6 @@ __all__ = [
     "scatter_data",
     "script_json",
     "sensitivity_data",
-    "visible_token",
 ]
 
 MOST_POINTS = 50_000
@@ -38,7 +38,6 @@ _HERE = "‖D_X f‖"  # the quantity of a bound on one sequence; others are ove
 _PLACE = list(PLACE)
 _FIT = ["slope", "intercept", "n_min", "n_max"]
 _USUAL_LENGTH = 64  # of a text that is read at a glance
-_LONGEST_PIECE = 40
 # Characters that could end the script element, start another, or break a line of JavaScript.
 _ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
 
@@ -201,16 +200,6 @@ def _tokens_of_half(energies: Sequence[float]) -> int:
     """Return the smallest number of tokens whose energies sum to at least half of the total energy."""
     reached = np.cumsum(sorted(energies, reverse=True))
     return int(np.searchsorted(reached, reached[-1] / 2)) + 1
-
-
-def visible_token(token: str) -> str:
-    """Return a token as one visible line: line breaks and control characters become visible signs."""
-    if token == "":
-        return "∅"
-    if len(token) > 2 * _LONGEST_PIECE:  # only its ends will be shown
-        token = token[:_LONGEST_PIECE] + token[-_LONGEST_PIECE:]
-    signs = token.translate(VISIBLE_SIGNS)
-    return readable("".join(" " if letter.isspace() else letter for letter in signs), longest=_LONGEST_PIECE)
 
 
 def _thinned(rows: pd.DataFrame) -> pd.DataFrame:

@@ -1,29 +1,24 @@
-"""Assemble the report: one HTML file that contains its style, its script and its data.
-
-The content security policy names the digests of its one style sheet and its one script. So a browser applies
-no other style and runs no other script, even if the data contain HTML.
-"""
+"""Assemble the report: one HTML file that contains its style, its script and its data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import pandas as pd
-from markupsafe import Markup
 
+from howsmooth.results.drawing import Picture, data_url
+from howsmooth.results.page import page, plain, templates
 from howsmooth.rounding import limit_in_digits
 from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.exponents import STRATA
-from howsmooth.study.figures.measurements import Picture
-from howsmooth.study.html_assets import data_url, digest, style_sheet, templates_of
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import tables
 from howsmooth.study.report.chart_data import bounds_data, scatter_data, script_json, sensitivity_data
-from howsmooth.study.text_formatting import (
+from howsmooth.words import (
     amount_in_words,
     duration,
     kind_in_words,
@@ -38,7 +33,6 @@ _ASSETS = Path(__file__).parents[1] / "templates" / "report"
 _SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js", "scatter.js", "bounds.js", "tokens.js")
 _MOST_BOUNDS = 60
 _MOST_INLINED = 40  # figures: a page with every head of a large model would be too heavy for a phone
-_DOTS_AN_INCH = 96  # of a CSS pixel
 
 
 def render(
@@ -50,30 +44,28 @@ def render(
     files of ``pictures`` are embedded.
     """
     rows = contents.measurements
-    found = _sections(contents.with_choices(rows), exponents, pictures)
-    style, script = _style(found), _script()
+    singles = [picture for picture in pictures if not picture.overview]
+    bounds = bounds_data(contents.bounds, rows)
     data = {
         "scatter": scatter_data(rows, exponents, contents.published, compared),
-        "bounds": bounds_data(contents.bounds, rows),
+        "bounds": bounds,
         "tokens": sensitivity_data(contents.sensitivities),
     }
     kinds = set(contents.kinds.values())
-    page: str = _template(contents).render(
-        style=Markup(style),
-        script=Markup(script),
-        style_digest=digest(style),
-        script_digest=digest(script),
-        data=[(name, script_json(value)) for name, value in data.items() if value is not None],
+    body = _template(contents).render(
         points=data["scatter"],
         published=plain_rows(compared),
         items=tables.items_of(compared),
-        sharpest=tables.sharpest(data["bounds"]) if data["bounds"] else [],
+        sharpest=tables.sharpest(bounds) if bounds else [],
         most_bounds=_MOST_BOUNDS,
         tokens=data["tokens"],
         study=contents.study,
         level=tables.CONFIDENCE,
-        families=found,
-        drawn=any(one["overviews"] or one["singles"] or one["not_shown"] for one in found),
+        families=list(_headlines(contents.with_choices(rows), exponents)),
+        drawn=bool(pictures),
+        overviews=[_image(picture) for picture in pictures if picture.overview],
+        singles=[_image(picture) for picture in singles[:_MOST_INLINED]],
+        not_shown=len(singles[_MOST_INLINED:]),
         exponents=plain_rows(exponents),
         strata=STRATA,
         by_radius=bool(exponents["radius_correlation"].notna().any()),
@@ -90,79 +82,48 @@ def render(
         maskings=tables.maskings(rows),
         seconds=float(rows["seconds"].sum()),
         failures=plain_rows(contents.failures),
-        unbounded=tables.without_bounds(rows, contents.bounds),
         zeros=int((rows["lipschitz"] <= 0).sum()),
     )
-    return page
+    labels = ", ".join(contents.models["label"])
+    return page(
+        f"How smooth is attention? {labels}",
+        [body],
+        style=f"{_asset('uplot/uPlot.min.css')}\n{_asset('report.css')}",
+        script=_script(),
+        data={name: script_json(value) for name, value in data.items() if value is not None},
+    )
 
 
 def _template(contents: Contents) -> jinja2.Template:
-    nouns = {tables.plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
-    environment = templates_of("howsmooth.study")
+    nouns = {plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
+    environment = templates("howsmooth.study")
     environment.globals |= {"amount": amount_in_words, "place": place_in_words, "scope": scope_in_words}
     environment.filters |= {
         "number": tables.number,
         "limit": partial(limit_in_digits, digits=3),
         "slope": tables.slope,
         "chance": tables.chance,
-        "plain": tables.plain,
         "percent": lambda share: f"{100 * share:.2g} %",
         "head": lambda head: "all" if head is None else head,
         "duration": duration,
         "sentence": sentence,
-        "noun": lambda text: nouns.get(tables.plain(text), "text"),
+        "noun": lambda text: nouns.get(plain(text), "text"),
     }
     return environment.get_template("report.html.jinja")
 
 
-def _sections(
-    rows: pd.DataFrame, exponents: pd.DataFrame, pictures: Sequence[Picture]
-) -> list[dict[str, Any]]:
-    """Return a section for each model, text and scope, with a headline and figures."""
-    found: list[dict[str, Any]] = []
-    room = _MOST_INLINED
-    for (model, text, scope), group in rows.groupby(["model", "text", "scope"], sort=True):
-        mine = [p for p in pictures if (p.model, p.text, p.scope) == (model, text, scope)]
-        singles = [picture for picture in mine if not picture.overview]
-        shown = singles[:room]
-        room -= len(shown)
-        fits = exponents.query("model == @model and text == @text and scope == @scope")
-        found.append(
-            {
-                "model": model,
-                "text": text,
-                "scope": scope,
-                "scope_words": scope_in_words(group.iloc[0]),
-                "headline": tables.headline(group, fits),
-                "overviews": [_image(picture) for picture in mine if picture.overview],
-                "singles": [_image(picture) for picture in shown],
-                "not_shown": len(singles) - len(shown),
-            }
-        )
-    return found
+def _headlines(rows: pd.DataFrame, exponents: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the headline of each model, text and scope."""
+    place = ["model", "text", "scope"]
+    for names, group in rows.groupby(place, sort=True):
+        words = tables.headline(group, exponents[(exponents[place] == list(names)).all(axis=1)])
+        where = {"model": names[0], "text": names[1], "scope_words": scope_in_words(group.iloc[0])}
+        yield where | {"headline": words}
 
 
 def _image(picture: Picture) -> dict[str, Any]:
-    return {
-        "source": data_url(picture.png.read_bytes()),
-        "alt": picture.alt,
-        "place": "every layer" if picture.layer is None else place_in_words(picture.layer, picture.head),
-        "file": f"figures/{picture.pdf.name}",
-        # Show the figure in the size of paper; on a narrow screen shrink it, but not below a legible width,
-        # and let the reader scroll.
-        "width": round(picture.inches * _DOTS_AN_INCH),
-        "least": round(max(min(picture.inches, 6.5), 0.55 * picture.inches) * _DOTS_AN_INCH),
-    }
-
-
-def _style(found: Sequence[dict[str, Any]]) -> str:
-    """Return the style sheets; a class for each least width of an image stands in for style attributes, which
-    the policy forbids.
-    """
-    images = (image for family in found for kind in ("overviews", "singles") for image in family[kind])
-    least = sorted({int(image["least"]) for image in images})
-    rules = "".join(f".least-{width} {{ min-width: {width}px; }}\n" for width in least)
-    return style_sheet(f"{_asset('uplot/uPlot.min.css')}\n{_asset('report.css')}") + rules
+    shown = {"source": data_url(picture.png.read_bytes()), "file": f"figures/{picture.pdf.name}"}
+    return shown | {"alt": picture.alt, "title": f"{picture.title}.", "width": picture.width}
 
 
 def _script() -> str:

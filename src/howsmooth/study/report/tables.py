@@ -8,16 +8,14 @@ from typing import Any
 
 import pandas as pd
 
-from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.plans import PUBLISHED_ITEMS
 from howsmooth.study.records import plain_rows
-from howsmooth.study.text_formatting import decimal, place_in_words, readable
-from howsmooth.study.window_placement import bounded_lengths
+from howsmooth.words import decimal, place_in_words
 
 __all__ = [
-    "CONFIDENCE", "chance", "convergence", "headline", "items_of", "maskings", "number",
-    "plain", "runs", "sharpest", "slope", "without_bounds",
+    "CONFIDENCE", "chance", "convergence", "headline", "items_of", "maskings", "number", "runs",
+    "sharpest", "slope",
 ]  # fmt: skip
 
 CONFIDENCE = f"{LEVEL * 100:.0f} %"
@@ -37,11 +35,6 @@ def slope(value: float | None) -> str:
 def chance(value: float | None) -> str:
     """Format a p value; values below 0.001 are shown as "below 0.001"."""
     return "below 0.001" if value is not None and value < 0.001 else slope(value)
-
-
-def plain(value: object) -> str:
-    """Return a name or path without control characters and with at most 300 characters."""
-    return readable(str(value), longest=300)
 
 
 def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
@@ -135,17 +128,3 @@ def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
     """Return the deviations of the published code (items) that occur in a table, with their meanings."""
     there = {item for items in compared["items"] for item in str(items).split(",")}
     return [(item, meaning) for item, meaning in PUBLISHED_ITEMS.items() if item in there]
-
-
-def without_bounds(rows: pd.DataFrame, bounds: pd.DataFrame) -> int:
-    """Return the number of measured layers and heads whose bounds could be computed but are missing."""
-    place = ["model", "text", "scope", "layer", "head", "n"]
-    rows = rows[(rows["sample"] == 0) & rows["scope"].isin(ATTENTION_SCOPES)]
-    could = [
-        group[group["n"].isin(bounded_lengths(group["n"].unique().tolist()))]
-        for _, group in rows.groupby(["model", "text"])
-    ]
-    found = pd.concat([*could, rows[:0]])[place].merge(
-        bounds[place].drop_duplicates(), "left", indicator=True
-    )
-    return int((found["_merge"] == "left_only").sum())

@@ -18,7 +18,6 @@ from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, SiteBound
 from howsmooth.study.study_preparation import PreparedStudy
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
-from howsmooth.study.window_placement import bounded_lengths
 
 __all__ = ["LEFT_OUT", "BoundsTask", "bound_site", "bounds_left"]
 
@@ -163,7 +162,7 @@ def bounds_left(study: PreparedStudy) -> Work:
         known = study.store.keys(Bounding, KEY_COLUMNS, **where)
         if study.plan.bounds == "all":
             known -= study.store.keys(Bounding, KEY_COLUMNS, source=LEFT_OUT, **where)
-        for n in bounded_lengths(subject.lengths):
+        for n in subject.lengths:
             for scope in (scope for scope in study.plan.scopes if scope in ATTENTION_SCOPES):
                 heads = subject.heads if scope == "head" else (None,)
                 for layer in subject.layers:

@@ -13,7 +13,7 @@ from howsmooth.study.plans import Plan
 from howsmooth.study.records import PLACE, Failure, Row
 from howsmooth.study.store import now
 from howsmooth.study.study_preparation import Models, Subject, capture_sites
-from howsmooth.study.text_formatting import encodable
+from howsmooth.words import encodable
 
 __all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all"]
 

@@ -14,7 +14,7 @@ begin("bounds", ["bounds-explore"], ({ names, labels, sources, places }) => {
       return node;
     }
 
-    find("bounds-rows").replaceChildren(...rows.map(([label, above, bound, power, , source, here]) => {
+    fill("bounds-rows", rows.map(([label, above, bound, power, , source, here]) => {
       const scale = make("div", { class: "scale", "aria-hidden": "true" });
       if (value > 0) scale.append(mark("measured", value, ""));
       if (bound > 0) scale.append(mark("bound", bound, above ? "▼" : "▲"));

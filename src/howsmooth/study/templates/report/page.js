@@ -11,6 +11,14 @@ function make(tag, attributes = {}, ...children) {
 
 const row = (...cells) => make("tr", {}, ...cells.map(([name, content]) => make("td", { class: name }, content)));
 
+// Show rows in the body of a table; on a phone each cell says the name of its column.
+function fill(id, rows) {
+  const body = find(id);
+  const names = [...body.closest("table").tHead.rows[0].cells].map((cell) => cell.textContent);
+  for (const one of rows) [...one.cells].forEach((cell, index) => { cell.dataset.name = names[index]; });
+  body.replaceChildren(...rows);
+}
+
 // A number with so many digits: a true minus sign, no zeros at the end. Lower limits are rounded by "floor" and
 // upper limits by "ceil", so that what is shown is still a limit.
 function shown(value, digits = 4, roundingMode = "halfExpand") {

@@ -14,7 +14,7 @@ begin("tokens", ["tokens-fields"], ({ names, sequences, rows, start }) => {
       }, token)));
     }
     const order = [...tokens.keys()].sort((a, b) => one.input[b] - one.input[a]);
-    find("tokens-rows").replaceChildren(...order.map((index) => row(
+    fill("tokens-rows", order.map((index) => row(
       ["n", index + 1], ["token", tokens[index]], ["n", percent(one.input[index])], ["n", percent(one.output[index])],
     )));
     find("tokens-said").textContent = `${names.model[one.model]}, layer ${one.layer}`

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
+import re
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from textwrap import fill
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import pandas as pd
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as _Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from howsmooth.study.html_assets import png
-
 __all__ = [
-    "COLOURS", "GREY", "STYLE", "add_colourbar", "draw_cells", "linear_ticks", "literal",
-    "log_ticks", "logarithmic", "new_figure", "save", "set_axis", "set_bar_ticks",
+    "COLOURS", "GREY", "STYLE", "Figure", "LogNorm", "Normalize", "Picture", "add_colourbar",
+    "data_url", "linear_ticks", "literal", "log_ticks", "logarithmic", "new_figure", "picture", "png",
+    "rc_context", "save", "set_axis", "set_bar_ticks", "shades", "styled", "titled",
 ]  # fmt: skip
 
 STYLE: dict[Any, Any] = {
@@ -35,15 +41,18 @@ STYLE: dict[Any, Any] = {
     "legend.fontsize": 8.5,
     "legend.frameon": False,
     "figure.titlesize": 11,
-    "pdf.fonttype": 42,  # TrueType: journals refuse Type 3
     "savefig.dpi": 150,
 }
+P = ParamSpec("P")
+T = TypeVar("T")
+
 COLOURS = "viridis"
 GREY = "0.35"
 _FEW_LENGTHS = 6
+_CHARACTERS = 10  # of a title in an inch
 
 
-class NotebookFigure(Figure):
+class Figure(_Figure):
     """A figure that a notebook shows without ``%matplotlib inline``."""
 
     def savefig(self, *to: Any, **options: Any) -> None:
@@ -56,10 +65,15 @@ class NotebookFigure(Figure):
         return png(self)
 
 
+def styled(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function draw in this style."""
+    return rc_context(STYLE)(function)
+
+
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure of a given size in inches, which a notebook shows."""
     # Without pyplot, which keeps its figures in a global list and may open a window.
-    figure = NotebookFigure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -92,18 +106,27 @@ def logarithmic(values: np.ndarray) -> Normalize:
     return LogNorm(low, high) if high > 1.001 * low else Normalize(0.9 * low, 1.1 * high)
 
 
-def draw_cells(axis: Axes, values: np.ndarray, norm: Normalize) -> None:
-    """Draw a matrix as coloured cells, without tick marks or a frame; a NaN stays white."""
-    axis.imshow(values, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
-    axis.tick_params(length=0)
-    for side in axis.spines.values():
-        side.set_visible(False)
+def shades(values: Sequence[float] | pd.Series, norm: Normalize) -> np.ndarray:
+    """Return the colours of some values, of shape (values, 4)."""
+    found: np.ndarray = ScalarMappable(norm, COLOURS).to_rgba(np.asarray(values, dtype=float))
+    return found
 
 
-def add_colourbar(figure: Figure, axis: Axes, norm: Normalize, label: str, *, whole: bool = False) -> None:
-    """Add a colour bar beside an axis."""
-    bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=axis, pad=0.015, aspect=28)
+def add_colourbar(
+    figure: Figure,
+    axis: Axes | Sequence[Axes],
+    norm: Normalize,
+    label: str = "",
+    *,
+    whole: bool = False,
+    inside: Axes | None = None,
+    aspect: float = 28,
+) -> None:
+    """Add a colour bar beside one axis or several, or ``inside`` an axis of its own."""
+    where: dict[str, Any] = {"cax": inside} if inside else {"ax": axis, "pad": 0.015, "aspect": aspect}
+    bar = figure.colorbar(ScalarMappable(norm, COLOURS), **where)
     set_bar_ticks(bar, norm, whole=whole)
+    # Beside the bar it would read as the name of an axis of the panel.
     bar.ax.set_title(label, loc="right", fontsize="medium")
 
 
@@ -124,14 +147,68 @@ def literal(words: str) -> str:
     return words.replace("\\", "\\\\").replace("$", r"\$")
 
 
+def titled(title: str, width: float) -> str:
+    """Break a title into lines of a width in inches, which matplotlib does not read as mathematics."""
+    return "\n".join(literal(fill(line, int(_CHARACTERS * width))) for line in title.split("\n"))
+
+
+def png(figure: Figure) -> bytes:
+    """Return a figure as the bytes of a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": "howsmooth"})
+    return file.getvalue()
+
+
+def data_url(image: bytes) -> str:
+    """Return a PNG file as a URL that contains it."""
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn picture: the paths of its PDF and PNG file, its title, its alternative text, its width on a
+    page in pixels, and whether it is an overview of others.
+    """
+
+    pdf: Path
+    png: Path
+    title: str
+    alt: str
+    width: int
+    overview: bool = False
+
+
+def picture(
+    figure: Figure, folder: Path, stem: str, title: str, *, dots: int, overview: bool = False
+) -> Picture:
+    """Write a figure as PNG and PDF files, and describe it; ``dots`` are the pixels of an inch on a page."""
+    # Axes without a title or labels are colour bars and empty, which the alternative text does not mention.
+    x, y, titles = (
+        _plain([found for axis in figure.axes if axis.get_xlabel() and (found := getattr(axis, get)())])
+        for get in ("get_xlabel", "get_ylabel", "get_title")
+    )
+    labels = _plain([text.get_text() for legend in figure.legends for text in legend.get_texts()])
+    panels = f" Panels: {titles}." if titles else ""
+    alt = f"{title}. Axes: {y or 'names'}, against {x}.{panels} Drawn are: {labels or 'points'}."
+    png, pdf = save(figure, folder, stem, title)
+    return Picture(pdf, png, title, alt, round(figure.get_figwidth() * dots), overview)
+
+
+def _plain(words: list[str]) -> str:
+    """Join labels to one text without repetitions, and remove the markup of matplotlib formulas."""
+    joined = "; ".join(dict.fromkeys(words)).replace("\\,", " ").replace("\n", ", ")
+    return re.sub(" +", " ", re.sub(r"[${}\\]", "", re.sub(r"\\([a-z]+)", r" \1 ", joined)))
+
+
 def save(figure: Figure, folder: Path, stem: str, title: str) -> tuple[Path, Path]:
     """Write a figure as PNG and PDF, and return their paths. The same numbers give the same files."""
     image, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
     title = title.encode("latin-1", "replace").decode("latin-1")
     figure.savefig(image, metadata={"Title": title, "Software": "howsmooth"})
     figure.set_layout_engine("none")  # keep the layout: computing it again takes as long as drawing
-    # Without a date, the same store gives the same file.
-    figure.savefig(pdf, metadata={"Title": title, "Creator": "howsmooth", "CreationDate": None})
+    # Without a date, the same store gives the same file. TrueType: journals refuse Type 3.
+    with rc_context({"pdf.fonttype": 42}):
+        figure.savefig(pdf, metadata={"Title": title, "Creator": "howsmooth", "CreationDate": None})
     return image, pdf
 
 

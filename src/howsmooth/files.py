@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from howsmooth.errors import ArgumentError, StoreError
-from howsmooth.study.text_formatting import RUN_AGAIN
+from howsmooth.words import RUN_AGAIN
 
 if TYPE_CHECKING:
     import pandas as pd  # takes a second, and a wrong folder is told before

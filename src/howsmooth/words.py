@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RUN_AGAIN",
-    "VISIBLE_SIGNS",
     "amount_in_words",
     "counted",
     "decimal",
@@ -29,6 +28,7 @@ __all__ = [
     "scope_in_words",
     "sentence",
     "unit_in_words",
+    "visible_token",
 ]
 
 RUN_AGAIN = "run the same command again"
@@ -42,9 +42,10 @@ _LONGEST_STEM = 120
 # Names reserved by Windows, with any suffix.
 _DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?")
 _LONGEST_NAME = 60
+_LONGEST_PIECE = 40
 
 # Tokens of a text often are line ends, which a reader should recognise.
-VISIBLE_SIGNS = str.maketrans({"\n": "↵", "\r": "↵", "\t": "→"})
+_VISIBLE_SIGNS = str.maketrans({"\n": "↵", "\r": "↵", "\t": "→"})
 
 
 def file_stem(*parts: str) -> str:
@@ -128,9 +129,19 @@ def scope_in_words(row: Mapping[Any, Any] | pd.Series) -> str:
 
 def readable(words: str, longest: int = _LONGEST_NAME) -> str:
     """Show line ends and tabs as arrows, replace other control characters, and shorten long text."""
-    shown = words.translate(VISIBLE_SIGNS)
+    shown = words.translate(_VISIBLE_SIGNS)
     plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in shown)
     if len(plain) <= longest:
         return plain
     half = (longest - 3) // 2
     return f"{plain[:half]}...{plain[-half:]}"
+
+
+def visible_token(token: str) -> str:
+    """Return a token as one visible line: line breaks and control characters become visible signs."""
+    if token == "":
+        return "∅"
+    if len(token) > 2 * _LONGEST_PIECE:  # only its ends will be shown
+        token = token[:_LONGEST_PIECE] + token[-_LONGEST_PIECE:]
+    signs = token.translate(_VISIBLE_SIGNS)
+    return readable("".join(" " if letter.isspace() else letter for letter in signs), longest=_LONGEST_PIECE)

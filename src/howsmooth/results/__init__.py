@@ -1,0 +1,6 @@
+"""What every result can do: a table, a figure, a page, LaTeX with a line to cite, and files.
+
+``result`` holds the base class of all results. ``drawing`` has the style, axes and files of figures; pictures
+are of two kinds, ``curves`` and ``heatmaps``. ``page`` writes HTML pages from one template and one style
+sheet.
+"""

@@ -1,1 +1,0 @@
-"""Draw figures of measurements. Nothing is measured here."""
