@@ -58,6 +58,12 @@ class FigureOptions(Options):
     samples: int | None = _of_plan(
         "samples", help="Number of sequences for each length, in place of the figure's number."
     )
+    search: bool = option(
+        False,
+        flag(),
+        "For figure-2, also search for tokens that are worse than the paper's, by gradient ascent. Takes "
+        "many minutes.",
+    )
     as_published: bool = option(
         False,
         flag(),
