@@ -24,10 +24,11 @@ from howsmooth.models import capture
 from howsmooth.paper import appendix_c_5_gamma_r_squared as gamma_radius
 from howsmooth.paper import appendix_c_7_quadratic_growth as quadratic_growth
 from howsmooth.paper.appendix_c_5_gamma_r_squared import over_texts
-from howsmooth.paper.appendix_c_7_quadratic_growth import FAR, IDENTITY, exponents_in_radius, lengths_from_3
+from howsmooth.paper.appendix_c_7_quadratic_growth import lengths_from_3
 from howsmooth.paper.balanced_tokens import balanced
 from howsmooth.paper.figure_definition import Figure, choose_figures
 from howsmooth.paper.growth_with_length import Growth
+from howsmooth.paper.growth_with_radius import FAR, IDENTITY, exponents_in_radius
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -20,23 +19,24 @@ from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.balanced_tokens import balanced
 from howsmooth.paper.bench import Bench, Key, Unit, Values
-from howsmooth.paper.exponent_text import between, exp
+from howsmooth.paper.exponent_text import exp
 from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.growth_with_radius import (
+    FAR,
+    IDENTITY,
+    exponent_range,
+    exponents_in_radius,
+    heads_words,
+    identity_words,
+)
 from howsmooth.paper.identity_head import identity_head
 from howsmooth.paper.model_with_texts import ModelWithTexts, bilinear, models_of
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.seeds import derive_seed
-from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.figures.drawing import literal
-from howsmooth.study.text_formatting import decimal, readable
+from howsmooth.study.text_formatting import readable
 
-__all__ = ["FAR", "IDENTITY", "exponents_in_radius", "lengths_from_3", "measure", "show"]
-
-IDENTITY = "A = V = I"
-"""The name of the first panel's model, which is one head in four dimensions."""
-
-FAR = 300.0
-"""The smallest ‖A‖R² in the fits of the growth."""
+__all__ = ["lengths_from_3", "measure", "show"]
 
 _MOST_LENGTHS = 4
 # The values of ‖A‖R². The constant is quadratic in R from about 10 on, or from about 100 with a causal mask.
@@ -53,7 +53,10 @@ def measure(bench: Bench) -> pd.DataFrame:
     """
     lengths = lengths_from_3(bench.lengths)
     same: Key = {"model": IDENTITY, "layer": 0, "head": 0, "seed": bench.options.seed}
-    units = [_unit(identity_head(1.0), {**same, "n": n}, None) for n in lengths]
+    units = []
+    for n in lengths:
+        key: Key = {**same, "n": n}
+        units.append(Unit(key, partial(_rows, identity_head(1.0), key, None), f"{IDENTITY}, n = {n}"))
     for model in models_of(bench, lengths=(64,), fitting=True):
         for layer in model.layers:
             units += _of_layer(model, layer, max(lengths))
@@ -79,12 +82,8 @@ def _of_layer(model: ModelWithTexts, layer: int, n: int) -> Iterator[Unit]:
     digests = "; ".join(one.text.digest for one in model.subjects)
     for h in range(f.heads):
         key = model.key(texts=digests, layer=layer, head=h, n=n, samples=model.plan.samples)
-        yield _unit(f.head(h), key, radius)
-
-
-def _unit(f: SelfAttention, key: Key, real: float | None) -> Unit:
-    words = f"{key['model']}, layer {key['layer']}, head {key['head']}, n = {key['n']}"
-    return Unit(key, partial(_rows, f, key, real), words)
+        words = f"{model.label}, layer {layer}, head {h}, n = {n}"
+        yield Unit(key, partial(_rows, f.head(h), key, radius), words)
 
 
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
@@ -122,28 +121,15 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     for (model, layer), part in rows.groupby(["model", "layer"], sort=False):
         fits = table[(table["model"] == model) & (table["layer"] == layer)].dropna(subset="exponent")
         parts.append(f"{readable(str(model))}" + ("" if model == IDENTITY else f", layer {layer}"))
-        draw, say = (_identity_panel, _identity_words) if model == IDENTITY else (_heads_panel, _words)
-        panels.append(draw(part, f"{literal(parts[-1])}: {_span(fits, '$R^{{{}}}$') or 'no exponent'}"))
+        draw, say = (_identity_panel, identity_words) if model == IDENTITY else (_heads_panel, heads_words)
+        panels.append(
+            draw(part, f"{literal(parts[-1])}: {exponent_range(fits, '$R^{{{}}}$') or 'no exponent'}")
+        )
         seen.append(say(part, fits))
     sheet = [row for _, row in plotting.sheets(panels, 2)]
     canvas, _ = plotting.draw(sheet, 0.7 + 2.1 * len(sheet))
     picture = plotting.picture(canvas, folder, "quadratic-growth", f"Appendix C.7: {'; '.join(parts)}")
     return Finding([picture], seen, [(f"Exponents in R, where ‖A‖R² is at least {FAR:g}", table)])
-
-
-def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit a power of R to the constants of each head and length, where ‖A‖R² is at least :data:`FAR`, without
-    the norm of real tokens (column ``real``).
-    """
-    names = ["model", "layer", "head", "n"]
-    found = []
-    for key, part in rows[~rows["real"].astype(bool)].groupby(names, sort=False):
-        far = part[part["strength"] >= FAR]
-        radius, value = (far[name].to_numpy(np.float64) for name in ("radius", "value"))
-        fit = fit_exponent(radius, value, far["converged"].to_numpy(bool))
-        ends = {"exponent": fit.slope, "low": fit.low, "high": fit.high, "points": fit.n_points}
-        found.append(dict(zip(names, key, strict=True)) | ends)
-    return pd.DataFrame(found)
 
 
 def _identity_panel(rows: pd.DataFrame, title: str) -> Panel:
@@ -175,51 +161,3 @@ def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
     real = rows["radius"][rows["real"].astype(bool)].unique()
     title += f", n = {rows['n'].iloc[0]}"
     return Panel(curves, title, "radius $R$", scales=("log", "log"), verticals=real.tolist())
-
-
-def _span(fits: pd.DataFrame, form: str = "{}") -> str:
-    """Return the range of the fitted exponents as text, empty without any."""
-    ends = [] if fits.empty else [decimal(fits["exponent"].min(), 2), decimal(fits["exponent"].max(), 2)]
-    return " to ".join(form.format(end) for end in dict.fromkeys(ends))
-
-
-def _identity_words(rows: pd.DataFrame, fits: pd.DataFrame) -> str:
-    exponents = ", ".join(
-        f"{decimal(fit['exponent'], 3)} at n = {fit['n']} ({decimal(fit['low'], 3)} to "
-        f"{decimal(fit['high'], 3)})"
-        for fit in fits.to_dict("records")
-    )
-    good = rows[rows["converged"].astype(bool) & (rows["strength"] >= FAR)]
-    if good.empty:
-        return f"{IDENTITY}, four dimensions: no measurement converged where ‖A‖R² is at least {FAR:g}."
-    off = float((good["value"] / good["formula"] - 1).abs().max())
-    last = good[good["n"] == good["n"].max()].sort_values("radius").iloc[-1]
-    sharp, theirs = (math.exp(last[name] - math.log(last["value"])) for name in ("log_sharp", "log_paper"))
-    return (
-        f"{IDENTITY}, four dimensions: where ‖A‖R² is at least {FAR:g} the measured constant grows like R to "
-        f"the power {exponents}, with 95 % intervals, and differs from 1/n + γR²m/n, m the number of tokens "
-        f"±Ru, by a share of at most {off:.1g}. At R = {last['radius']:.3g} and n = {last['n']} it is "
-        f"{last['value']:.4g}; howsmooth's bound on the ball is {sharp:.3g} times as large, Theorem 3.3 "
-        f"{theirs:.3g} times, and the bound for every n is exp({last['log_free']:.4g})."
-    )
-
-
-def _words(rows: pd.DataFrame, fits: pd.DataFrame) -> str:
-    name, layer, n = readable(str(rows["model"].iloc[0])), rows["layer"].iloc[0], rows["n"].iloc[0]
-    words = (
-        f"{name}, layer {layer}: at n = {n} the exponent in R is {_span(fits) or 'without a fit'} over its "
-        f"{rows['head'].nunique()} heads, where ‖A‖R² is at least {FAR:g}."
-    )
-    if len(fits):
-        words += f" The widest of the 95 % intervals is ± {(fits['high'] - fits['low']).max() / 2:.2g}."
-    converged = rows["converged"].astype(bool)
-    real = rows[rows["real"].astype(bool) & converged]
-    if len(real):
-        words += (
-            f" At the norm of real tokens, R = {real['radius'].iloc[0]:.4g}, ‖A‖R² is "
-            f"{between(real['strength'])}, and the balanced tokens give constants from "
-            f"{between(real['value'])}; howsmooth's bound on the ball is "
-            f"{between(exp(real['log_sharp']) / real['value'])} times as large."
-        )
-    hollow = int((~converged).sum())
-    return words + (f" {hollow} measurements did not converge and are not fitted." if hollow else "")

@@ -78,9 +78,7 @@ class Growth:
 
     @cached_property
     def entering_correlation(self) -> Correlation:
-        """The correlation of log n and log R, R the norm of the tokens that enter the layer; NaN without
-        them.
-        """
+        """The correlation of log n and log R, R the norm of entering tokens; NaN without them."""
         rows = pd.DataFrame({"n": [], "radius": []}) if self.entering is None else self.entering
         return radius_correlation(rows["n"].to_numpy(), rows["radius"].to_numpy())
 

@@ -12,16 +12,11 @@ from itertools import product
 from typing import Any
 
 import pandas as pd
-from torch import Tensor
 
-from howsmooth import lipschitz
-from howsmooth.adversarial import ascend, two_cluster
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds import best, theorem_3_3, theorem_4_3, theorem_e_3
-from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
 from howsmooth.paper.bench import Bench, Unit, Values
+from howsmooth.paper.bound_ratios import display_name
 from howsmooth.paper.model_with_texts import (
     ModelWithTexts,
     attention_of,
@@ -29,7 +24,8 @@ from howsmooth.paper.model_with_texts import (
     models_of,
     other_scores,
 )
-from howsmooth.paper.published_code import has_fused_weight, power_iteration, wrong_slices
+from howsmooth.paper.published_code import has_fused_weight
+from howsmooth.paper.worst_input_constants import at_papers_tokens, at_published_tokens, at_searched_tokens
 from howsmooth.paper.worst_input_pictures import HEAD, show
 from howsmooth.seeds import derive_seed
 
@@ -38,12 +34,10 @@ __all__ = ["RADII", "measure", "show", "side_by_side"]
 RADII = (15.5, 21.5, 100.0)
 """The paper's radii. For each layer, the norm of its longest real token is added."""
 
-_RTOL = 1e-4
 # A short search, which starts from all constructions: longer ones improve the best by less than 1 % here. For
 # scores that the paper does not treat, constructions are poor and only the ascent itself searches.
 _EFFORT = {"steps": 1, "random_starts": 0, "atom_restarts": 8, "atom_steps": 40}
 _OTHER_EFFORT = _EFFORT | {"steps": 30, "random_starts": 2}
-_THEOREMS = {"theorem_3_3": "Theorem 3.3", "theorem_e_3": "Theorem E.3", "theorem_4_3": "Theorem 4.3"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +69,7 @@ def measure(bench: Bench) -> pd.DataFrame:
     layers = [layer for model in models for layer in _layers(model, lengths)]
     measure_constants(models)
     texts = {model.label: model.measured() for model in models}
-    found, units = list[dict[str, Any]](), list[Unit]()
+    found, units = list[tuple[Values, pd.DataFrame]](), list[Unit]()
     for one in layers:
         text = texts[one.model.label]
         text = text[text["layer"] == one.layer]
@@ -83,17 +77,15 @@ def measure(bench: Bench) -> pd.DataFrame:
         for radius, n in product(dict.fromkeys((*RADII, longest)), one.lengths):
             units += _units(one, radius, n)
             what = {"model": one.model.label, "layer": one.layer, "head": HEAD, "R": radius, "n": n}
-            on_text = text[text["converged"] & (text["n"] == n)]
-            found.append(what | {"real": radius == longest, "fused": one.fused, "text": on_text})
+            beside = {"real": radius == longest, "fused": one.fused}
+            found.append((what | beside, text[text["converged"] & (text["n"] == n)]))
     rows = bench.kept("worst inputs", units).astype({"ball": float})
     parts = dict(iter(rows.groupby(["model", "layer", "ball", "n"], sort=False)))
-    places = [tuple(one[name] for name in ("model", "layer", "R", "n")) for one in found]
-    return pd.DataFrame(
-        [
-            one | side_by_side(parts[place], one.pop("text"), HEAD)
-            for one, place in zip(found, places, strict=True)
-        ]
-    )
+    table = []
+    for what, on_text in found:
+        part = parts[what["model"], what["layer"], what["R"], what["n"]]
+        table.append(what | side_by_side(part, on_text, HEAD))
+    return pd.DataFrame(table)
 
 
 def _layers(model: ModelWithTexts, lengths: list[int]) -> Iterator[_Layer]:
@@ -119,11 +111,11 @@ def _units(one: _Layer, radius: float, n: int) -> Iterator[Unit]:
     """Yield the units of work for one layer, ball and number of tokens."""
     options, f = one.model.bench.options, None if one.heads else one.attention
     head, effort = one.heads.get(n) or one.attention.head(HEAD), _OTHER_EFFORT if one.heads else _EFFORT
-    tasks: dict[str, Any] = {"paper": partial(_rows, f, head)}
+    tasks: dict[str, Any] = {"paper": partial(at_papers_tokens, f, head)}
     if options.search:
-        tasks["search"] = partial(_searched, head, effort)
+        tasks["search"] = partial(at_searched_tokens, head, effort)
     if options.as_published and f is not None:
-        tasks["published"] = partial(_published_rows, f, one.fused)
+        tasks["published"] = partial(at_published_tokens, f, one.fused)
     for task, compute in tasks.items():
         search, published = ",".join(map(str, effort.values())), int(task == "published")
         place = {"layer": one.layer, "ball": repr(radius), "n": n}
@@ -131,56 +123,6 @@ def _units(one: _Layer, radius: float, n: int) -> Iterator[Unit]:
         seed = derive_seed(purpose="adversarial", **key)
         words = f"{one.model.label}, layer {one.layer}, R = {radius:.4g}, n = {n}"
         yield Unit({**key, "task": task}, partial(compute, radius, n, seed), words)
-
-
-def _rows(f: SelfAttention | None, head: SelfAttention, radius: float, n: int, seed: int) -> Iterator[Values]:
-    """Yield the constants of all heads of a layer at the paper's two-cluster tokens in a ball, and this
-    library's and the paper's bound for one head. If the paper does not treat the scores, ``f`` is None, and
-    only the first bound is known.
-    """
-    uppers = {"upper": best(head, length=n, radius=radius)}
-    if f is not None:
-        biased = f.query_bias is not None
-        theorem = theorem_4_3 if f.causal else theorem_e_3 if biased else theorem_3_3
-        uppers["theirs"] = theorem(head, n, radius)
-        for h in _real(f):
-            x = two_cluster(f.head(h), n, radius).x
-            yield {"kind": "paper", "name": "two_cluster", "head": h, **_measured(f.head(h), x, seed)}
-    for kind, bound in uppers.items():
-        yield {"kind": kind, "name": bound.name, "head": HEAD, "log_value": bound.log_value}
-
-
-def _searched(
-    head: SelfAttention, effort: dict[str, Any], radius: float, n: int, seed: int
-) -> Iterator[Values]:
-    """Yield the constant of a head at the worst tokens in a ball that a search finds."""
-    found = ascend(head, n, radius, seed=seed, **effort)
-    yield {"kind": "search", "name": found.start, "head": HEAD, **_measured(head, found.x, seed)}
-
-
-def _published_rows(f: SelfAttention, fused: bool, radius: float, n: int, seed: int) -> Iterator[Values]:
-    """Yield what the published code computes for each head at the two-cluster tokens that it constructs. From
-    a fused weight, which it slices along the wrong axis, these are not the paper's tokens; then the constants
-    there are also measured correctly.
-    """
-    sliced = wrong_slices(f) if fused else f
-    for h in _real(sliced):
-        x = two_cluster(sliced.head(h), n, radius).x
-        what = {"name": "two_cluster", "head": h}
-        if fused:
-            yield {"kind": "wrong slices", **what, **_measured(f.head(h), x, seed)}
-        theirs = power_iteration(f.head(h), x, output=True, absolute=True, seed=seed)
-        yield {"kind": "as published", **what, "value": theirs.value, "converged": theirs.settled}
-
-
-def _real(f: SelfAttention) -> list[int]:
-    """Return the heads whose A has a real eigenvalue: the paper's tokens exist only for these."""
-    return [h for h, head in enumerate(parameters_of(f).heads) if real_eigenpairs(head)]
-
-
-def _measured(head: SelfAttention, x: Tensor, seed: int) -> Values:
-    found = lipschitz.local_lipschitz(head, x, rtol=_RTOL, seed=seed)
-    return {"value": float(found.value), "converged": bool(found.converged)}
 
 
 def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Values:
@@ -198,6 +140,7 @@ def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Values:
     own = values[values["head"] == head]
     by_kind = own.groupby("kind")["value"].first()
     bounds = rows.drop_duplicates("kind").set_index("kind").reindex(["upper", "theirs"])
+    theorem = bounds.loc["theirs", "name"]
     searched = ["paper", "search"] if (rows["kind"] == "search").any() else []
     worst = own[own["kind"].isin(searched)].sort_values("value").tail(1)
     return (
@@ -210,7 +153,7 @@ def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Values:
             "found by": "".join(worst["name"]) or None,
             "upper": bounds.loc["upper", "log_value"],
             "theirs": bounds.loc["theirs", "log_value"],
-            "theorem": _THEOREMS.get(str(bounds.loc["theirs", "name"])),
+            "theorem": display_name(theorem) if isinstance(theorem, str) else None,
             "unsettled": int((rows["converged"] == False).sum()),  # noqa: E712
         }
     )
