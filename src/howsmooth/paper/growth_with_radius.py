@@ -68,7 +68,8 @@ def heads_words(rows: pd.DataFrame, fits: pd.DataFrame) -> str:
     name, layer, n = readable(str(rows["model"].iloc[0])), rows["layer"].iloc[0], rows["n"].iloc[0]
     words = (
         f"{name}, layer {layer}: at n = {n} the exponent in R is "
-        f"{exponent_range(fits) or 'without a fit'} over its {rows['head'].nunique()} heads, where ‖A‖R² is at least {FAR:g}."
+        f"{exponent_range(fits) or 'without a fit'} over its {rows['head'].nunique()} heads, "
+        f"where ‖A‖R² is at least {FAR:g}."
     )
     if len(fits):
         words += f" The widest of the 95 % intervals is ± {(fits['high'] - fits['low']).max() / 2:.2g}."
