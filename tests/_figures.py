@@ -17,7 +17,8 @@ from howsmooth.errors import ModelError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.tokenizers import Tokenizer
-from howsmooth.paper.figure_definition import Figure, Finding, models_for
+from howsmooth.paper.bench import models_for, opened_bench
+from howsmooth.paper.figure_definition import Figure, Finding
 from howsmooth.paper.plotting import PAPER
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import ModelSpec
@@ -121,9 +122,9 @@ def measured(
 ) -> Any:
     """Measure a figure of tiny models."""
     means = Means(told or Told(), models=models_for(options))
-    with tiny_library(note):
-        found, made = figure.measure(options, folder, means)
-    assert made  # says how the numbers came about
+    with tiny_library(note), opened_bench(figure, options, folder, means) as bench:
+        found = figure.measure(bench)
+    assert bench.made  # says how the numbers came about
     return found
 
 

@@ -14,14 +14,8 @@ from howsmooth.bounds import diameter_upper_bound, norm_radius
 from howsmooth.errors import HowsmoothError
 from howsmooth.models import Site, capture
 from howsmooth.paper import all_bounds_against_measurements as all_bounds
-from howsmooth.paper.all_bounds_against_measurements import (
-    ALL_BOUNDS,
-    AS_CODED,
-    KINDS,
-    bound_table,
-    bound_words,
-    display_name,
-)
+from howsmooth.paper.bound_ratios import AS_CODED, KINDS, bound_table, bound_words, display_name
+from howsmooth.paper.figure_definition import choose_figures
 from howsmooth.paper.published_code import c_3_as_coded
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.measurement_run import run
@@ -30,6 +24,8 @@ from howsmooth.study.ranges import Ranges
 from howsmooth.study.store import Store
 from tests._cases import dense_jacobian
 from tests._figures import BERT, GPT2, LLAMA, Told, measured, shown, tiny_library
+
+(ALL_BOUNDS,) = choose_figures(["bounds"])
 
 Bounded = tuple[pd.DataFrame, list[Site], Path, Told]
 
@@ -139,9 +135,9 @@ def test_the_same_again_measures_nothing(bounded: Bounded, monkeypatch: pytest.M
 def test_of_wide_models_all_heads_together_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[int, str]] = []
 
-    def noted(scope: str, seed: int, site: Any) -> list[dict[str, Any]]:
-        found.append((site.x.shape[1], scope))
-        return made_up().to_dict("records")
+    def noted(scope: str, seed: int, sites: list[Site]) -> list[dict[str, Any]]:
+        found.extend((site.x.shape[1], scope) for site in sites)
+        return made_up().drop(columns=["model", "layer", "scope", "text", "n"]).to_dict("records")
 
     monkeypatch.setattr(all_bounds, "WIDE", 24)
     monkeypatch.setattr(all_bounds, "_rows", noted)

@@ -23,17 +23,12 @@ from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models import capture
 from howsmooth.paper import appendix_c_5_gamma_r_squared as gamma_radius
 from howsmooth.paper import appendix_c_7_quadratic_growth as quadratic_growth
-from howsmooth.paper.appendix_c_5_gamma_r_squared import GAMMA_RADIUS, over_texts
-from howsmooth.paper.appendix_c_7_quadratic_growth import (
-    FAR,
-    IDENTITY,
-    QUADRATIC_GROWTH,
-    balanced,
-    exponents_in_radius,
-)
-from howsmooth.paper.appendix_e_2_untrained_gpt2 import GPT2_GROWTH
-from howsmooth.paper.figure_definition import Figure
+from howsmooth.paper.appendix_c_5_gamma_r_squared import over_texts
+from howsmooth.paper.appendix_c_7_quadratic_growth import lengths_from_3
+from howsmooth.paper.balanced_tokens import balanced
+from howsmooth.paper.figure_definition import Figure, choose_figures
 from howsmooth.paper.growth_with_length import Growth
+from howsmooth.paper.growth_with_radius import FAR, IDENTITY, exponents_in_radius
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
@@ -56,6 +51,8 @@ from tests._figures import (
     tiny_library,
 )  # fmt: skip
 from tests._tiny_models import tiny
+
+GAMMA_RADIUS, QUADRATIC_GROWTH, GPT2_GROWTH = choose_figures(["gamma-r2", "quadratic-growth", "gpt2"])
 
 # ---- γR²
 
@@ -273,11 +270,11 @@ def test_quadratic_growth_is_drawn_and_told(growth: pd.DataFrame, tmp_path: Path
 def test_lengths_too_short_for_a_pair_are_left_out_or_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="at least 3"):
         measured(QUADRATIC_GROWTH, tmp_path, asked(BERT, lengths=(1, 2)))
-    assert quadratic_growth._lengths(asked(BERT, lengths=(1, 2, 5, 4))) == [4, 5]
+    assert lengths_from_3((1, 2, 5, 4)) == [4, 5]
 
 
 def test_of_many_lengths_a_few_are_taken_with_both_ends() -> None:
-    taken = quadratic_growth._lengths(asked(BERT, lengths=tuple(range(2, 101, 2))))
+    taken = lengths_from_3(tuple(range(2, 101, 2)))
     assert len(taken) == 4
     assert (taken[0], taken[-1]) == (4, 100)
     assert taken == sorted(set(taken))
@@ -293,8 +290,8 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 def test_the_norms_are_those_of_the_models_own_hidden_states(gpt2: tuple[Any, Path]) -> None:
-    ((series, reason),), folder = gpt2
-    assert not reason
+    (series, reasons), folder = gpt2
+    assert not reasons
     rows = pd.concat([one.entering for layer in series for one in layer])
     assert len(rows) == 2 * 3 * 3 * 2
     with Store.open(folder, write=False) as store:
@@ -325,7 +322,7 @@ def test_gpt2_is_drawn_and_told(gpt2: tuple[Any, Path]) -> None:
 
 def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: tuple[Any, Path]) -> None:
     options = asked(GPT2, lengths=(4, 9), texts=(OTHER,), samples=1)
-    ((series, _),) = measured(GPT2_GROWTH, gpt2[1], options, never)
+    series, _ = measured(GPT2_GROWTH, gpt2[1], options, never)
     assert [one.text for layer in series for one in layer] == [OTHER] * 3
     assert [one.fit.n_points for layer in series for one in layer] == [2] * 3
 
@@ -362,8 +359,8 @@ def test_without_the_entering_tokens_the_constants_are_shown_with_the_reason(tmp
     assert len(finding.seen) == 3 + 1
     assert finding.seen[-1] == "gpt2: the tokens that enter a layer are not shown. Its block is hidden."
     # What could not be captured is tried again.
-    ((_, reason),) = measured(GPT2_GROWTH, tmp_path, options)
-    assert not reason
+    _, reasons = measured(GPT2_GROWTH, tmp_path, options)
+    assert not reasons
 
 
 def test_norms_that_are_all_the_same_have_no_correlation() -> None:

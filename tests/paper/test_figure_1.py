@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from howsmooth.errors import HowsmoothError
-from howsmooth.paper.figure_1 import FIGURE_1, plan, result_sentences
-from howsmooth.paper.figure_definition import FigureContext, models_for
+from howsmooth.paper.bench import models_for, opened_bench
+from howsmooth.paper.figure_1 import result_sentences
+from howsmooth.paper.figure_definition import choose_figures
 from howsmooth.paper.growth_with_length import Growth
+from howsmooth.paper.model_with_texts import models_of
 from howsmooth.paper.plotting import fit_factor
 from howsmooth.paper.reproduce_options import FigureOptions
+from howsmooth.paper.reproduction import make
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
@@ -27,6 +30,7 @@ from tests._figures import OTHER, Told, shown
 from tests._study import FakeModel, Tools, Work, installed, make_tools, words
 
 DEEP = FakeModel(layers=9)
+(FIGURE_1,) = choose_figures(["figure-1"])
 
 Panels = list[list[Growth]]
 
@@ -66,18 +70,18 @@ def options(**changes: Any) -> FigureOptions:
 def columns(folder: Path, **changes: Any) -> list[tuple[str, int]]:
     """The model and the layer of each column of the figure."""
     asked = options(**changes)
-    with Store.open(folder, late=True) as store:
-        context = FigureContext(asked, store, Means(models=models_for(asked)))
-        list(plan(context))
-    subjects = [study.subjects[0] for study in context.studies]
+    with opened_bench(FIGURE_1, asked, folder, Means(models=models_for(asked))) as bench:
+        models_of(bench)
+    subjects = [study.subjects[0] for study in bench.studies]
     return [(subject.model.label, layer) for subject in subjects for layer in subject.layers]
 
 
 def measured(folder: Path, tools: Tools, told: Told | None = None, **changes: Any) -> Panels:
     """Measure with stand-ins."""
     asked = options(**changes)
-    with installed(tools):
-        found, _ = FIGURE_1.measure(asked, folder, Means(told or Told(), models=models_for(asked)))
+    means = Means(told or Told(), models=models_for(asked))
+    with installed(tools), opened_bench(FIGURE_1, asked, folder, means) as bench:
+        found: Panels = FIGURE_1.measure(bench)
     return found
 
 
@@ -91,10 +95,11 @@ def said_of(folder: Path, tools: Tools, **changes: Any) -> tuple[list[str], pd.D
 def test_workers_share_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("howsmooth.study.executors.memory_budget", lambda *_: 1000)
     asked, (tools, _) = options(), tools_of_figure_1()
-    with installed(tools), Store.open(tmp_path, late=True) as store, ProcessPoolExecutor(4) as pool:
-        context = FigureContext(asked, store, Means(executor=pool, models=models_for(asked)))
-        works = list(plan(context))
-    assert {task.plan.memory for work in works for task in work.tasks} == {250}
+    with installed(tools), ProcessPoolExecutor(4) as pool:
+        means = Means(executor=pool, models=models_for(asked))
+        with opened_bench(FIGURE_1, asked, tmp_path, means) as bench:
+            models = models_of(bench)
+    assert {model.plan.memory for model in models} == {250}
 
 
 # ---------------------------------------------------------------- columns
@@ -262,9 +267,9 @@ def test_the_published_quantity_stands_beside_the_corrected_one(tmp_path: Path) 
         "samples": 2,
         "as_published": True,
     }
-    said = FIGURE_1.make(options(**asked), tmp_path, Means(models=models_for(options(**asked))))
+    said = make(FIGURE_1, options(**asked), tmp_path, Means(models=models_for(options(**asked))))
     row = said.tables[0][1].iloc[0]
-    with Store.open(tmp_path, write=False) as store:
+    with Store.open(tmp_path / "figure-1", write=False) as store:
         rows = store.table(PublishedValue)
     theirs = rows[rows["quantity"] == "as published"]
     assert row["published exponent"] == pytest.approx(

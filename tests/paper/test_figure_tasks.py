@@ -1,4 +1,4 @@
-"""The tasks of figures: resumed, failed and sent to workers."""
+"""The units of figures: resumed, failed, counted and sent to workers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import pandas as pd
 import pytest
 
 from howsmooth.errors import ModelError, StoreError
-from howsmooth.paper import end_of_sqrt_n_growth as crossover
-from howsmooth.paper import reproduction
-from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding, models_for
-from howsmooth.paper.figure_tasks import UnitTask, Values
+from howsmooth.paper.bench import Bench, Unit, Values
+from howsmooth.paper.figure_definition import FIGURES, Figure, Finding, TasksLeft, tasks_left
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Failure, FigureRow
-from howsmooth.study.runner import Means
+from howsmooth.study.runner import Runner
 from howsmooth.study.store import Store
-from tests._figures import BERT, asked, measured, tiny_library
+from howsmooth.study.tasks.task import Task, Work
+from tests._figures import BERT, asked, measured
 
 LENGTHS = (4, 8, 16)
 
@@ -34,12 +33,11 @@ def one(n: int) -> Iterator[Values]:
 def figure(measure: Callable[[int], Any] = one, name: str = "made-up") -> Figure:
     """A figure of a unit of two rows for each of three lengths."""
 
-    def plan(context: FigureContext) -> FigurePlan:
-        context.made["Made"] = "up"
-        tasks = [UnitTask({"n": n}, partial(measure, n), f"n = {n}", n=n) for n in LENGTHS]
-        return context.units(tasks, "units")
+    def all_units(bench: Bench) -> pd.DataFrame:
+        bench.made["Made"] = "up"
+        return bench.kept("units", [Unit({"n": n}, partial(measure, n), f"n = {n}") for n in LENGTHS])
 
-    return Figure(name, name, name, "About.", plan, lambda found, folder: Finding([], []))
+    return Figure(name, name, name, "About.", all_units, lambda found, folder: Finding([], []))
 
 
 def test_rows_come_back_as_they_were_under_their_key(tmp_path: Path) -> None:
@@ -91,13 +89,24 @@ def test_another_seed_is_refused_with_what_to_do(tmp_path: Path) -> None:
         measured(figure(), tmp_path, FigureOptions(seed=1))
 
 
-def test_tasks_travel_to_workers_with_all_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crossover, "_LENGTHS", (2, 20))
-    options = asked(BERT, lengths=(4,), layers=Ranges.parse("1", "layers"), as_published=True)
-    for one in reproduction.FIGURES:
-        with tiny_library(), Store.open(tmp_path / one.name, late=True) as store:
-            context = FigureContext(options, store, Means(models=models_for(options)))
-            for work in one.plan(context):
-                for task in work.tasks:
-                    sent = pickle.loads(pickle.dumps(task.packed()))
-                    assert sent.words == task.words
+@pytest.mark.parametrize("one", FIGURES, ids=lambda one: one.name)
+def test_tasks_travel_to_workers_and_are_as_many_as_were_counted(
+    one: Figure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Task] = []
+    carry_out = Runner.carry_out
+
+    def noted(self: Runner, work: Work) -> None:
+        sent.extend(pickle.loads(pickle.dumps(task.packed())) for task in work.tasks)
+        assert [task.words for task in sent[-len(work.tasks) :]] == [task.words for task in work.tasks]
+        carry_out(self, work)
+
+    monkeypatch.setattr(Runner, "carry_out", noted)
+    options = asked(BERT, lengths=(6,), layers=Ranges.parse("1", "layers"), as_published=True, search=True)
+    (before,) = tasks_left([one], options, tmp_path)
+    measured(one, tmp_path / one.name, options)
+    assert sent
+    assert before.tasks > 0
+    assert tasks_left([one], options, tmp_path) == [TasksLeft(one.name)]
+    if one.name in ("two-dirac", "crossover"):
+        assert before.tasks == len(sent)

@@ -13,9 +13,13 @@ import torch
 from howsmooth.bounds.mean_field_lower_bounds import two_dirac as two_dirac_bound
 from howsmooth.paper import end_of_sqrt_n_growth as crossover
 from howsmooth.paper import proposition_3_6_two_diracs as two_dirac
-from howsmooth.paper.end_of_sqrt_n_growth import CROSSOVER, growth_ends
-from howsmooth.paper.proposition_3_6_two_diracs import BETTER, HALF, OPPOSITE, PAPER_WEIGHT, TWO_DIRAC
+from howsmooth.paper.end_of_sqrt_n_growth import growth_ends
+from howsmooth.paper.figure_definition import choose_figures
+from howsmooth.paper.identity_head import identity_head
+from howsmooth.paper.proposition_3_6_two_diracs import BETTER, HALF, OPPOSITE, PAPER_WEIGHT
 from tests._figures import asked, dense_norm, measured, shown
+
+TWO_DIRAC, CROSSOVER = choose_figures(["two-dirac", "crossover"])
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +101,7 @@ def test_a_measure_of_weights_1_over_n_is_n_tokens(lengths: pd.DataFrame) -> Non
         radius = math.sqrt(power * math.log(10) / 2)
         x = torch.zeros(10, 2, dtype=torch.float64)
         x[:, 0], x[0, 0] = -radius, radius
-        true = math.log(dense_norm(two_dirac.identity_head(-1.0, 2), x))
+        true = math.log(dense_norm(identity_head(-1.0, 2), x))
         assert row["log_value"] == pytest.approx(true, abs=1e-9)
         assert row["log_tokens"] == pytest.approx(true, abs=1e-9)
     assert (rows["log_value"] >= rows["log_formula"] - 1e-9).all()

@@ -11,25 +11,20 @@ import pytest
 
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.paper import reproduction
-from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper import figure_definition, reproduction
+from howsmooth.paper.bench import Bench
+from howsmooth.paper.figure_definition import Figure, Finding
 from howsmooth.paper.plotting import Picture
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.records import Measurement
+from howsmooth.study.runner import Means
 from howsmooth.study.store import STORE_NAME, Store
-from howsmooth.study.tasks.task import Work
 from tests._documented import check_documented
+from tests._figures import Told
 from tests._study import installed, make_tools
 from tests.paper.test_html_page import PNG
-
-
-def without_tasks(found: int) -> FigurePlan:
-    """A plan without tasks, of which something is known."""
-    yield Work(Measurement, "constants", [])
-    return lambda: found
 
 
 class Pretence:
@@ -40,10 +35,11 @@ class Pretence:
         self.before: Callable[[str], None] = lambda name: None
 
     def figure(self, name: str) -> Figure:
-        def plan(context: FigureContext) -> FigurePlan:
+        def measure(bench: Bench) -> int:
             self.before(name)
-            self.asked.append((name, context.options))
-            return without_tasks(len(self.asked))
+            self.asked.append((name, bench.options))
+            bench.begin()
+            return len(self.asked)
 
         def show(times: int, folder: Path) -> Finding:
             (folder / "a.png").write_bytes(PNG)
@@ -54,14 +50,14 @@ class Pretence:
                 [("Times", pd.DataFrame({"times": [times], "value": [float("nan")]}))],
             )
 
-        return Figure(name, f"Title of {name}", f"Figure {name}", "About.", plan, show)
+        return Figure(name, f"Title of {name}", f"Figure {name}", "About.", measure, show)
 
 
 @pytest.fixture
 def pretence(monkeypatch: pytest.MonkeyPatch) -> Pretence:
     found = Pretence()
     both = tuple(found.figure(name) for name in ("one", "two"))
-    monkeypatch.setattr(reproduction, "FIGURES", both)
+    monkeypatch.setattr(figure_definition, "FIGURES", both)
     return found
 
 
@@ -84,7 +80,7 @@ def test_what_is_asked_reaches_the_figure(
 ) -> None:
     words = (
         "reproduce two --model a --model b,as-decoder --model c,random-init,as-decoder --text x --text y "
-        "--layers 0,-1 --lengths 2:6:2 --samples 3 --seed 5 --device cpu:0 --as-published --quiet "
+        "--layers 0,-1 --lengths 2:6:2 --samples 3 --seed 5 --device cpu:0 --as-published --search --quiet "
         f"--out {tmp_path}"
     )
     monkeypatch.chdir(tmp_path)
@@ -101,7 +97,7 @@ def test_what_is_asked_reaches_the_figure(
     assert (asked.texts, asked.lengths, asked.samples) == (("x", "y"), (2, 4, 6), 3)
     assert asked.layers is not None
     assert asked.layers.text == "0,-1"
-    assert (asked.seed, asked.device, asked.as_published) == (5, "cpu:0", True)
+    assert (asked.seed, asked.device, asked.as_published, asked.search) == (5, "cpu:0", True, True)
 
 
 def test_defaults_leave_the_choice_to_the_figure(pretence: Pretence, tmp_path: Path) -> None:
@@ -166,27 +162,40 @@ def test_after_an_interruption_the_page_has_the_finished_figures(
 
 
 def test_a_figure_is_also_named_as_in_the_paper() -> None:
-    (figure,) = reproduction.choose_figures(["figure-2"])
+    (figure,) = figure_definition.choose_figures(["figure-2"])
     assert figure.name == "adversarial"
-    assert [one.name for one in reproduction.choose_figures(["appendix-c.5", "figure-1"])] == [
+    assert [one.name for one in figure_definition.choose_figures(["appendix-c.5", "figure-1"])] == [
         "figure-1",
         "gamma-r2",
     ]
     with pytest.raises(ArgumentError, match=r"one of figure-1, .* got 'adversaral'\. Is adversarial meant\?"):
-        reproduction.choose_figures(["adversaral"])
+        figure_definition.choose_figures(["adversaral"])
 
 
 def test_figures_share_models(pretence: Pretence, tmp_path: Path) -> None:
     tools, work = make_tools()
 
-    def load(context: FigureContext) -> FigurePlan:
-        context.models.load(ModelSpec("small"), "prose")
-        return without_tasks(0)
+    def load(bench: Bench) -> int:
+        bench.load(ModelSpec("small"), "prose")
+        bench.begin()
+        return 0
 
-    chosen = [replace(one, plan=load) for one in reproduction.FIGURES]
+    chosen = [replace(one, measure=load) for one in figure_definition.FIGURES]
     with installed(tools):
         reproduction.produce(chosen, FigureOptions(), tmp_path)
     assert work.loads == ["small"]
+
+
+def test_no_bar_goes_back_when_the_time_left_is_estimated_anew(pretence: Pretence, tmp_path: Path) -> None:
+    def measure(bench: Bench) -> int:
+        bench.begin()
+        for spent, whole in ((1.0, 4.0), (2.0, 16.0), (3.0, 4.0)):
+            bench.means.listener.advance(spent, whole, "a unit")
+        return 0
+
+    chosen = [replace(one, measure=measure) for one in figure_definition.FIGURES]
+    reproduction.produce(chosen, FigureOptions(), tmp_path, Means(told := Told()))
+    assert told.shares == [0.25, 0.25, 0.75] * 2  # a figure's bar begins anew
 
 
 def test_what_was_begun_only_is_not_on_the_page(pretence: Pretence, tmp_path: Path) -> None:
@@ -274,7 +283,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
 def test_the_list_names_each_figure_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [one.name for one in reproduction.FIGURES]
+    assert [line.split()[0] for line in lines] == [one.name for one in figure_definition.FIGURES]
     assert lines[0].startswith("figure-1 ")
     assert main(["reproduce", "--list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)

@@ -15,14 +15,22 @@ import torch
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import section_5_2_worst_inputs as worst_inputs
-from howsmooth.paper.section_5_2_worst_inputs import WORST_INPUTS, side_by_side
+from howsmooth.paper.figure_definition import choose_figures
+from howsmooth.paper.section_5_2_worst_inputs import side_by_side
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import FigureRow, Measurement
 from howsmooth.study.store import Store
 from tests._figures import BERT, GPT2, LLAMA, asked, bert_head, counting, dense_norm, measured, never, shown
 from tests._tiny_models import tiny
 
-ATTACKED = {"lengths": (4, 40), "layers": Ranges.parse("1", "layers"), "samples": 1, "texts": ("prose",)}
+(WORST_INPUTS,) = choose_figures(["figure-2"])
+ATTACKED = {
+    "lengths": (4, 40),
+    "layers": Ranges.parse("1", "layers"),
+    "samples": 1,
+    "texts": ("prose",),
+    "search": True,
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,9 +38,9 @@ def _quick() -> Iterator[None]:
     """Attack the ball of the model's own tokens only, with few starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worst_inputs, "RADII", ())
-        patch.setattr(worst_inputs, "_RESTARTS", 2)
-        patch.setattr(worst_inputs, "_ATOM_STEPS", 5)
-        patch.setattr(worst_inputs, "_OTHER_STEPS", 4)
+        effort = {"steps": 1, "random_starts": 0, "atom_restarts": 2, "atom_steps": 5}
+        patch.setattr(worst_inputs, "_EFFORT", effort)
+        patch.setattr(worst_inputs, "_OTHER_EFFORT", effort | {"steps": 4, "random_starts": 2})
         yield
 
 
@@ -177,9 +185,10 @@ def test_lengths_size_the_search_and_an_interruption_keeps_finished_balls(
     assert units(tmp_path / "whole")["ball"].nunique() == len(whole) == 2
     with pytest.raises(KeyboardInterrupt):
         measured(WORST_INPUTS, tmp_path / "part", options, counting([], stop=planned - 1))
-    assert units(tmp_path / "part")["ball"].nunique() == 1
+    kept = units(tmp_path / "part")
+    assert set(kept[kept["kind"] == "search"]["ball"]) == {"5.0"}
     again = measured(WORST_INPUTS, tmp_path / "part", options, counting(calls := []))
-    assert len(calls) == 5  # four heads at the paper's tokens, and one at the worst tokens found
+    assert len(calls) == 1  # at the worst tokens found in the other ball
     pd.testing.assert_frame_equal(whole, again)
 
 
@@ -217,6 +226,19 @@ def test_what_did_not_converge_is_left_out_and_counted() -> None:
     assert (row["text median"], row["text own"], row["text high"]) == (1.5, 2.0, 2.0)
     assert row["unsettled"] == 2
     assert math.isnan(row["wrong slices"])
+
+
+def test_without_a_search_the_papers_tokens_are_shown_alone(attacked: tuple[pd.DataFrame, Path]) -> None:
+    found, folder = attacked
+    options = asked(BERT, **ATTACKED | {"search": False})
+    rows = measured(WORST_INPUTS, folder, options, never)
+    same = ["paper", "paper median", "text median", "upper", "theirs"]
+    pd.testing.assert_frame_equal(rows[same], found[found["model"] == "bert"][same])
+    finding = shown(WORST_INPUTS, rows, folder)
+    assert "largest found" not in finding.tables[0][1]
+    assert "found" not in finding.seen[0]
+    ratio = (rows["paper"] / np.exp(rows["upper"])).sort_values()
+    assert f"It is {ratio.iloc[0]:.3g} to {ratio.iloc[1]:.3g} times howsmooth's bound" in finding.seen[0]
 
 
 def test_rotary_heads_have_the_search_the_text_and_the_bound(

@@ -32,8 +32,7 @@ _EXAMPLES = (
     "[cyan]howsmooth reproduce --list[/]  the names of the figures",
     "[cyan]howsmooth reproduce figure-1 --lengths 4:32:4 --samples 3[/]  a quick look",
     "[cyan]howsmooth reproduce --dry-run[/]  only count what is left to do for each figure",
-    "[cyan]howsmooth reproduce adversarial --model builtin-encoder --lengths 4,8 --samples 1[/]  "
-    "one layer, two lengths; about a minute",
+    "[cyan]howsmooth reproduce figure-2 --search[/]  also search for tokens worse than the paper's",
     "[cyan]howsmooth reproduce figure-1 --as-published[/]  also what the paper's code computes",
     "[cyan]howsmooth reproduce figure-1 --model bert-base-uncased --text ag_news[/]  "
     "a model and a text of the paper, with a network",
@@ -70,9 +69,7 @@ class ReproduceShown(Shown):
 @command(*_EXAMPLES)
 def reproduce(options: FigureOptions, execution: ReproduceExecution, shown: ReproduceShown) -> int:
     """Reproduce the figures of the paper: measure, draw, and write one page that describes the results."""
-    from howsmooth.paper.html_page import PAGE
-    from howsmooth.paper.reproduction import FIGURES, choose_figures, produce
-    from howsmooth.study.store import STORE_NAME
+    from howsmooth.paper.figure_definition import FIGURES, choose_figures
 
     if shown.list:
         if shown.json:
@@ -85,6 +82,10 @@ def reproduce(options: FigureOptions, execution: ReproduceExecution, shown: Repr
     chosen = choose_figures(shown.figures)
     if shown.dry_run:
         return _tell_tasks(chosen, options, execution.out, shown)
+    from howsmooth.paper.html_page import PAGE
+    from howsmooth.paper.reproduction import produce
+    from howsmooth.study.store import STORE_NAME
+
     out = execution.out
 
     def kept() -> str:
@@ -105,10 +106,9 @@ def reproduce(options: FigureOptions, execution: ReproduceExecution, shown: Repr
 
 def _tell_tasks(chosen: Sequence[Figure], options: FigureOptions, out: Path, shown: Shown) -> int:
     """Print how many tasks of each figure are left, and return the exit code of the command."""
-    from howsmooth.paper.reproduction import tasks_left
+    from howsmooth.paper.figure_definition import tasks_left
 
-    with shown_progress(quiet=shown.quiet or shown.json) as display:
-        found = tasks_left(chosen, options, out, display)
+    found = tasks_left(chosen, options, out)
     if shown.json:
         typer.echo(as_json(figures=[asdict(one) for one in found]))
     else:

@@ -9,7 +9,7 @@ and the largest real eigenvalue of A.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,16 @@ from matplotlib.ticker import MaxNLocator
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
+from howsmooth.paper.bench import Bench, Values
 from howsmooth.paper.exponent_text import between
-from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
-from howsmooth.paper.figure_tasks import Key, Values
-from howsmooth.paper.model_with_texts import bilinear, prepared_models
+from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.model_with_texts import bilinear, models_of
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.results.drawing import literal
 from howsmooth.words import decimal, readable
 
-__all__ = ["GAMMA_RADIUS", "over_texts", "plan", "result_sentences", "show"]
+__all__ = ["measure", "over_texts", "result_sentences", "show"]
 
-_SAMPLES = 8
 # The length n for which γR² is compared, and the γR² at which the heavy token among n tokens has half of the
 # attention weight: 1/(1 + (n−1) e^(−2γR²)) = 1/2.
 _LONG = 100
@@ -51,30 +50,30 @@ _NAMES = {
 }
 
 
-def plan(context: FigureContext) -> FigurePlan:
-    """Plan to compute the eigenvalues of the score matrix of each head, and the norms of the tokens that the
-    head receives. The table has one row for each model, text, length, layer and head.
+def measure(bench: Bench) -> pd.DataFrame:
+    """Compute the eigenvalues of the score matrix of each head, and the norms of the tokens that the head
+    receives. The table has one row for each model, text, length, layer and head.
     """
-    tasks = []
-    for model in prepared_models(context, lengths=context.options.lengths, samples=_SAMPLES, layers="all"):
-        for subject, n in model.places():
-            key: Key = {"layers": model.plan.layers.text, "n": n, "samples": model.plan.samples}
-            tasks.append(model.task(subject, n, partial(_rows, model.label), key))
-    return context.units(tasks, "models on text")
+    units = []
+    for model in models_of(bench, layers=lambda _: "all", fitting=bench.options.lengths is None):
+        key = {"layers": model.plan.layers.text, "samples": model.plan.samples}
+        units += [model.unit(*place, partial(_rows, model.label), key) for place in model.places()]
+    return bench.kept("lengths of texts", units)
 
 
-def _rows(label: str, site: Any) -> list[Values]:
-    """Return a row for each head, with the ends of its real eigenvalues and its tokens' norms."""
-    radius = site.radius_mean.numpy()
-    of_layer = {
-        "layer": site.layer,
-        "radius": math.sqrt(float((radius**2).mean())),
-        "radius_from": float(radius.min()),
-        "radius_to": float(radius.max()),
-    }
-    heads = parameters_of(bilinear(site, label)).heads
-    spectra = [[value for value, _ in real_eigenpairs(head)] for head in heads]
-    return [{**of_layer, "head": h, **_gamma(real)} for h, real in enumerate(spectra)]
+def _rows(label: str, sites: list[Any]) -> Iterator[Values]:
+    """Yield a row for each head, with the ends of its real eigenvalues and its tokens' norms."""
+    for site in sites:
+        radius = site.radius_mean.numpy()
+        of_layer = {
+            "layer": site.layer,
+            "radius": math.sqrt(float((radius**2).mean())),
+            "radius_from": float(radius.min()),
+            "radius_to": float(radius.max()),
+        }
+        for h, head in enumerate(parameters_of(bilinear(site, label)).heads):
+            real = [value for value, _ in real_eigenpairs(head)]
+            yield {**of_layer, "head": h, **_gamma(real)}
 
 
 def _gamma(real: Sequence[float]) -> Values:
@@ -85,42 +84,23 @@ def _gamma(real: Sequence[float]) -> Values:
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute γR² for each head, where γ comes from the eigenvalues of the head's score matrix, and R is the
-    root mean square norm of its tokens over all texts and lengths.
+    """Compute γR² for each head from the rows of :func:`measure`, R the root mean square norm of its tokens
+    over all texts and lengths.
 
-    Parameters
-    ----------
-    rows
-        One row for each model, text, length, layer and head, with the eigenvalues; ``radius``, the root mean
-        square norm of the tokens; ``radius_from`` and ``radius_to``, its smallest and largest value for
-        single sequences; ``n`` and ``samples``.
-
-    Returns
-    -------
-    pandas.DataFrame
-        One row for each model, layer and head, with the eigenvalues and radii over all texts and lengths.
-        ``strength``, ``strength_from`` and ``strength_to`` are γR² for these radii, NaN if A has no real
-        eigenvalue.
-
+    ``strength``, ``strength_from`` and ``strength_to`` are γR² for this R, and for the smallest and the
+    largest one of a sequence; NaN if A has no real eigenvalue.
     """
-    tokens = rows["n"] * rows["samples"]
+    tokens, gammas = rows["n"] * rows["samples"], ["gamma_min", "gamma_max", "gamma"]
     weighed = rows.assign(tokens=tokens, squares=tokens * rows["radius"] ** 2)
-    weighed = weighed.astype(dict.fromkeys(("gamma_min", "gamma_max", "gamma"), "float64"))
-    head = ["model", "layer", "head"]
-    of_head = weighed.groupby(head, sort=False)
+    of_head = weighed.astype(dict.fromkeys(gammas, "float64")).groupby(["model", "layer", "head"], sort=False)
     sums = of_head[["squares", "tokens"]].sum()
-    table = (
-        of_head[["gamma_min", "gamma_max", "gamma"]]
-        .first()
-        .assign(
-            radius=np.sqrt(sums["squares"] / sums["tokens"]),
-            radius_from=of_head["radius_from"].min(),
-            radius_to=of_head["radius_to"].max(),
-        )
-    )
-    strengths = {
-        f"strength{end}": table["gamma"] * table[f"radius{end}"] ** 2 for end in ("", "_from", "_to")
+    radii: dict[str, Any] = {
+        "": np.sqrt(sums["squares"] / sums["tokens"]),
+        "_from": of_head["radius_from"].min(),
+        "_to": of_head["radius_to"].max(),
     }
+    table = of_head[gammas].first().assign(**{f"radius{end}": radius for end, radius in radii.items()})
+    strengths = {f"strength{end}": table["gamma"] * radius**2 for end, radius in radii.items()}
     return table.assign(**strengths).reset_index()
 
 
@@ -196,20 +176,3 @@ def result_sentences(rows: pd.DataFrame) -> str:
     )
     without = len(rows) - count
     return words + (f" Without any real eigenvalue: {without} more." if without else "")
-
-
-GAMMA_RADIUS = Figure(
-    name="gamma-r2",
-    title="How strong the scores of each head are on real text: γR²",
-    paper="Appendix C.5",
-    about=(
-        "γ = max(−γ_min, γ_max/8), with the smallest and the largest real eigenvalue of A = KᵀQ/√k, for "
-        "every head of every layer; R is the root mean square norm of the tokens that real text gives the "
-        "layer; bars go from the smallest to the largest of a sequence. The lower bound of Proposition 3.4, "
-        "√(n−1)/(1 + (n−1)e^(−2γR²)), grows like √n only while n is well below e^(2γR²): above the dashed "
-        f"line, log({_LONG - 1})/2, the heavy one of the paper's two clusters has at least half of the "
-        f"weight at n = {_LONG}."
-    ),
-    plan=plan,
-    show=show,
-)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -11,104 +10,76 @@ from typing import Any
 
 import pandas as pd
 
+from howsmooth.errors import HowsmoothError
 from howsmooth.paper import plotting
+from howsmooth.paper.bench import Bench, Values
 from howsmooth.paper.exponent_text import power_label
-from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
-from howsmooth.paper.figure_tasks import Key, SiteTask, Values
-from howsmooth.paper.growth_with_length import Growth, growths
-from howsmooth.paper.model_with_texts import PreparedModel, loaded
+from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.growth_with_length import Growth, correlation_label, growths
+from howsmooth.paper.model_with_texts import ModelWithTexts, models_of
 from howsmooth.paper.plotting import Curve, Panel, fitted
 from howsmooth.results.drawing import literal
-from howsmooth.study.plans import ModelSpec
-from howsmooth.study.records import Failure, FigureRow
-from howsmooth.study.study_preparation import layer_and_head_counts
-from howsmooth.words import decimal, file_stem, readable
+from howsmooth.words import file_stem, readable
 
-__all__ = ["GPT2_GROWTH", "plan", "show"]
+__all__ = ["measure", "show"]
 
-_MODELS = (ModelSpec("gpt2", random_init=True),)
-_LENGTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-_SAMPLES = 4
 _MOST_ACROSS = 4
 
 
-def plan(context: FigureContext) -> FigurePlan:
-    """Plan to measure the constants of the layers of each model, and the norms of the tokens that enter these
-    layers.
+def measure(bench: Bench) -> tuple[list[list[Growth]], list[str]]:
+    """Measure the constants of the layers of each model, and the norms of the tokens that enter these layers.
 
-    The result contains one pair for each model. Its first entry has, for each layer, a list of the
-    measurements on each text. Its second entry is the reason why the norms are missing, or empty text if they
-    were measured.
+    The first result contains for each layer a list of the measurements on each text. The second contains the
+    reasons why norms are missing.
     """
-    chosen: dict[str, Any] = {"lengths": context.options.lengths or _LENGTHS, "samples": _SAMPLES}
-    models = [
-        PreparedModel(context, spec, layers=_layers(context, spec), **chosen)
-        for spec in context.options.models or _MODELS
-    ]
-    reads = []
+    models = models_of(bench, layers=lambda count: f"0,{count // 2},{count - 1}")
+    layers, reasons = growths(models), []
+    norms = pd.DataFrame(columns=["model", "text", "layer", "n", "radius"])
     for model in models:
-        yield from model.constants(published=context.options.as_published)
-        reads.append((yield from context.units(list(_norm_tasks(model)), "norms of sequences")))
-    return lambda: [_with_norms(model, read()) for model, read in zip(models, reads, strict=True)]
+        try:
+            norms = pd.concat([norms, _norms(model)])
+        except HowsmoothError as error:
+            words = " ".join(str(error).split())
+            reasons.append(f"{readable(model.label)}: the tokens that enter a layer are not shown. {words}")
+    place = ["model", "layer", "text"]
+
+    def entering(one: Growth) -> pd.DataFrame:
+        return norms[(norms[place] == [one.model, one.layer, one.text]).all(axis=1)]
+
+    return [[replace(one, entering=entering(one)) for one in layer] for layer in layers], reasons
 
 
-def _layers(context: FigureContext, spec: ModelSpec) -> str:
-    """Return the indices of the first, the middle and the last layer of a model as text, such as "0,6,11"."""
-    count, _ = layer_and_head_counts(loaded(context, spec), spec.label)
-    return f"0,{count // 2},{count - 1}"
-
-
-class _NormTask(SiteTask):
-    """Computes the norms of the tokens that enter layers; the figure is drawn without them if it fails."""
-
-    essential = False
-
-
-def _norm_tasks(model: PreparedModel) -> Iterator[SiteTask]:
+def _norms(model: ModelWithTexts) -> pd.DataFrame:
+    """Return the norms of the tokens that enter the layers, before their norm layers, for each sequence."""
+    units = []
     for subject, n in model.places():
         starts = [subject.starts[n, sample] for sample in range(model.plan.samples)]
-        key: Key = {"layers": model.plan.layers.text, "n": n, "starts": repr(starts)}
-        yield model.task(subject, n, _entering, key, scope="block", kind=_NormTask)
+        key = {"layers": model.plan.layers.text, "starts": repr(starts)}
+        units.append(model.unit(subject, n, _entering, key, scope="block"))
+    return model.bench.kept("norms of sequences", units)
 
 
-def _entering(site: Any) -> list[Values]:
-    """Return the norm of the tokens that enter a layer, before its norm layer, for each sequence."""
+def _entering(sites: list[Any]) -> list[Values]:
     return [
         {"layer": site.layer, "sample": sample, "radius": radius}
+        for site in sites
         for sample, radius in enumerate(site.radius_mean.tolist())
     ]
 
 
-def _with_norms(model: PreparedModel, norms: pd.DataFrame) -> tuple[list[list[Growth]], str]:
-    norms = norms.reindex(columns=["text", "layer", "n", "sample", "radius"])
-    layers = [
-        [
-            replace(one, entering=norms[(norms["layer"] == one.layer) & (norms["text"] == one.text)])
-            for one in layer
-        ]
-        for layer in growths(model)
-    ]
-    failures = model.context.store.rows(Failure, what=FigureRow.table, model=model.label)
-    reason = "".join(
-        f"{readable(model.label)}: the tokens that enter a layer are not shown. {failure.error}"
-        for failure, _ in failures[:1]
-    )
-    return layers, reason
-
-
-def show(models: list[tuple[list[list[Growth]], str]], folder: Path) -> Finding:
+def show(found: tuple[list[list[Growth]], list[str]], folder: Path) -> Finding:
     """Draw the constants and the token norms against n, with at most four layers in a picture, and describe
     the results.
     """
-    pictures, seen = [], list[str]()
-    for layers, reason in models:
-        pictures += [_picture(some, folder) for _, some in plotting.sheets(layers, _MOST_ACROSS)]
-        seen += [
-            *(one.result_sentences() for layer in layers for one in layer),
-            *([reason] if reason else []),
-        ]
-    table = pd.DataFrame([one.columns() for layers, _ in models for layer in layers for one in layer])
-    return Finding(pictures, seen, [("Exponents, and correlations of norm and length", table)])
+    layers, reasons = found
+    pictures = []
+    for model in dict.fromkeys(layer[0].model for layer in layers):
+        own = [layer for layer in layers if layer[0].model == model]
+        pictures += [_picture(some, folder) for _, some in plotting.sheets(own, _MOST_ACROSS)]
+    every = [one for layer in layers for one in layer]
+    table = pd.DataFrame([one.columns() for one in every])
+    seen = [one.result_sentences() for one in every]
+    return Finding(pictures, seen + reasons, [("Exponents, and correlations of norm and length", table)])
 
 
 def _picture(layers: Sequence[list[Growth]], folder: Path) -> plotting.Picture:
@@ -146,31 +117,9 @@ def _radii(series: Sequence[Growth]) -> Panel:
         if each.entering is not None:
             places = each.entering["n"], each.entering["radius"]
             curves.append(Curve(*places, "entering the layer", colour, mark, filled=False))
-        found = each.entering_correlation
-        value, low, high = (decimal(one, 2) for one in (found.value, found.low, found.high))
-        words = "no correlation" if math.isnan(found.value) else f"$r = {value}$ [{low}, {high}]"
-        titles.append(f"{_short(each.text)}: {words}")
+        titles.append(f"{_short(each.text)}: {correlation_label(each.entering_correlation)}")
     return Panel(curves, "\n".join(titles), y="norm of the tokens")
 
 
 def _short(text: str) -> str:
     return literal(readable(text, 24))
-
-
-GPT2_GROWTH = Figure(
-    name="gpt2",
-    title="The constant and the norm of the tokens, against the length",
-    paper="Appendix E.2",
-    about=(
-        "By default, a GPT-2 of full size with untrained weights is measured. Above: the local Lipschitz "
-        "constant of attention, with all heads and the output projection, without residual and norm, "
-        "against the length, with the fitted exponent and its 95 % interval. Below: the root mean square "
-        "norm of a sequence's tokens. Filled dots are the tokens that attention receives, after the norm "
-        "layer; hollow dots are the tokens that enter the layer, before the norm layer, with the correlation "
-        "of log norm and log n. Where the norm grows with the length, the exponent in the length includes an "
-        "effect of the norm. As published, dropout stays on in an untrained model, and the output is used in "
-        "place of the tangent."
-    ),
-    plan=plan,
-    show=show,
-)

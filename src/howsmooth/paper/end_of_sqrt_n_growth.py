@@ -6,6 +6,7 @@ The constant is measured at measures of two Dirac masses with the weights 1/n an
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,15 +25,15 @@ from howsmooth.bounds import (
 )
 from howsmooth.measures import wasserstein_lipschitz
 from howsmooth.paper import plotting
-from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
-from howsmooth.paper.figure_tasks import Key, UnitTask, Values
+from howsmooth.paper.bench import Bench, Key, Unit, Values
+from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.identity_head import RTOL, describe, identity_head, two_diracs
 from howsmooth.paper.plotting import Curve, Panel
-from howsmooth.paper.proposition_3_6_two_diracs import RTOL, describe, identity_head, two_diracs
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.words import decimal
 
-__all__ = ["CROSSOVER", "growth_ends", "plan", "result_sentences", "show"]
+__all__ = ["growth_ends", "measure", "result_sentences", "show"]
 
 # log10 of e^{2γR²}, the number of tokens at which growth like √n ends.
 _POWERS = (4, 20, 40)
@@ -45,20 +46,20 @@ _FAR = 100.0
 _DECADE = math.log(10)
 
 
-def plan(context: FigureContext) -> FigurePlan:
-    """Plan to measure the constant at two Dirac masses with the weights 1/n and 1 − 1/n. The table has one
-    row for each n and each radius.
+def measure(bench: Bench) -> pd.DataFrame:
+    """Measure the constant at two Dirac masses with the weights 1/n and 1 − 1/n. The table has one row for
+    each n and each radius.
     """
-    describe(context, "two Diracs in two dimensions, A = −I, V = I")
-    tasks = []
+    describe(bench, "two Diracs in two dimensions, A = −I, V = I")
+    units = []
     for power, n in product(_POWERS, _LENGTHS):
-        key: Key = {"power": power, "seed": context.options.seed}
+        key: Key = {"power": power, "seed": bench.options.seed}
         words = f"exp(2γR²) = 10^{power}, n = {n:.3g}"
-        tasks.append(UnitTask({**key, "n": str(n)}, partial(_rows, key, power * _DECADE / 2, n), words))
-    return context.units(tasks, "constants at two Diracs")
+        units.append(Unit({**key, "n": str(n)}, partial(_rows, key, power * _DECADE / 2, n), words))
+    return bench.kept("constants at two Diracs", units)
 
 
-def _rows(key: Key, g: float, n: int) -> list[Values]:
+def _rows(key: Key, g: float, n: int) -> Iterator[Values]:
     radius, f = math.sqrt(g), identity_head(-1.0, _DIMENSION)
     logs = torch.tensor([-math.log(n), math.log1p(-1 / n)], dtype=torch.float64)
     at = two_diracs(radius, -1.0, logs, _DIMENSION)
@@ -68,7 +69,7 @@ def _rows(key: Key, g: float, n: int) -> list[Values]:
     if n in _TOKENS:
         x = at.points[torch.ones(n, dtype=torch.long).index_fill_(0, torch.tensor([0]), 0)]
         tokens = math.log(float(lipschitz.local_lipschitz(f, x, rtol=RTOL, seed=start).value))
-    row = {
+    yield {
         "log_n": math.log(n),
         "g": g,
         "radius": radius,
@@ -81,7 +82,6 @@ def _rows(key: Key, g: float, n: int) -> list[Values]:
         "log_theorem": theorem_3_3(f, n, radius).log_value,
         "log_free": mean_field_upper_bound(f, radius).log_value,
     }
-    return [row]
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
@@ -105,7 +105,7 @@ def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
     Four columns are logarithms to base ten: ``expected`` of e^{2γR²}, ``at`` of the n with the largest
     constant, ``largest`` of the largest constant, and ``last`` of the constant at the largest n. The column
     ``free`` is the ratio of the bound that holds for every n to the largest constant. The argument ``rows``
-    is the table that :func:`plan` describes.
+    is the table that :func:`measure` returns.
     """
     found = []
     for _, part in rows.groupby("power", sort=True):
@@ -178,21 +178,3 @@ def result_sentences(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
         "outside the lower bound at these tokens and the upper bound for every n."
     )
     return seen
-
-
-CROSSOVER = Figure(
-    name="crossover",
-    title="Where growth like √n ends: weights that no sequence of tokens has",
-    paper="Propositions 3.4 and 3.6",
-    about=(
-        "One heavy token at Ru against n − 1 at −Ru, A = −I, V = I, as a measure of two atoms with weights "
-        "1/n and 1 − 1/n, so that n may be any number: γR² is such that e^(2γR²) is 10^4, 10^20 and 10^40. "
-        "The local constant in W₂ grows like √n until one token has no longer the weight of all others; the "
-        "bound that holds for every n says that no other tokens do much better. Proposition 3.4 is a lower "
-        "bound, at these very tokens; Theorem 3.3 and howsmooth's Theorem A are upper bounds for n tokens in "
-        "the ball. The constant is at least 1: all tokens may move alike, across u. No model and no text is "
-        "involved."
-    ),
-    plan=plan,
-    show=show,
-)

@@ -4,7 +4,6 @@ length and against the mean radius of the tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,31 +12,27 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 
 from howsmooth.paper import plotting
+from howsmooth.paper.bench import Bench
 from howsmooth.paper.exponent_text import power_label
-from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
-from howsmooth.paper.growth_with_length import Growth, growths
-from howsmooth.paper.model_with_texts import prepared_models
+from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.growth_with_length import Growth, correlation_label, growths
+from howsmooth.paper.model_with_texts import models_of
 from howsmooth.paper.plotting import Curve, Panel, fitted
 from howsmooth.results.drawing import COLOURS, literal, set_bar_ticks
 from howsmooth.study.exponents import QUARTER, Exponent
-from howsmooth.words import decimal, readable
+from howsmooth.words import readable
 
-__all__ = ["FIGURE_1", "plan", "result_sentences", "show"]
+__all__ = ["measure", "result_sentences", "show"]
 
-_LENGTHS = tuple(range(4, 101, 4))
-_SAMPLES = 10
 _MOST_ACROSS = 3
 _NAMES = {"n": "sequence length", "radius_mean": "mean radius"}
 
 
-def plan(context: FigureContext) -> FigurePlan:
-    """Plan to measure how the constant of each layer grows with the sequence length. The result contains one
-    list for each layer, and each list contains one ``Growth`` for each text.
+def measure(bench: Bench) -> list[list[Growth]]:
+    """Measure how the constant of each layer grows with the sequence length. The result contains one list for
+    each layer, and each list contains one ``Growth`` for each text.
     """
-    models = prepared_models(context, lengths=context.options.lengths or _LENGTHS, samples=_SAMPLES)
-    for model in models:
-        yield from model.constants(published=context.options.as_published)
-    return lambda: [layer for model in models for layer in growths(model)]
+    return growths(models_of(bench))
 
 
 def show(panels: list[list[Growth]], folder: Path) -> Finding:
@@ -114,12 +109,10 @@ def _panel(panel: Growth) -> Panel:
 
 def _radius_panel(panel: Growth) -> Panel:
     """Return the panel against the mean radius, without the dots, as in :func:`_panel`."""
-    rows, found = panel.drawn, panel.constant_correlation
-    value, low, high = (decimal(one, 2) for one in (found.value, found.low, found.high))
-    title = "no correlation" if math.isnan(found.value) else f"$r = {value}$ [{low}, {high}]"
+    rows = panel.drawn
     return Panel(
         [Curve(rows["radius_mean"], rows["lipschitz"])],
-        title,
+        correlation_label(panel.constant_correlation),
         x=_NAMES["radius_mean"],
         y=_constant_on(panel),
         scales=("log", "log"),
@@ -157,22 +150,3 @@ def _quarters(beginning: str, fits: list[Exponent]) -> str:
         f"{beginning} interval contains 1/4 in {len(there) - above - below} of {len(there)} panels; it lies "
         f"wholly above 1/4 in {above} and wholly below in {below}."
     )
-
-
-FIGURE_1 = Figure(
-    name="figure-1",
-    title="The constant of attention on text, against the length",
-    paper="Figure 1",
-    about=(
-        "Each point is a sequence of n tokens of a text. Its height is the local Lipschitz constant there of "
-        "an attention layer, all heads and the output projection, without residual and norm; its colour is "
-        "the root mean square norm of its tokens. The paper's columns are the first layer of an encoder, "
-        "layer 6 (or the last) of the same encoder run as a decoder with its causal mask, and layer 6 of an "
-        "untrained GPT-2. The solid line is the least-squares fit of a power of n, which stands above each "
-        "panel with its 95 % interval; the dashed one is n to the power 1/4 with only its factor fitted to "
-        "the same points. In the pictures against the mean radius r is the correlation of the logarithms "
-        "of both, with its 95 % interval."
-    ),
-    plan=plan,
-    show=show,
-)

@@ -6,6 +6,7 @@ The values that the published code of the paper computes at the same inputs are 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,13 +15,13 @@ import numpy as np
 import pandas as pd
 
 from howsmooth.paper.exponent_text import power
-from howsmooth.paper.model_with_texts import PreparedModel
+from howsmooth.paper.model_with_texts import ModelWithTexts, measure_constants
 from howsmooth.paper.plotting import fit_factor
 from howsmooth.study.exponents import LEVEL, QUARTER, Correlation, Exponent, fit_exponent, radius_correlation
 from howsmooth.study.records import CORRECTED, PUBLISHED, PublishedValue
 from howsmooth.words import decimal, readable
 
-__all__ = ["Growth", "growths"]
+__all__ = ["Growth", "correlation_label", "growths"]
 
 _STEADY = 1.001
 
@@ -66,30 +67,24 @@ class Growth:
 
     @cached_property
     def attended_correlation(self) -> Correlation:
-        """The correlation of log n and log R, where R is the norm of the tokens that attention receives."""
+        """The correlation of log n and log R, R the norm of the tokens that attention receives."""
         return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy())
 
     @cached_property
     def constant_correlation(self) -> Correlation:
-        """The correlation of log R and log L, where R is the norm of the tokens that attention receives, and
-        L is the constant there.
-        """
+        """The correlation of log R and log L, where L is the constant."""
         rows = self.drawn
         return radius_correlation(rows["lipschitz"].to_numpy(), rows["radius_mean"].to_numpy())
 
     @cached_property
     def entering_correlation(self) -> Correlation:
-        """The correlation of log n and log R, where R is the norm of the tokens that enter the layer; NaN if
-        these norms were not measured.
-        """
+        """The correlation of log n and log R, R the norm of entering tokens; NaN without them."""
         rows = pd.DataFrame({"n": [], "radius": []}) if self.entering is None else self.entering
         return radius_correlation(rows["n"].to_numpy(), rows["radius"].to_numpy())
 
     def columns(self) -> dict[str, Any]:
-        """Return a row of the figure's table for this layer and text, as a dictionary from column names to
-        values.
-        """
-        fit = self.fit
+        """Return a row of the figure's table: values by the names of the columns."""
+        fit, radius = self.fit, self.rows["radius_mean"]
         row = {
             "model": self.model,
             "layer": self.layer,
@@ -100,8 +95,8 @@ class Growth:
             "p of 1/4": fit.quarter,
             "sequences": fit.n_points,
             "correlation of constant and radius": self.constant_correlation.value,
-            "radius from": self.rows["radius_mean"].min(),
-            "radius to": self.rows["radius_mean"].max(),
+            "radius from": radius.min(),
+            "radius to": radius.max(),
         }
         if len(self.published):
             theirs = self.published_fit
@@ -114,14 +109,10 @@ class Growth:
             }
         if self.entering is not None:
             attended, entering = self.attended_correlation, self.entering_correlation
-            row |= {
-                "correlation, given to attention": attended.value,
-                "its low": attended.low,
-                "its high": attended.high,
-                "correlation, entering the layer": entering.value,
-                "from": entering.low,
-                "to": entering.high,
-            }
+            names = ("correlation, given to attention", "its low", "its high")
+            row |= zip(names, (attended.value, attended.low, attended.high), strict=True)
+            names = ("correlation, entering the layer", "from", "to")
+            row |= zip(names, (entering.value, entering.low, entering.high), strict=True)
         return row
 
     def result_sentences(self) -> str:
@@ -139,11 +130,11 @@ class Growth:
                 f"{fit.n_max} tokens; the points scatter by a factor of about {math.exp(fit.spread):.2f} "
                 f"around this line, and of {math.exp(around):.2f} around n to the power 1/4."
             )
-        attended = self.rows["radius_mean"], self.attended_correlation
-        words += f" The norm of the tokens that attention receives {_norm_words(*attended)}."
+        attended = _norm_words(self.rows["radius_mean"], self.attended_correlation)
+        words += f" The norm of the tokens that attention receives {attended}."
         if self.entering is not None and len(self.entering):
-            entering = self.entering["radius"], self.entering_correlation
-            words += f" The norm of the tokens that enter the layer {_norm_words(*entering)}."
+            entering = _norm_words(self.entering["radius"], self.entering_correlation)
+            words += f" The norm of the tokens that enter the layer {entering}."
         if fit.left_out:
             words += f" {fit.left_out} measurements are left out, as they did not converge or are zero."
         if len(self.published):
@@ -173,23 +164,36 @@ def _norm_words(radius: pd.Series, found: Correlation) -> str:
     )
 
 
-def growths(model: PreparedModel) -> list[list[Growth]]:
-    """Split the table of a model's measurements by layer and text. The result contains one list for each
-    layer, and each list contains one :class:`Growth` for each text.
+def correlation_label(found: Correlation) -> str:
+    """Return a correlation and its interval as a matplotlib label, such as "$r = 0.31$ [0.29, 0.33]"."""
+    value, low, high = (decimal(one, 2) for one in (found.value, found.low, found.high))
+    return "no correlation" if math.isnan(found.value) else f"$r = {value}$ [{low}, {high}]"
+
+
+def growths(models: Sequence[ModelWithTexts]) -> list[list[Growth]]:
+    """Measure the constants of all models on their texts; with ``as_published``, also compute the published
+    code's values. Return one list for each layer, with one :class:`Growth` for each text.
     """
-    tables = model.measured(), model.measured(PublishedValue)
-    if not model.context.options.as_published:
-        tables = tables[0], tables[1].iloc[:0]
-
-    def growth(layer: int, text: str) -> Growth:
-        rows, published = (table[(table["layer"] == layer) & (table["text"] == text)] for table in tables)
-        return Growth(model.label, layer, text, rows, _beside_corrected(published))
-
-    return [[growth(layer, text) for text in model.texts] for layer in model.layers]
+    published = models[0].bench.options.as_published
+    measure_constants(models, published=published)
+    found = []
+    for model in models:
+        theirs = model.measured(PublishedValue)
+        tables = model.measured(), _beside_corrected(theirs if published else theirs.iloc[:0])
+        for layer in model.layers:
+            own = [table[table["layer"] == layer] for table in tables]
+            found.append(
+                [
+                    Growth(model.label, layer, text, *(part[part["text"] == text] for part in own))
+                    for text in model.texts
+                ]
+            )
+    return found
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the published values of a layer, each with its ratio to the correct constant."""
-    right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
-    theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
+    """Return the published values, each with its ratio to the correct constant."""
+    place = ["layer", "text", "n", "sample"]
+    right = rows[rows["quantity"] == CORRECTED].set_index(place)["lipschitz"]
+    theirs = rows[rows["quantity"] == PUBLISHED].set_index(place)[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()

@@ -1,11 +1,12 @@
-"""Load the models of a figure together with its texts, and list the tasks that measure attention layers at
-sequences of these texts.
+"""Load the models of a figure together with its texts, measure constants at sequences of these texts, and
+capture attention layers there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -15,8 +16,7 @@ from torch import Tensor
 from howsmooth import texts
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.paper.figure_definition import FigureContext
-from howsmooth.paper.figure_tasks import Key, SiteTask, Values
+from howsmooth.paper.bench import Bench, Unit, Values
 from howsmooth.paper.published_code.constants_task import published_left
 from howsmooth.study.executors import memory_each, processes_of
 from howsmooth.study.plans import ModelSpec, Plan
@@ -31,80 +31,39 @@ from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
 from howsmooth.study.tasks.task import Work
 from howsmooth.words import readable, sentence
 
-__all__ = [
-    "MODELS",
-    "PreparedModel",
-    "attention_of",
-    "bilinear",
-    "loaded",
-    "other_scores",
-    "prepared_models",
-]
-
-MODELS = (
-    ModelSpec("builtin-encoder"),
-    ModelSpec("builtin-encoder", as_decoder=True),
-    ModelSpec("gpt2", random_init=True),
-)
-"""Models like the paper's that need no network: an encoder, the same as a decoder, and a random GPT-2."""
+__all__ = ["ModelWithTexts", "attention_of", "bilinear", "measure_constants", "models_of", "other_scores"]
 
 _MASKED_LAYER = 6
-_FEW = 4  # the number of words and tokens with which to see whether a layer is masked
 _USUAL = 64
+_FEW = 4  # the number of words and tokens with which to see whether a layer is masked
 
 
-def loaded(context: FigureContext, spec: ModelSpec) -> Any:
-    """Load a model with its tokenizer; the tokenizer of an untrained model is trained on the first text of
-    the options.
-
-    Raises
-    ------
-    ArgumentError
-        If the model takes no text.
-
-    """
-    model = context.models.load(spec, texts.load_text(context.options.texts[0]).content)
-    try:
-        model.tokenizer.encode("")
-    except ModelError as error:
-        raise ArgumentError(
-            "model",
-            expected="models with a tokenizer, since figures are measured on texts",
-            got=f"{spec.label}, without one",
-            remedy=f"Put one into its folder{'' if spec.random_init else ', or add ,random-init'}; howsmooth "
-            "measure takes other inputs.",
-        ) from error
-    return model
+def models_of(bench: Bench, **chosen: Any) -> list[ModelWithTexts]:
+    """Load each model of a figure with all its texts. ``chosen`` are arguments of :class:`ModelWithTexts`."""
+    return [ModelWithTexts(bench, spec, **chosen) for spec in bench.models]
 
 
-def prepared_models(context: FigureContext, **chosen: Any) -> list[PreparedModel]:
-    """Load each model that the options name, by default :data:`MODELS`, with all texts of the options.
-
-    ``chosen`` are arguments of :class:`PreparedModel`.
-    """
-    return [PreparedModel(context, spec, **chosen) for spec in context.options.models or MODELS]
-
-
-class PreparedModel:
-    """A loaded model with all texts of a figure, whose layers can be measured at sequences of these texts.
+class ModelWithTexts:
+    """A model with all texts of a figure, at whose sequences its layers are measured or captured.
 
     The sources of the model and of the texts are noted for the HTML page of the figure.
 
     Parameters
     ----------
-    context
-        The figure's context. Its options choose the texts, and the layers and samples if they name some.
+    bench
+        The bench of the figure, which says the texts, lengths and samples, and the layers if the user named
+        some.
     spec
         The model.
-    samples
-        The number of sequences of each text and length, if the options name no number.
-    lengths
-        The lengths of the sequences; by default 64 tokens, or fewer if the model has fewer positions.
     layers
-        The layers, if the options name none. By default this is the first layer of a model without mask, and
-        layer 6 of a masked model, or its last layer if it has fewer.
+        A function that chooses the layers from their number, if the user named none. By default this is the
+        first layer of a model without mask, and layer 6 of a masked model, or its last layer if it has fewer.
     scopes
         The scopes of a :class:`~howsmooth.study.plans.Plan`.
+    lengths
+        The lengths of the sequences, by default those of the figure.
+    fitting
+        Whether lengths that the model cannot read are left out; otherwise they are refused.
 
     Raises
     ------
@@ -115,116 +74,120 @@ class PreparedModel:
 
     def __init__(
         self,
-        context: FigureContext,
+        bench: Bench,
         spec: ModelSpec,
         *,
-        samples: int,
-        lengths: tuple[int, ...] | None = None,
-        layers: str = "",
+        layers: Callable[[int], str] | None = None,
         scopes: tuple[str, ...] = ("attention",),
+        lengths: tuple[int, ...] | None = None,
+        fitting: bool = False,
     ) -> None:
-        asked = context.options
-        self.context, self.spec, self.label = context, spec, spec.label
-        longest = loaded(context, spec).max_length
-        chosen: Any = asked.layers or layers or self._shown_layer
+        asked, models = bench.options, bench.means.models
+        assert models is not None
+        self.bench, self.spec, self.label = bench, spec, spec.label
+        model = self._loaded()
+        count, _ = layer_and_head_counts(model, self.label)
+        chosen: Any = asked.layers or (layers or self._shown_layer)(count)
+        lengths, longest = lengths or bench.lengths, model.max_length
+        if fitting and longest is not None:
+            lengths = tuple(n for n in lengths if n <= longest) or (min(_USUAL, longest),)
         self.plan = Plan(
             models=(spec,),
-            lengths=lengths or (min(_USUAL, longest or _USUAL),),
-            samples=asked.samples or samples,
+            lengths=lengths,
+            samples=bench.samples,
             layers=chosen,
             scopes=scopes,
             bounds="none",
-            memory=memory_each(processes_of(context.means.executor), None, asked.device),
+            memory=memory_each(processes_of(bench.means.executor), None, asked.device),
             **{name: getattr(asked, name) for name in ("texts", "seed", "device", "dtype")},
         )
-        self.study = PreparedStudy(self.plan, context.store, context.models)
+        self.study = PreparedStudy(self.plan, bench.store, models)
         self.subjects = self.study.subjects
-        self.layers, self.texts = self.subjects[0].layers, [one.text.name for one in self.subjects]
-        context.studies.append(self.study)
-        context.made.update(self._made())
+        self.layers = self.subjects[0].layers
+        self.texts = [one.text.name for one in self.subjects]
+        bench.studies.append(self.study)
+        bench.made.update(self._made())
 
-    @cached_property
+    def _loaded(self) -> Any:
+        """Load the model; the tokenizer of an untrained model is trained on the first text."""
+        spec, options = self.spec, self.bench.options
+        model = self.bench.load(spec, texts.load_text(options.texts[0]).content)
+        try:
+            model.tokenizer.encode("")
+        except ModelError as error:
+            raise ArgumentError(
+                "model",
+                expected="models with a tokenizer, since figures are measured on texts",
+                got=f"{self.label}, without one",
+                remedy=f"Put one into its folder{'' if spec.random_init else ', or add ,random-init'}; "
+                "howsmooth measure takes other inputs.",
+            ) from error
+        return model
+
     def first_site(self) -> Any:
-        """The first attention layer of the model, captured at the first words of the first text."""
+        """Capture the first attention layer of the model at the first words of the first text."""
         from howsmooth.models import capture  # imports transformers, which takes seconds
 
-        content = texts.load_text(self.context.options.texts[0]).content
-        model = loaded(self.context, self.spec)
+        content = texts.load_text(self.bench.options.texts[0]).content
+        model = self._loaded()
         beginning = " ".join(content.split(maxsplit=_FEW)[:_FEW])
-        ids = torch.tensor([model.tokenizer.encode(beginning)[:_FEW]], device=self.context.options.device)
+        ids = torch.tensor([model.tokenizer.encode(beginning)[:_FEW]], device=self.bench.options.device)
         return capture(model, ids, layers=[0], scope="attention")[0]
 
-    @property
-    def _shown_layer(self) -> str:
-        count, _ = layer_and_head_counts(loaded(self.context, self.spec), self.label)
-        return str(min(_MASKED_LAYER, count - 1) if self.first_site.causal else 0)
+    def _shown_layer(self, count: int) -> str:
+        return str(min(_MASKED_LAYER, count - 1) if self.first_site().causal else 0)
 
     def places(self) -> Iterator[tuple[Subject, int]]:
         """Yield all pairs of a text and a sequence length n of the plan."""
-        for subject in self.subjects:
-            for n in self.plan.lengths:
-                yield subject, n
+        return ((subject, n) for subject in self.subjects for n in self.plan.lengths)
 
-    def sites(self, subject: Subject, n: int, samples: int | None = None) -> list[Any]:
-        """Run the model on sequences of n tokens of a text, and return the attention of each layer together
-        with the tokens that it receives.
-
-        The sequences are the first ``samples`` sequences of the plan, or all if ``samples`` is None.
+    def sites(
+        self,
+        subject: Subject,
+        n: int,
+        *,
+        scope: str = "attention",
+        layers: Sequence[int] | None = None,
+        samples: int | None = None,
+    ) -> list[Any]:
+        """Run the model on sequences of n tokens of a text, and return the chosen layers together with the
+        tokens that they receive; by default all layers of the plan, at all its sequences.
         """
         starts = [subject.starts[n, sample] for sample in range(samples or self.plan.samples)]
         tokens = subject.feed.inputs(starts, n)
         assert isinstance(tokens, Tensor)  # of a text
-        model = self.context.models.load_for(subject)
-        return capture_sites(model, tokens.to(self.plan.device), subject, "attention", subject.layers, n)
+        model, chosen = self.study.models.load_for(subject), subject.layers if layers is None else layers
+        return capture_sites(model, tokens.to(self.plan.device), subject, scope, chosen, n)
 
-    def task(
+    def unit(
         self,
         subject: Subject,
         n: int,
-        measure: Callable[[Any], Iterable[Values]],
-        key: Key,
-        *,
-        scope: str = "attention",
-        layers: Iterable[int] | None = None,
-        kind: type[SiteTask] = SiteTask,
-    ) -> SiteTask:
-        """Return a task that applies the function ``measure`` to captured layers, by default to all layers of
-        the plan, at all sequences of n tokens of a text.
+        measure: Callable[[list[Any]], Iterable[Values]],
+        key: dict[str, Any],
+        **captured: Any,
+    ) -> Unit:
+        """Return a unit that computes rows from captured layers at all sequences of n tokens of a text.
 
-        ``key`` contains all values on which the rows depend, beside the model, the text and the settings.
+        ``key`` has the values on which the rows depend, beside the model, the text and the settings;
+        ``captured`` are arguments of :meth:`sites`.
         """
-        starts = {sample: subject.starts[n, sample] for sample in range(self.plan.samples)}
-        captured = subject.layers if layers is None else layers
-        missing = frozenset((scope, layer, None, n, sample) for layer in captured for sample in starts)
-        of_text = {"text": subject.text.name, "digest": subject.text.digest}
-        key = self.key(fingerprint=subject.fingerprint, **of_text, **key)
-        return kind(self.plan, subject, n, scope, starts, missing, key=key, measure=measure)
+        of_text = {"text": subject.text.name, "digest": subject.text.digest, "n": n}
+        key = self.key(**{"fingerprint": subject.fingerprint} | of_text | key)
+        return Unit(key, measure, f"{self.label}, n = {n}", partial(self.sites, subject, n, **captured))
 
-    def key(self, **more: str | int | None) -> dict[str, str | int | None]:
+    def key(self, **more: Any) -> dict[str, Any]:
         """Return a dictionary that identifies rows in the store. It contains the given values, the name and
         the fingerprint of the model, the seed and the dtype.
         """
-        same: Key = {"seed": self.plan.seed, "dtype": self.plan.dtype}
-        first = {"model": self.label, "fingerprint": self.subjects[0].fingerprint}
-        return {**first, **same, **more}
-
-    def constants(self, *, published: bool = False) -> Iterator[Work]:
-        """Yield the tasks for the local Lipschitz constants that the plan asks for and the store does not
-        have. With ``published``, also yield the tasks for the published code's values.
-        """
-        self.context.made[f"Constants for {readable(self.label)}"] = (
-            f"relative tolerance {self.plan.rtol:g}, confidence {self.plan.confidence:g}."
-        )
-        left = constants_left(self.study)
-        yield left if self.context.means.executor else joined(left)
-        if published:
-            yield published_left(None)(self.study)
+        same = {"seed": self.plan.seed, "dtype": self.plan.dtype}
+        return {"model": self.label, "fingerprint": self.subjects[0].fingerprint, **same, **more}
 
     def measured(self, kind: type[Row] = Measurement) -> pd.DataFrame:
         """Return the table of the measured constants that the plan asks for, or of the published code's
         values at the same sequences. Rows for other models, texts, lengths and samples are left out.
         """
-        table = self.context.store.table(kind)
+        table = self.bench.store.table(kind)
         return table[
             (table["model"] == self.label)
             & table["text"].isin(self.texts)
@@ -252,6 +215,26 @@ class PreparedModel:
             f"model and text; seed {plan.seed}, {plan.dtype}."
         )
         return found
+
+
+def measure_constants(models: Sequence[ModelWithTexts], *, published: bool = False) -> None:
+    """Measure the constants that the plans of all models ask for and the store lacks. With ``published``,
+    also compute the published code's values.
+    """
+    bench = models[0].bench
+    kinds: list[Callable[[PreparedStudy], Work]] = [constants_left]
+    kinds += [published_left(None)] if published else []
+    for model in models:
+        bench.made[f"Constants for {readable(model.label)}"] = (
+            f"relative tolerance {model.plan.rtol:g}, confidence {model.plan.confidence:g}."
+        )
+    listed = [[kind(model.study) for model in models] for kind in kinds]
+    bench.begin()
+    for parts in listed:
+        tasks = [task for part in parts for task in part.tasks]
+        work = replace(parts[0], tasks=tasks, kept=sum(part.kept for part in parts))
+        whole = work.kind is Measurement and bench.means.executor is None
+        bench.runner.carry_out(joined(work) if whole else work)
 
 
 def attention_of(site: Any, label: str) -> SelfAttention:

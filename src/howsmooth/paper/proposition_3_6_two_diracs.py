@@ -8,6 +8,7 @@ The measured heads have A = −I or A = 8I, and γ = 1 for both.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,34 +19,21 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from howsmooth.attention import SelfAttention
 from howsmooth.bounds import mean_field_upper_bound, theorem_3_5
 from howsmooth.bounds.mean_field_lower_bounds import (
     proposition_3_6,
     proposition_3_6_rate,
     weighted_two_atom_lower_bound,
 )
-from howsmooth.measures import DiscreteMeasure, wasserstein_lipschitz
+from howsmooth.measures import wasserstein_lipschitz
 from howsmooth.paper import plotting
-from howsmooth.paper.figure_definition import Figure, FigureContext, FigurePlan, Finding
-from howsmooth.paper.figure_tasks import Key, UnitTask, Values
+from howsmooth.paper.bench import Bench, Key, Unit, Values
+from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.identity_head import RTOL, describe, identity_head, two_diracs
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.seeds import derive_seed
 
-__all__ = [
-    "BETTER",
-    "HALF",
-    "OPPOSITE",
-    "PAPER_WEIGHT",
-    "RTOL",
-    "TWO_DIRAC",
-    "describe",
-    "identity_head",
-    "plan",
-    "result_sentences",
-    "show",
-    "two_diracs",
-]
+__all__ = ["BETTER", "HALF", "OPPOSITE", "PAPER_WEIGHT", "measure", "result_sentences", "show"]
 
 OPPOSITE, HALF = "A = −I, heavy Dirac at −Ru", "A = 8I, heavy Dirac at Ru/2"
 """The names of the two families of measures."""
@@ -53,10 +41,6 @@ OPPOSITE, HALF = "A = −I, heavy Dirac at −Ru", "A = 8I, heavy Dirac at Ru/2"
 PAPER_WEIGHT, BETTER = "e^(−2g)", "1/(1 + 3e^(2g))"
 """The names of the two weights of the light Dirac."""
 
-RTOL = 1e-8
-"""The relative tolerance of constants measured at measures."""
-
-_DIMENSION = 4
 # γ, and the position of the heavy Dirac divided by the position of the light one. Both have g = R².
 _FAMILIES = {OPPOSITE: (-1.0, -1.0), HALF: (8.0, 0.5)}
 # At R = 26.5, where g = 702, the constant is near the largest float64. From R = 18.84 on, e^{2g} overflows.
@@ -80,55 +64,26 @@ _BOUNDS = (
 )
 
 
-def identity_head(gamma: float, d: int = _DIMENSION) -> SelfAttention:
-    """Return an attention head in R^d with the scores γ⟨x_i, x_j⟩ and the values x_j, that is A = γI and V =
-    I.
+def measure(bench: Bench) -> pd.DataFrame:
+    """Measure the constant at two Dirac masses. The table has one row for each choice of their positions,
+    their weights and the radius.
     """
-    eye = torch.eye(d, dtype=torch.float64)[None]
-    return SelfAttention(gamma * eye, eye, eye, scale=1.0)
-
-
-def two_diracs(
-    radius: float, ratio: float, log_weights: Float64[Tensor, "2"], d: int = _DIMENSION
-) -> DiscreteMeasure:
-    """Return a measure of two Dirac masses at radius · u and ratio · radius · u, where u is the first unit
-    vector.
-    """
-    points = torch.zeros(2, d, dtype=torch.float64)
-    points[0, 0], points[1, 0] = radius, ratio * radius
-    return DiscreteMeasure(points, log_weights=log_weights)
-
-
-def describe(context: FigureContext, measures: str) -> None:
-    """Record, for the HTML page of the figure, the probability measures at which the constants were computed,
-    and the settings.
-    """
-    context.made["Measures"] = f"{measures}; no model and no text."
-    context.made["Settings"] = (
-        f"seed {context.options.seed}, float64, relative tolerance {RTOL:g}, confidence 0.999."
-    )
-
-
-def plan(context: FigureContext) -> FigurePlan:
-    """Plan to measure the constant at two Dirac masses. The table has one row for each choice of their
-    positions, their weights and the radius.
-    """
-    describe(context, "two Diracs in four dimensions, A = −I or 8I, V = I")
-    tasks = []
+    describe(bench, "two Diracs in four dimensions, A = −I or 8I, V = I")
+    units = []
     for family, weight, radius in product(_FAMILIES, _COLOURS, _RADII):
-        key: Key = {"family": family, "weight": weight, "seed": context.options.seed}
-        unit: Key = {**key, "radius": repr(radius)}
-        tasks.append(UnitTask(unit, partial(_rows, key, radius), f"{family}, {weight}, R = {radius}"))
-    return context.units(tasks, "constants at two Diracs")
+        key: Key = {"family": family, "weight": weight, "seed": bench.options.seed}
+        words = f"{family}, {weight}, R = {radius}"
+        units.append(Unit({**key, "radius": repr(radius)}, partial(_rows, key, radius), words))
+    return bench.kept("constants at two Diracs", units)
 
 
-def _rows(key: Key, radius: float) -> list[Values]:
+def _rows(key: Key, radius: float) -> Iterator[Values]:
     gamma, ratio = _FAMILIES[str(key["family"])]
     f, g = identity_head(gamma), radius**2
     start = derive_seed(purpose="two Diracs", radius=repr(radius), **key)
     at = two_diracs(radius, ratio, _log_weights(str(key["weight"]), g))
     found = wasserstein_lipschitz(f, at, rtol=RTOL, seed=start)
-    row = {
+    yield {
         "radius": radius,
         "g": g,
         "log_value": math.log(found.value),
@@ -140,7 +95,6 @@ def _rows(key: Key, radius: float) -> list[Values]:
         "log_free": mean_field_upper_bound(f, radius).log_value,
         "log_theorem": theorem_3_5(f, radius).log_value,
     }
-    return [row]
 
 
 def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
@@ -244,20 +198,3 @@ def result_sentences(rows: pd.DataFrame) -> list[str]:
         f"at radii where e^(2γR²) is no float64 number. In {split} of them it is an atom that splits."
     )
     return seen
-
-
-TWO_DIRAC = Figure(
-    name="two-dirac",
-    title="Two Diracs at which the constant of mean-field attention grows exponentially",
-    paper="Proposition 3.6",
-    about=(
-        "A light Dirac at Ru, a heavy one at −Ru (A = −I) or at Ru/2 (A = 8I), V = I, in four dimensions, so "
-        "that g = γR² is R². The light mass is the paper's e^(−2g), or 1/(1 + 3e^(2g)), the best as R grows. "
-        "The local constant in W₂ of mean-field attention is measured at these measures, with weights as "
-        "logarithms: beyond R = 18.8, the vertical line, e^(2g) is no float64 number. Left, for A = −I, "
-        "against R, with bounds. Right, for both families, up to R = 10, divided by (g/2) e^g, the rate of "
-        "Proposition 3.6; bounds for A = −I. No model and no text is involved."
-    ),
-    plan=plan,
-    show=show,
-)

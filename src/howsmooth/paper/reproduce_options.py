@@ -57,6 +57,11 @@ class FigureOptions:
     samples: Annotated[
         Samples | None, "Number of sequences for each length, in place of the figure's number."
     ] = None
+    search: Annotated[
+        bool,
+        "For figure-2, also search for tokens that are worse than the paper's, by gradient ascent. Takes "
+        "many minutes.",
+    ] = False
     as_published: Annotated[
         bool, "Also show what the paper's published code computes. This takes several times as long."
     ] = False

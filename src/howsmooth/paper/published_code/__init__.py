@@ -14,29 +14,20 @@ from howsmooth.paper.published_code.altered_attention import (
     with_dropout,
     wrong_slices,
 )
-from howsmooth.paper.published_code.differences import (
+from howsmooth.paper.published_code.measurement import (
     ITEMS,
+    AsPublished,
+    PowerIteration,
     PublishedLayer,
     capture_layers,
     items_that_apply,
+    measure_as_published,
+    measure_layer,
+    power_iteration,
 )
-from howsmooth.paper.published_code.measurement import AsPublished, measure_as_published, measure_layer
-from howsmooth.paper.published_code.power_iteration import PowerIteration, power_iteration
 
 __all__ = [
-    "ITEMS",
-    "AsPublished",
-    "DropoutAttention",
-    "PowerIteration",
-    "PublishedLayer",
-    "c_3_as_coded",
-    "capture_layers",
-    "has_fused_weight",
-    "items_that_apply",
-    "measure_as_published",
-    "measure_layer",
-    "power_iteration",
-    "unmasked",
-    "with_dropout",
-    "wrong_slices",
-]
+    "ITEMS", "AsPublished", "DropoutAttention", "PowerIteration", "PublishedLayer",
+    "c_3_as_coded", "capture_layers", "has_fused_weight", "items_that_apply", "measure_as_published",
+    "measure_layer", "power_iteration", "unmasked", "with_dropout", "wrong_slices",
+]  # fmt: skip

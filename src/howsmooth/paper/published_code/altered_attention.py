@@ -1,7 +1,4 @@
-"""The altered attention maps that the published code measures, and its invalid formula for Theorem C.3.
-
-An altered map has no mask, has dropout, or has weights that are sliced along the wrong axis.
-"""
+"""The altered attention maps that the published code measures, and its invalid formula for Theorem C.3."""
 
 from __future__ import annotations
 
@@ -21,37 +18,22 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.seeds import torch_seed
 
 __all__ = [
-    "DropoutAttention",
-    "c_3_as_coded",
-    "has_fused_weight",
-    "unmasked",
-    "with_dropout",
-    "wrong_slices",
-]
+    "DropoutAttention", "c_3_as_coded", "has_fused_weight", "unmasked", "with_dropout", "wrong_slices",
+]  # fmt: skip
 
 
 class DropoutAttention(OuterMap):
-    """Self-attention in training mode: each call draws new random dropout of the attention weights and of the
-    outputs.
+    """Self-attention in training mode: each call draws new random dropout from a seeded generator.
 
-    Parameters
-    ----------
-    inner
-        The attention without dropout.
-    weights, outputs
-        The probability with which an attention weight, or an entry of the output, is set to zero. All other
-        weights or entries are divided by 1 − probability.
-    seed
-        The seed of the random draws.
-
+    ``weights`` and ``outputs`` are the probabilities with which an attention weight, or an entry of the
+    output, is set to zero. All others are divided by 1 − probability.
     """
 
     inner: SelfAttention
 
     def __init__(self, inner: SelfAttention, *, weights: float, outputs: float, seed: int) -> None:
         require_plain_scores(inner, "the published maps", argument="inner")
-        self.inner, self.weights, self.outputs = inner, weights, outputs
-        self._seed = seed
+        self.inner, self.weights, self.outputs, self._seed = inner, weights, outputs, seed
         self._generator = torch.Generator().manual_seed(torch_seed(seed))
 
     @property
@@ -70,9 +52,7 @@ class DropoutAttention(OuterMap):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> DropoutAttention:
-        """Return a copy of the attention with another dtype or on another device; the random numbers of the
-        copy restart from the seed.
-        """
+        """Return a copy with another dtype or on another device, whose draws restart from the seed."""
         inner = self.inner.to(dtype=dtype, device=device)
         return DropoutAttention(inner, weights=self.weights, outputs=self.outputs, seed=self._seed)
 
@@ -85,24 +65,21 @@ class DropoutAttention(OuterMap):
         q, k, v = f.projections(x)
         q = q.unflatten(-3, (f.kv_heads, f.heads // f.kv_heads))
         p = attention_probabilities(q, k, f.scale, f.visible_keys(x.shape[-2]))
-        p = p * self._dropout_factors(p, self.weights)
-        out = weighted_values(p, v).flatten(-4, -3).movedim(-3, -2).flatten(-2)
+        out = weighted_values(self._dropped(p, self.weights), v)
+        out = out.flatten(-4, -3).movedim(-3, -2).flatten(-2)
         if f.output is not None:
             out = out @ f.output.mT
             out = out if f.output_bias is None else out + f.output_bias
-        return out * self._dropout_factors(out, self.outputs)
+        return self._dropped(out, self.outputs)
 
-    def _dropout_factors(self, like: Tensor, probability: float) -> Tensor:
-        """Return a random factor for each entry: zero with this probability, and else 1/(1 − probability)."""
+    def _dropped(self, values: Tensor, probability: float) -> Tensor:
         # Draw on the CPU, so that the draws are the same for every device.
-        kept = torch.rand(like.shape, generator=self._generator) >= probability
-        return kept.to(device=self.device, dtype=self.dtype) / (1 - probability)
+        kept = torch.rand(values.shape, generator=self._generator) >= probability
+        return values * (kept.to(device=self.device, dtype=self.dtype) / (1 - probability))
 
 
 def with_dropout(f: TokenMap, *, weights: float, outputs: float, seed: int) -> TokenMap:
-    """Return a copy of a map in which the attention has dropout, as in training; see
-    :class:`DropoutAttention`.
-    """
+    """Return a copy of a map in which the attention has dropout, as a :class:`DropoutAttention`."""
     return _with_attention(
         f, lambda attention: DropoutAttention(attention, weights=weights, outputs=outputs, seed=seed)
     )
@@ -128,31 +105,21 @@ def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) ->
 
 
 def has_fused_weight(attention: nn.Module) -> bool:
-    """Return True if an attention module keeps W_Q, W_K and W_V in one transposed weight matrix, as GPT-2
-    does.
-
-    The ``Conv1D`` weight of GPT-2 has shape (d, 3d). Only for such models does the published code cut the
-    heads along the wrong axis, as :func:`wrong_slices` does.
+    """Return True if an attention module keeps W_Q, W_K and W_V in one transposed weight matrix of shape
+    (d, 3d), as GPT-2 does: only there does the published code cut the heads along the wrong axis.
     """
-    for part in attention.children():
-        weight = getattr(part, "weight", None)
-        # Compare the name of the class: this package does not import transformers.
-        if type(part).__name__ == "Conv1D" and isinstance(weight, Tensor):
-            d, width = weight.shape
-            if width == 3 * d:
-                return True
-    return False
+    # Compare the name of the class: this package does not import transformers.
+    weights = [part.weight for part in attention.children() if type(part).__name__ == "Conv1D"]
+    return any(isinstance(one, Tensor) and one.shape[1] == 3 * one.shape[0] for one in weights)
 
 
 def wrong_slices(attention: SelfAttention) -> SelfAttention:
     """Return a copy of an attention in which the heads are cut from W_Q, W_K and W_V along the wrong axis, as
     in the published code.
 
-    Let W_Q of shape (d, d) be the query part of the fused weight, which multiplies row tokens from the right.
-    Head h then gets W_Q[hk:(h+1)k, :] in place of W_Q[:, hk:(h+1)k]ᵀ. Keys and values are cut in the same
-    way. Masks, biases and output projection are unchanged. The published figure uses the worst tokens of this
-    map, ``adversarial.two_cluster(wrong_slices(attention), n, R)``; the constant at these tokens should be
-    measured on the attention itself.
+    Head h gets W_Q[hk:(h+1)k, :] in place of W_Q[:, hk:(h+1)k]ᵀ, where W_Q of shape (d, d) multiplies row
+    tokens from the right; keys and values likewise. The published figure uses the worst tokens of this map,
+    ``adversarial.two_cluster(wrong_slices(attention), n, R)``, on the attention itself.
 
     Raises
     ------
@@ -179,31 +146,18 @@ def wrong_slices(attention: SelfAttention) -> SelfAttention:
 def c_3_as_coded(attention: object, X: Tensor) -> float:
     """Return the number that the published code computes for Theorem C.3, which is not a valid bound.
 
-    The formula is ‖V‖ √(R_A² r² (n + 1) + n), where R_A = max_i |A x_i| and r is the diameter of the set of
-    tokens. The head has the scores ⟨A x_i + b, x_j⟩ and the values V x_j.
+    The formula is ‖V‖ √(R_A² r² (n + 1) + n), where R_A = max_i |A x_i| and r is the diameter of the n
+    tokens X, of shape (n, d). ``attention`` is one head with the scores ⟨A x_i + b, x_j⟩ and the values
+    V x_j: a ``SelfAttention`` or a ``Head``.
 
-    The formula is not a bound on ‖D_X f‖, so the result is a plain number and not a bound. The matrix C_i A
-    in the Jacobian depends on Aᵀ x_j, which R_A omits, and on the query bias, which the formula ignores. For
-    A = 10 e₂e₁ᵀ, V = I and X = ((0, 1), (0, −1)) the formula gives √2, but ‖D_X f‖ is 10.1.
-    ``bounds.theorem_c_3`` is a valid bound.
-
-    Parameters
-    ----------
-    attention
-        One head: a ``SelfAttention`` or a ``Head``.
-    X
-        Tokens of shape (n, d).
+    R_A omits Aᵀ x_j, and the formula the query bias. For A = 10 e₂e₁ᵀ, V = I and X = ((0, 1), (0, −1)) it
+    gives √2, but ‖D_X f‖ is 10.1. ``bounds.theorem_c_3`` is a valid bound.
 
     Raises
     ------
     ArgumentError
-        If there are several heads or rotary positions, or X has the wrong shape.
-    NonFiniteError
-        If an entry of X is NaN or infinite.
-
-    References
-    ----------
-    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem C.3, and the code published with it.
+        If there are several heads or rotary positions, or X has the wrong shape or entries that are not
+        finite.
 
     """
     head = parameters_of(attention).one_head("c_3_as_coded")

@@ -1,9 +1,5 @@
-"""Define the task of a study that computes the published code's values and the correct constants at the same
-sequences.
-
-The published code differs from a measurement of ‖D_X f‖ in several ways, called items. For every sequence and
-layer the task measures the correct constant (without any item), the constant with each single item, and the
-constant with all items.
+"""Define the task of a study that computes the published code's values at its sequences: for each layer the
+correct constant (without any item), the constant with each single item, and the constant with all items.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.paper.published_code import PublishedLayer, capture_layers, items_that_apply, measure_layer
 from howsmooth.seeds import derive_seed
-from howsmooth.study.records import PublishedKey, PublishedValue, Row, quantities
+from howsmooth.study.records import PublishedValue, Row, quantities
 from howsmooth.study.study_preparation import PreparedStudy, Subject
 from howsmooth.study.tasks.lipschitz_constants import batch_size, start_seed
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
@@ -38,11 +34,11 @@ class PublishedTask(SequenceTask):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The indices of the layers for which the store of the study lacks values of the published code."""
+        """The indices of the layers for which the store lacks values."""
         return tuple(sorted({layer for layer, *_ in self.missing}))
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Yield the missing rows layer by layer; all rows of one layer are yielded together as a list."""
+        """Yield the missing rows, those of each layer together."""
         for one in each_if_not_all(self.layers, lambda layers: self._layers(model, layers), self._no_layer):
             if isinstance(one, Failed):
                 yield one
@@ -67,53 +63,45 @@ class PublishedTask(SequenceTask):
         return capture_layers(model, tokens, list(layers), training=training, seeds=seeds)
 
     def _values(self, one: PublishedLayer) -> Iterator[Row]:
-        """Yield one row for each value of the published code that the store lacks, for one layer."""
         layer, plan = one.attention.layer, self.plan
         # Use the seeds of constants, so that the corrected quantity equals the result of `howsmooth measure`.
         seeds = [start_seed(plan, self.subject, "attention", layer, None, self.n, s) for s in self.starts]
+        how = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations")}
         for own, name, items in self.wanted:
             keys = [(layer, self.n, sample, name, items) for sample in self.starts]
             if own != layer or not self.missing.intersection(keys):
                 continue
-            how = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations")}
             found = measure_layer(one, tuple(items.split(",")) if items else (), seeds=seeds, **how)
-            for slot, key in enumerate(keys):
-                if key in self.missing:
-                    yield self._row(one, found, slot, key, seeds[slot])
-
-    def _row(
-        self, one: PublishedLayer, found: Any, slot: int, key: PublishedKey, seed: int
-    ) -> PublishedValue:
-        layer, n, sample, name, items = key
-        value, lower, upper = (float(part[slot]) for part in (found.value, found.lower, found.upper))
-        if not math.isfinite(value):
-            raise NonFiniteError(name, expected="a finite value", got=f"{value} for sample {sample}")
-        return PublishedValue(
-            model=self.model,
-            text=self.subject.text.name,
-            layer=layer,
-            n=n,
-            sample=sample,
-            quantity=name,
-            items=items,
-            lipschitz=value,
-            lower=None if math.isnan(lower) else lower,
-            upper=None if math.isnan(upper) else upper,
-            settled=bool(found.settled[slot]),
-            steps=int(found.steps[slot]),
-            radius_mean=float(one.attention.radius_mean[slot]),
-            start=self.starts[sample],
-            seed=seed,
-            map=found.map,
-        )
+            columns = found.value, found.lower, found.upper, found.settled, found.steps
+            values = zip(*(column.tolist() for column in columns), strict=True)
+            for slot, (key, (value, lower, upper, settled, steps)) in enumerate(
+                zip(keys, values, strict=True)
+            ):
+                if key not in self.missing:
+                    continue
+                sample = key[2]
+                if not math.isfinite(value):
+                    got = f"{value} for sample {sample}"
+                    raise NonFiniteError(name, expected="a finite value", got=got)
+                yield PublishedValue(
+                    self.model,
+                    self.subject.text.name,
+                    *key,
+                    lipschitz=value,
+                    lower=None if math.isnan(lower) else lower,
+                    upper=None if math.isnan(upper) else upper,
+                    settled=settled,
+                    steps=steps,
+                    radius_mean=float(one.attention.radius_mean[slot]),
+                    start=self.starts[sample],
+                    seed=seeds[slot],
+                    map=found.map,
+                )
 
 
 def published_left(items: Sequence[str] | None) -> Callable[[PreparedStudy], Work]:
-    """Return a function that plans the tasks for those values of the published code that the store of a study
-    still lacks.
-
-    ``items`` are some of ``howsmooth.paper.published_code.ITEMS``; None stands for all items that apply to
-    each model.
+    """Return a function that plans the tasks for the values that the store of a study lacks. ``items`` are
+    some of ``howsmooth.paper.published_code.ITEMS``; None stands for all that apply to each model.
     """
 
     def left(study: PreparedStudy) -> Work:

@@ -1,0 +1,78 @@
+"""Build the tokens of Appendix C.7, at which the constant of a head grows like the squared radius R²."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from howsmooth.bounds.attention_parameters import Head
+from howsmooth.errors import ArgumentError
+
+__all__ = ["Balanced", "balanced"]
+
+
+@dataclass(frozen=True, eq=False)
+class Balanced:
+    """The tokens of Appendix C.7 for one head: pairs of opposite tokens Ru and −Ru, and one or two zero
+    tokens. Here u is a unit vector and R is the radius.
+
+    There are two zero tokens if the number of tokens is even, and one otherwise. The last token is zero. Its
+    attention weights are equal, with or without a causal mask and for every query bias, because u is
+    orthogonal to the bias.
+    """
+
+    head: Head
+    u: Float64[Tensor, " d"]
+
+    def tokens(self, n: int, radius: float) -> Float64[Tensor, "n d"]:
+        """Return n tokens of shape (n, d): pairs of opposite tokens of norm ``radius``, and then one or two
+        zero tokens.
+        """
+        pairs = (n - 1) // 2
+        signs = torch.zeros(n, dtype=torch.float64)
+        signs[: 2 * pairs : 2], signs[1 : 2 * pairs : 2] = 1.0, -1.0
+        return radius * signs[:, None] * self.u
+
+    def formula(self, n: int, radius: float) -> float:
+        """Compute a lower bound on ‖D_X f‖ at these tokens: the norm of the diagonal block ∂y_n/∂x_n of the
+        last token.
+
+        The norm is ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, where m of the n tokens are ±Ru. For A = γI, V = I and odd n
+        it is 1/n + γR²(n−1)/n.
+        """
+        head, m = self.head, 2 * ((n - 1) // 2)
+        form = (self.u @ head.left) @ head.right
+        block = head.V / n + (m / n * radius**2) * torch.outer(head.V @ self.u, form)
+        return float(torch.linalg.matrix_norm(block, 2))
+
+
+def balanced(head: Head) -> Balanced:
+    """Choose the direction u so that the constant of a head is large at its tokens.
+
+    The candidates for u are two left singular vectors of the head's score matrix A and two right singular
+    vectors of its value matrix V; their component along the query bias is removed. The candidate with the
+    largest ‖Vu‖ ‖Aᵀu‖ is chosen.
+
+    Raises
+    ------
+    ArgumentError
+        If scores or values are zero along all of these vectors.
+
+    """
+    left, right = torch.linalg.qr(head.left), torch.linalg.qr(head.right.mT)
+    inner = torch.linalg.svd(left.R @ right.R.mT)
+    candidates = torch.cat([(left.Q @ inner.U)[:, :2], torch.linalg.svd(head.V).Vh[:2].mT], dim=1).mT
+    if bool(head.b.any()):
+        unit = head.b / torch.linalg.vector_norm(head.b)
+        candidates = candidates - torch.outer(candidates @ unit, unit)
+    sizes = torch.linalg.vector_norm(candidates, dim=1)
+    candidates = candidates[sizes > 1e-6] / sizes[sizes > 1e-6, None]
+    gains = torch.linalg.vector_norm(candidates @ head.V.mT, dim=1) * torch.linalg.vector_norm(
+        candidates @ head.left @ head.right, dim=1
+    )
+    if not len(gains) or not float(gains.max()) > 0:
+        raise ArgumentError("model", expected="heads whose scores and values are not zero", got=repr(head))
+    return Balanced(head, candidates[int(gains.argmax())])

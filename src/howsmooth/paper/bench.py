@@ -1,0 +1,153 @@
+"""Measure the numbers of a figure, and keep them in the store of its folder, so that no number is measured
+twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from howsmooth.paper.figure_definition import Figure, Request
+from howsmooth.paper.reproduce_options import FigureOptions
+from howsmooth.study.plans import Plan
+from howsmooth.study.records import FIGURE, FigureRow
+from howsmooth.study.runner import Means, Runner
+from howsmooth.study.store import Store
+from howsmooth.study.study_preparation import Models, PreparedStudy
+from howsmooth.study.tasks.task import Found, Task, Work
+
+__all__ = ["Bench", "Key", "Unit", "Values", "models_for", "opened_bench"]
+
+Key = Mapping[str, str | int | None]
+"""The values on which a unit of work depends, by name."""
+
+Values = dict[str, Any]
+"""A row of a figure: numbers and words, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unit(Task):
+    """A unit of work: a function that computes some rows, and the key of all values on which they depend.
+
+    The rows are stored together under the key. ``label`` describes the unit in progress messages. With
+    ``sites``, the function takes the result of ``sites()``, captured layers of a model, which are captured in
+    this process also if the rows are computed on a worker.
+    """
+
+    key: Key
+    measure: Callable[..., Iterable[Values]]
+    label: str
+    sites: Callable[[], Any] | None = None
+
+    kind = FigureRow
+    size = 1
+
+    @property
+    def name(self) -> str:
+        """The key as JSON, under which the store keeps the rows."""
+        return json.dumps(dict(self.key), sort_keys=True, ensure_ascii=False)
+
+    @property
+    def model(self) -> str:  # type: ignore[override]
+        """The name of the model, empty without one."""
+        return str(self.key.get("model", ""))
+
+    @property
+    def n(self) -> int:  # type: ignore[override]
+        """The number of tokens."""
+        return int(self.key.get("n") or 1)
+
+    @property
+    def words(self) -> str:
+        """A short description of the unit for progress messages."""
+        return self.label
+
+    def count(self, rows: object) -> int:
+        """Return 1, because all rows of the unit count as one result."""
+        return 1
+
+    def packed(self) -> Unit:
+        """Return the unit with the captured layers that it needs, ready to be sent to another process."""
+        if self.sites is None:
+            return self
+        return replace(self, measure=partial(self.measure, self.sites()), sites=None)
+
+    def found(self, models: Models | None) -> Iterator[Found]:
+        """Compute all rows of the unit and yield them as one list; yield a failure if an error occurs."""
+        place = self.model, str(self.key.get("text", "")), self.name
+        try:
+            rows = [FigureRow(*place, at, json.dumps(one)) for at, one in enumerate(self.measure())]
+        except Exception as error:
+            yield self.failed(error)
+        else:
+            yield rows
+
+
+@dataclass(frozen=True, eq=False)
+class Bench(Request):
+    """A request with all that is needed to measure it: the store of the figure, and the loader of models.
+
+    ``made`` says how the numbers were made, for the HTML page: the models, the texts with their hashes, and
+    the settings. ``studies`` are the models and texts of the figure. Figures add entries to both.
+    """
+
+    store: Store
+    means: Means
+    runner: Runner
+    made: dict[str, str] = field(default_factory=dict)
+    studies: list[PreparedStudy] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Create the store of the figure if needed, and record the models and texts there."""
+        self.store.begin(FIGURE, {"seed": self.options.seed})
+        for study in self.studies:
+            study.begin()
+
+    def load(self, *arguments: Any) -> Any:
+        """Load a model, as :meth:`howsmooth.study.study_preparation.Models.load`."""
+        assert self.means.models is not None
+        return self.means.models.load(*arguments)
+
+    def kept(self, words: str, units: Iterable[Unit]) -> pd.DataFrame:
+        """Compute the units that the store lacks, and return the table of the rows of all units.
+
+        ``words`` is a plural noun for the units. A row begins with the values of its unit's key.
+        """
+        units = list(units)
+        known = self.store.keys(FigureRow, ("unit",))
+        left = [unit for unit in units if (unit.name,) not in known]
+        self.begin()
+        self.runner.carry_out(Work(FigureRow, words, left, len(units) - len(left)))
+        rows = ((unit, row) for unit in units for row, _ in self.store.rows(FigureRow, unit=unit.name))
+        return pd.DataFrame([{**unit.key, **json.loads(row.numbers)} for unit, row in rows])
+
+
+def models_for(options: FigureOptions) -> Models:
+    """Return a loader of models that uses the seed, the device and the dtype of the given options."""
+    return Models(Plan(seed=options.seed, device=options.device, dtype=options.dtype))
+
+
+@contextmanager
+def opened_bench(
+    figure: Figure, options: FigureOptions, folder: str | os.PathLike[str], means: Means
+) -> Iterator[Bench]:
+    """Open the store in a figure's folder, and yield what the figure needs to be measured there.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If the store belongs to other options, or cannot be read or written.
+
+    """
+    with Store.open(folder, late=True) as store:
+        store.check(FIGURE, {"seed": options.seed})
+        bench = Bench(figure, options, store, means, Runner(store, means, means.models, options.device))
+        yield bench
+        bench.runner.finish()
