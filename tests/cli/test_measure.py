@@ -91,19 +91,18 @@ def test_bibtex_is_that_of_the_readme(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"```bibtex\n{capsys.readouterr().out}```" in readme
 
 
-def test_figures_are_files_only_if_asked_for(howsmooth: Howsmooth, tmp_path: Path) -> None:
-    arguments = ["measure", "small", "--text", "prose", *SMALL, "--layers", "0", "--out", str(tmp_path)]
+def test_each_model_has_one_figure_and_each_layer_if_asked_for(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    arguments = ["measure", "small", "--text", "prose", *SMALL, "--layers", "0,1", "--out", str(tmp_path)]
     code, out, err = howsmooth(*arguments)
     assert code == 0
     assert "Drawing" not in err
-    assert "figures/" not in out
-    assert not (tmp_path / "figures").exists()
-    assert "figures" not in re.findall('id="(.*?)"', (tmp_path / "report.html").read_text("utf-8"))
+    assert "figures/" in out
+    drawn = sorted(path.name for path in (tmp_path / "figures").iterdir())
+    assert drawn == [f"small--prose--attention--overview.{end}" for end in ("pdf", "png")]
     code, out, err = howsmooth(*arguments, "--figures", "all")
     assert code == 0
     assert "Drawing figures" in err
-    assert "figures/" in out
-    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".png", ".pdf"}
+    assert len(list((tmp_path / "figures").iterdir())) == 6
     assert "figures" in re.findall('id="(.*?)"', (tmp_path / "report.html").read_text("utf-8"))
 
 
