@@ -20,7 +20,7 @@ from torch import Tensor
 from howsmooth.errors import DerivativeError, NonFiniteError
 from howsmooth.jacobian.autodiff import as_derivative_errors, one_backend
 from howsmooth.nn.checks import check, check_size
-from howsmooth.seeds import random_stream
+from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LinearOperator, lanczos
 
 __all__ = ["Directions", "Pair", "begin", "relative_residual", "unit"]
@@ -48,29 +48,29 @@ class Directions:
     The next training step starts from these vectors. A smaller batch uses the first vectors and keeps the
     others. In a larger batch, the additional places start at random. For sequences of another length, each
     vector is cut, or continued with random numbers. For outputs of another shape, all vectors start at random
-    again. ``seed`` is that of the random directions, which come from a stream of their own.
+    again. ``seed`` is that of the random directions, which come from a separate generator.
     """
 
     def __init__(self, seed: int = 0) -> None:
         check_size("seed", seed, least=0)
-        self._stream = random_stream(seed)
+        self._generator = torch.Generator().manual_seed(torch_seed(seed))
         self._left: Tensor | None = None
 
     def __len__(self) -> int:
         return 0 if self._left is None else len(self._left)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the singular vectors and the state of the random stream, for :meth:`load_state_dict`."""
-        return {"left": self._left, "stream": self._stream.bit_generator.state}
+        """Return the singular vectors and the state of the random generator, for :meth:`load_state_dict`."""
+        return {"left": self._left, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._left = state["left"]
-        self._stream.bit_generator.state = state["stream"]
+        self._generator.set_state(state["generator"])
 
     def draw(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return Gaussian numbers, drawn on the CPU so that every device gets the same ones."""
-        return torch.from_numpy(self._stream.standard_normal(shape)).to(like)
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(like)
 
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
