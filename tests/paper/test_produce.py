@@ -19,10 +19,8 @@ from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.runner import Means
 from howsmooth.study.store import STORE_NAME, Store
 from tests._documented import check_documented
-from tests._figures import Told
 from tests._study import installed, make_tools
 from tests.paper.test_html_page import PNG
 
@@ -184,18 +182,6 @@ def test_figures_share_models(pretence: Pretence, tmp_path: Path) -> None:
     with installed(tools):
         reproduction.produce(chosen, FigureOptions(), tmp_path)
     assert work.loads == ["small"]
-
-
-def test_no_bar_goes_back_when_the_time_left_is_estimated_anew(pretence: Pretence, tmp_path: Path) -> None:
-    def measure(bench: Bench) -> int:
-        bench.begin()
-        for spent, whole in ((1.0, 4.0), (2.0, 16.0), (3.0, 4.0)):
-            bench.means.listener.advance(spent, whole, "a unit")
-        return 0
-
-    chosen = [replace(one, measure=measure) for one in figure_definition.FIGURES]
-    reproduction.produce(chosen, FigureOptions(), tmp_path, Means(told := Told()))
-    assert told.shares == [0.25, 0.25, 0.75] * 2  # a figure's bar begins anew
 
 
 def test_what_was_begun_only_is_not_on_the_page(pretence: Pretence, tmp_path: Path) -> None:

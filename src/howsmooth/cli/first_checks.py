@@ -22,13 +22,13 @@ _DEVICES = re.compile(r"(cpu|cuda|hpu|ipu|maia|meta|mkldnn|mps|mtia|vulkan|xla|x
 _DRIVERS = ("libcuda.so.1", "nvcuda.dll")  # of NVIDIA, which every CUDA device needs
 
 
-def check_at_once(given: Any, *, models: bool = True) -> None:
+def check_at_once(given: Any, *, models: bool = True, writes: bool = True) -> None:
     """Raise an error if an input, a folder or a device that options name is not there; of models only with
-    ``models``.
+    ``models``, and of the output folder only with ``writes``.
     """
     if hasattr(given, "device"):
         _check_device(given.device)
-    if getattr(given, "out", None) is not None:
+    if writes and getattr(given, "out", None) is not None:
         _check_folder(given.out)
     if getattr(given, "parquet", False):
         check_parquet("parquet")
@@ -79,7 +79,7 @@ def _check_folder(folder: Path) -> None:
         found = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if found.is_dir() and os.access(found, os.W_OK):
             return
-        got = f"{found}, which is read-only" if found.is_dir() else f"the file {found}"
+        got = f"{folder} (Permission denied)" if found.is_dir() else f"the file {found}"
     except (OSError, ValueError) as error:  # such as a name that is too long
         got = f"{shown(str(folder))} ({reason(error)})"
     remedy = "Choose another output folder."

@@ -91,8 +91,9 @@ def command(*examples: str) -> Callable[[Callable[..., int]], Callable[..., int]
                 for name, plan in plans.items():
                     own = {field: value for field, value in typed.items() if field in options_of(plan)}
                     made[name] = made[name] if name in made else plan(**own)
+                writes = not any(getattr(one, "dry_run", False) for one in made.values())
                 for one in made.values():
-                    check_at_once(one, models=not file)
+                    check_at_once(one, models=not file, writes=writes)
                 threads = next((one.threads for one in made.values() if hasattr(one, "threads")), None)
                 with ExitStack() as opened:
                     if threads is not None:

@@ -95,11 +95,13 @@ def produce(
     return made
 
 
-def make(figure: Figure, options: FigureOptions, folder: Path, means: Means) -> Finding:
+def make(
+    figure: Figure, options: FigureOptions, folder: str | os.PathLike[str], means: Means
+) -> Finding:
     """Measure and draw one figure, and write its pictures, its tables and its section of the page into its
     own folder within ``folder``.
     """
-    own = folder / figure.name
+    own = Path(folder) / figure.name
     with opened_bench(figure, options, own, means) as bench:
         numbers = figure.measure(bench)
     with rc_context(PAPER):

@@ -41,7 +41,7 @@ def test_a_layer_is_measured_at_all_lengths_in_one_call(
 ) -> None:
     calls, rows = measured(tmp_path / "joined", monkeypatch)
     assert calls == [3 * 2, 3 * 2]
-    monkeypatch.setattr(measurement_run, "joined", lambda work: work)
+    monkeypatch.setattr(measurement_run, "joined", lambda work, _: work)
     calls, apart = measured(tmp_path / "apart", monkeypatch)
     assert calls == [2] * 6
     assert [row[:3] + row[5:] for row in rows] == [row[:3] + row[5:] for row in apart]
