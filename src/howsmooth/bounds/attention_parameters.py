@@ -31,7 +31,6 @@ from howsmooth.bounds.bound import exp
 from howsmooth.bounds.log_numbers import Log
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.rounding import (
-    UNDERFLOW,
     above,
     gamma,
     product_norms_above,
@@ -390,9 +389,9 @@ def parameters_of(attention: object) -> Parameters:
             bias = f.query_bias[h]
             head.b = f.scale * (key @ bias)
             size = float(torch.linalg.vector_norm(key.abs() @ bias.abs()))
-            # Where the sums have terms that are not zero, a b of zeros may be the work of rounding.
-            seeming = UNDERFLOW * bool(key[:, bias != 0].any())
-            head.b_error = up(gamma(len(bias) + 2 * ROUNDINGS) * abs(f.scale) * size) + seeming
+            # What underflows, so that a b of zeros is trusted only where every term of its sums is zero
+            least = 2.0**-1074 * key.numel() * (1 + abs(f.scale)) * bool(key[:, bias != 0].any())
+            head.b_error = up(gamma(len(bias) + 2 * ROUNDINGS) * abs(f.scale) * size) + least
         heads.append(head)
     given = tuple(heads), output.split(f.value_dim, dim=1)
     if f.mask is not None:
