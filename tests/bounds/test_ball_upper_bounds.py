@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -440,3 +441,18 @@ def test_logarithms_where_the_number_overflows() -> None:
     assert ball_upper_bound(_head(a, 0.0, 1.0), 10**400, 1.0).log_value == pytest.approx(
         200 * math.log(10) + math.log(a) - 0.5 * math.log(2), rel=1e-5
     )
+
+
+def test_a_query_bias_that_only_seems_to_be_zero() -> None:
+    x = 1 + 2.0**-30  # Kᵀ b_q = ±2^-60
+    for key, bias, none in (
+        ([[x], [-1.0]], [x, x * x], False),
+        ([[-1.0], [x]], [x * x, x], False),
+        ([[1e-200]], [1e-200], False),
+        ([[1.0], [0.0]], [0.0, 1.0], True),
+    ):
+        K, b = torch.tensor([key], dtype=torch.float64), torch.tensor([bias], dtype=torch.float64)
+        product = sum(Fraction(k) * Fraction(q) for (k,), q in zip(key, bias, strict=True))
+        assert none == (product == 0)
+        f = hs.SelfAttention(torch.ones_like(K), K, torch.ones(1, 1, 1, dtype=torch.float64), query_bias=b)
+        assert theorem_3_3(f, 3, 1.0).holds == none

@@ -20,6 +20,7 @@ from howsmooth.bounds.differentiable_upper_bounds import (
     sinkhorn_layer,
     softmax_layer,
 )
+from howsmooth.bounds.multi_head_upper_bounds import gram_norms
 from howsmooth.bounds.visible_key_counts import visible_rows
 from howsmooth.nn.attention.head_weights import hull_radius
 
@@ -106,3 +107,5 @@ def test_heads_count_what_cancels() -> None:
     assert bool((at_tokens(f, torch.zeros(2, 1)).y.lengths >= 8 * (1 - 1e-15)).all())
     values = hs.SelfAttention(ZERO[None], ZERO[None], column(RIGHT)[None], column(LEFT).mT)
     assert parameters_of(values).folded(0).V_norm >= 8 * (1 - 1e-15)
+    maps = torch.stack([column(LEFT), column(RIGHT)])
+    assert gram_norms(maps, ONE.expand(2, 1, 1))[0, 1] >= 8

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -26,9 +28,11 @@ from howsmooth.bounds.multi_head_upper_bounds import (
     lemma_3_8,
     output_norm_upper_bound,
 )
+from howsmooth.bounds.token_wise_upper_bounds import token_wise_ball_upper_bound
 from tests._cases import dense_jacobian, random_attention, tokens
 from tests._search import Point, largest_ratio
 
+F64 = torch.float64
 ALL = (lemma_3_8, output_norm_upper_bound, gram_upper_bound, folded_gram_upper_bound)
 
 
@@ -212,3 +216,17 @@ def test_extremes_give_numbers(statement: Callable[..., Bound]) -> None:
         ).value
         == 0.0
     )
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("bound", [partial(folded_gram_upper_bound, length=1), token_wise_ball_upper_bound])
+def test_output_maps_and_values_that_cancel(bound: Callable[..., Bound], flipped: bool) -> None:
+    x = 1 + 2.0**-30  # x² has 61 digits: its float64 number is 2^-60 less
+    W, V = torch.tensor([[x, -1.0]], dtype=F64), torch.tensor([[x], [x * x]], dtype=F64)
+    if flipped:  # in one order of the sum, fused products would be exact
+        W, V = W.flip(1), V.flip(0)
+    truth = sum(Fraction(w) * Fraction(v) for w, v in zip(W[0].tolist(), V[:, 0].tolist(), strict=True))
+    assert truth == Fraction(1, 2**60)
+    zero = torch.zeros(1, 1, 1, dtype=F64)
+    found = bound(hs.SelfAttention(zero, zero, V[None], W), radius=1.0).value
+    assert truth <= Fraction(found) < 1e-13

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds.norm_layer_outputs import ellipsoid, norm_radius
-from howsmooth.bounds.pre_norm_upper_bounds import absorb_norm
+from howsmooth.bounds.pre_norm_upper_bounds import absorb_norm, pre_norm_upper_bound
 from howsmooth.errors import ArgumentError
 from tests._cases import D, random_attention, rotary, tokens
 from tests._selection import others_slow
@@ -105,3 +106,31 @@ def test_bad_arguments_are_named() -> None:
         absorb_norm(random_attention(0), _norm("RMSNorm", 0, d=5))
     with pytest.raises(ArgumentError, match="attention: expected a SelfAttention"):
         absorb_norm(torch.nn.Linear(2, 2), _norm("RMSNorm", 0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_absorbed_parameters_that_cancel(seed: int) -> None:
+    # The products of gain and matrix are one but for rounding, and vanish where the mean is subtracted.
+    gain = 1 + torch.rand(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    row, zero = (1 / gain)[None, None], torch.zeros(1, 1, 4, dtype=torch.float64)
+    shift = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64) * gain
+    norm = hs.LayerNorm(gain, shift, 0.25)
+    f = hs.SelfAttention(row, row, row, query_bias=torch.full((1, 1), 2.0**-60, dtype=torch.float64))
+    exact = [Fraction(a) * Fraction(b) for a, b in zip(gain.tolist(), row.flatten().tolist(), strict=True)]
+    mean = sum(exact) / 4
+    square = 4 * sum((value - mean) ** 2 for value in exact)
+    # One token that sees itself alone: X ↦ V' u.
+    bound = pre_norm_upper_bound(hs.SelfAttention(zero, zero, row), norm, 1)
+    assert 0 < square <= Fraction(bound.value) ** 2 < 1e-28
+    bias = sum(Fraction(a) * Fraction(b) for a, b in zip(shift.tolist(), row.flatten().tolist(), strict=True))
+    assert absorb_norm(f, norm).query_bias.item() == float(bias + Fraction(1, 2**60))
+
+
+def test_the_length_of_a_token_that_is_lost_in_its_mean() -> None:
+    x, eps = 2.0**26 + torch.tensor([[0.0, 2.0**-26, 0.0, 0.0]], dtype=torch.float64), 2.0**-64
+    zero, eye = torch.zeros(1, 1, 4, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
+    bound = pre_norm_upper_bound(
+        hs.SelfAttention(zero, zero, eye[None]), hs.LayerNorm(eye.sum(0), None, eps), 1, x
+    )
+    square = Fraction(3, 4) * Fraction(2) ** -52 + 4 * Fraction(eps)
+    assert 4 / square <= Fraction(bound.value) ** 2

@@ -10,7 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.rounding import LOST, U, above, below, gamma, log_above, log_below, times, up
+from howsmooth.rounding import (
+    LOST,
+    U,
+    above,
+    below,
+    gamma,
+    log_above,
+    log_below,
+    product_and_error,
+    times,
+    up,
+)
 from howsmooth.rounding.units import LOG_MARGIN
 
 FACTORS = st.lists(st.floats(1.0, 2.0), min_size=2, max_size=40)
@@ -81,3 +92,10 @@ def test_lost_covers_squares_that_underflow(count: int) -> None:
     vector = torch.full((count,), small, dtype=torch.float64)
     assert float(torch.sum(vector * vector)) == 0
     assert small * math.sqrt(count) <= LOST * math.sqrt(count)
+
+
+@given(*[st.floats(-1e100, 1e100).filter(lambda t: t == 0 or abs(t) > 1e-100)] * 2)
+def test_a_product_is_the_sum_of_its_parts(a: float, b: float) -> None:
+    parts = product_and_error(*(torch.tensor(t, dtype=torch.float64) for t in (a, b)))
+    assert sum(Fraction(float(part)) for part in parts) == Fraction(a) * Fraction(b)
+    assert float(parts[0]) == a * b

@@ -31,7 +31,6 @@ from howsmooth.bounds.bound import exp
 from howsmooth.bounds.log_numbers import Log
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.rounding import (
-    U,
     above,
     gamma,
     product_norms_above,
@@ -41,6 +40,7 @@ from howsmooth.rounding import (
 )
 
 __all__ = [
+    "ROUNDINGS",
     "Head",
     "Parameters",
     "SiteLike",
@@ -56,6 +56,11 @@ __all__ = [
     "unit",
 ]
 
+ROUNDINGS = 8
+"""Bounds hold for all matrices and biases of queries, keys and values whose entries are so many roundings
+away from those given, since a norm layer may have been multiplied into them, and the scale of the scores.
+"""
+
 # Products of parameters with larger logarithms, or their squares' sums, might leave the range of float64.
 _LARGEST_LOG = 700.0
 # Number of pairs of tokens in one block, so that no n × n matrix is formed for a long sequence.
@@ -65,16 +70,17 @@ _PAIRS = 1 << 22
 def log_spectral_norm(*factors: Tensor, upper: bool = True) -> float:
     """Return the logarithm of the spectral norm of a product of float64 matrices, rounded up or down.
 
-    Each factor is divided by its size, so that the product neither overflows nor underflows. Rounded up, the
-    norm of two factors holds for all whose entries are one rounding away.
+    Each factor is divided by its size, so that the product neither overflows nor underflows. The result also
+    holds for factors whose entries are ``ROUNDINGS`` away from those given.
     """
     scaled = [unit(factor) for factor in factors]
     sizes = math.prod(float(torch.linalg.vector_norm(t)) for t in scaled)
+    given = ROUNDINGS * len(factors)
     if upper and len(factors) == 2:
-        norm = float(product_norms_above(*scaled)) + up(2 * U * sizes)
+        norm = float(product_norms_above(*scaled)) + up(gamma(given) * sizes)
     else:
         # A computed product of matrices is off by γ_m |L| |R| entry by entry, with m terms in its sums.
-        error = up(gamma(sum(factor.shape[0] for factor in factors[1:])) * sizes)
+        error = up(gamma(given + sum(factor.shape[0] for factor in factors[1:])) * sizes)
         whole = reduce(torch.matmul, scaled)
         norm = spectral_norm_above(whole) + error if upper else spectral_norm_below(whole) - error
     if norm <= 0:
@@ -383,7 +389,9 @@ def parameters_of(attention: object) -> Parameters:
             bias = f.query_bias[h]
             head.b = f.scale * (key @ bias)
             size = float(torch.linalg.vector_norm(key.abs() @ bias.abs()))
-            head.b_error = up(gamma(len(bias) + 1) * abs(f.scale) * size)
+            # What underflows, so that a b of zeros is trusted only where every term of its sums is zero
+            least = 2.0**-1074 * key.numel() * (1 + abs(f.scale)) * bool(key[:, bias != 0].any())
+            head.b_error = up(gamma(len(bias) + 2 * ROUNDINGS) * abs(f.scale) * size) + least
         heads.append(head)
     given = tuple(heads), output.split(f.value_dim, dim=1)
     if f.mask is not None:

@@ -62,7 +62,7 @@ masked_or_not = partial(
 def no_query_bias(other: str = "") -> Condition[Problem]:
     """Return the hypothesis that the head has no query bias; ``other`` is a bound that allows one."""
     words = "no query bias" + (f", which {other} allows" if other else "")
-    return Condition(words, lambda p: not bool(p.head.b.any()))
+    return Condition(words, lambda p: p.head.b_norm == 0)
 
 
 @unmasked(source=f"{PAPER}, Theorem 3.3", needs=(no_query_bias("ball_upper_bound"),))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from howsmooth.bounds.ball_upper_bounds import h_star, largest_weight, row_square
 from howsmooth.bounds.log_numbers import Log
+from howsmooth.bounds.multi_head_upper_bounds import gram_norms
 from howsmooth.bounds.variant_upper_bounds import (
     BY_KEY,
     cosine_everywhere,
@@ -29,7 +30,7 @@ from howsmooth.bounds.variant_upper_bounds import (
     lipschitz_norm_jointly,
 )
 from howsmooth.bounds.visible_key_counts import VisibleRows
-from howsmooth.rounding import LEAST_DIVISOR, Triangles, gamma, product_norms_above, up, with_gradient
+from howsmooth.rounding import LEAST_DIVISOR, gamma, product_norms_above, up
 from howsmooth.rounding import spectral_norms_above as norms
 
 __all__ = [
@@ -140,20 +141,8 @@ class Projections:
 
     @cached_property
     def grams(self) -> Float[Tensor, "heads heads"]:
-        """The norms ‖O_hᵀ O_g‖, rounded up. The gradient holds the singular vectors fixed."""
-        count, maps, value = len(self.value), self.blocks, self.value
-        h, g = torch.triu_indices(count, count)
-        with torch.no_grad():
-            between = maps[h].mT @ maps[g]
-            # What the rounding of W_hᵀ W_g adds to the norms.
-            sizes = torch.linalg.matrix_norm(maps) * torch.linalg.matrix_norm(value)
-            rounding = up(gamma(maps.shape[1]) * sizes[h] * sizes[g])
-            triangles = Triangles.of(value.mT)
-            proved, u, v = triangles.at(h).product_norms(triangles.at(g), between)
-        left, right = maps[h] @ (value[h] @ u[..., None]), maps[g] @ (value[g] @ v[..., None])
-        found = with_gradient(proved + rounding, (left * right).sum(dim=(-2, -1)))
-        upper = torch.zeros(count, count, dtype=found.dtype).index_put((h, g), found)
-        return upper + upper.mT - torch.diag(upper.diagonal())
+        """The norms ‖O_hᵀ O_g‖, rounded up."""
+        return gram_norms(self.blocks, self.value)
 
     def squares(self, c: Float[Tensor, "heads *more"]) -> tuple[Tensor, Tensor]:
         """Return two upper bounds on ‖Σ_h O_h F_h‖² for all matrices F_h with ‖F_h‖ <= c_h: by the norms

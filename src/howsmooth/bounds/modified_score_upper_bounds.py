@@ -85,7 +85,7 @@ def any_scores_ball_upper_bound(p: Problem) -> Log:
     width = f.heads * f.value_dim
     output = torch.eye(width, dtype=torch.float64) if f.output is None else f.output
     bounds = [_of_head(f, h, p.n, sizes) for h, sizes in enumerate(p.once(_sizes_of_heads))]
-    return quadratic_form(output.split(f.value_dim, dim=1), bounds)
+    return quadratic_form(bounds, output.split(f.value_dim, dim=1))
 
 
 def _attention(p: Problem) -> SelfAttention:

@@ -18,7 +18,7 @@ from howsmooth.bounds.attention_parameters import SiteLike, opened
 from howsmooth.errors import ArgumentError
 from howsmooth.rounding import above
 
-__all__ = ["ellipsoid", "norm_radius"]
+__all__ = ["checked_norm", "ellipsoid", "norm_radius"]
 
 
 def ellipsoid(norm: object) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def ellipsoid(norm: object) -> tuple[Tensor, Tensor]:
     The outputs are centre + axes @ u with |u| <= 1: the centre is β, and the axes are √d Γ H (d, d), where H
     subtracts the mean for LayerNorm. ``norm`` may be a captured site.
     """
-    norm = _checked(norm)
+    norm = checked_norm(norm)
     gain = norm.weight.detach().to("cpu", torch.float64)
     centre = torch.zeros_like(gain) if norm.bias is None else norm.bias.detach().to("cpu", torch.float64)
     axes = torch.diag(math.sqrt(norm.d) * gain)
@@ -71,7 +71,8 @@ def norm_radius(norm: object) -> float:
     return above(math.sqrt(float(found.fun)), roundings)
 
 
-def _checked(norm: object) -> LayerNorm | RMSNorm:
+def checked_norm(norm: object) -> LayerNorm | RMSNorm:
+    """Return a norm layer, or that of a captured site. ArgumentError is raised for all else."""
     found = norm if isinstance(norm, LayerNorm | RMSNorm) else opened(norm)[2]
     if isinstance(found, LayerNorm | RMSNorm):
         return found

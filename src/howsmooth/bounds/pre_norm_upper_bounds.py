@@ -13,10 +13,12 @@ from howsmooth.attention.theorem_preconditions import require_plain_scores
 from howsmooth.bounds.applicable_bounds import best
 from howsmooth.bounds.attention_parameters import as_matrix
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length
+from howsmooth.bounds.certificates.attention_with_error_bounds import shortest_lengths
 from howsmooth.bounds.certificates.certificate_at_tokens import certify, checked_input
 from howsmooth.bounds.log_numbers import Log
-from howsmooth.bounds.norm_layer_outputs import ellipsoid
+from howsmooth.bounds.norm_layer_outputs import checked_norm
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.rounding import LEAST_DIVISOR, known_to, product_and_error
 
 __all__ = ["pre_norm_upper_bound"]
 
@@ -63,7 +65,7 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: object
     if X is not None:
         f, x = checked_input(attention, as_matrix("X", X, (length, norm.d), what="tokens"))
         norm = norm.to(dtype=torch.float64, device="cpu")
-        quantity, shortest = Quantity.LOCAL, float(norm.direction_and_length(x)[1].min())
+        quantity, shortest = Quantity.LOCAL, float(shortest_lengths(norm, known_to(x))[1].min())
         with contextlib.suppress(NonFiniteError):  # at tokens of extreme size the bound on the ball is left
             certified = Log.of(float(certify(f, x, norm=norm).value))
     found = Log(on_the_ball.log_value) / shortest
@@ -74,7 +76,7 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: object
         quantity,
         f'howsmooth documentation, "Norm layers: radius, ellipsoid, absorption", with {theorem}',
         log_formula=float(found.log),
-        hypotheses=(Hypothesis("eps > 0, or no token of zero length", shortest > 0),),
+        hypotheses=(Hypothesis("eps > 0, or no token of zero length", shortest > LEAST_DIVISOR),),
     )
 
 
@@ -84,7 +86,8 @@ def absorb_norm(attention: object, norm: object) -> SelfAttention:
 
     Its output at the normalised tokens u_i = h_i/s_i equals attention(N(X)). In the paper's notation its
     parameters are A' = d ΓAΓ, V' = √d VΓ, b' = √d Γ(Aβ + b) and b_v' = Vβ + b_v, for LayerNorm restricted to
-    mean-zero vectors.
+    mean-zero vectors. Their entries are fewer than ``ROUNDINGS`` away from exact ones, also where terms
+    cancel.
     """
     if not isinstance(attention, SelfAttention):
         raise ArgumentError(
@@ -93,21 +96,31 @@ def absorb_norm(attention: object, norm: object) -> SelfAttention:
             got=type(attention).__name__,
             remedy="Of a captured site, pass site.map and site.norm.",
         )
-    centre, axes = ellipsoid(norm)
-    if centre.shape[0] != attention.d:
-        raise ArgumentError(
-            "norm", expected=f"a norm of tokens of dimension {attention.d}", got=f"{centre.shape[0]}"
-        )
+    layer = checked_norm(norm).to(dtype=torch.float64, device="cpu")
+    if layer.d != attention.d:
+        expected = f"a norm of tokens of dimension {attention.d}"
+        raise ArgumentError("norm", expected=expected, got=f"{layer.d}")
     f = attention.to(dtype=torch.float64, device="cpu")
 
-    def shifted(weight: Tensor, bias: Tensor | None) -> Tensor:
-        moved = weight @ centre
-        return moved if bias is None else moved + bias
+    def scaled(weight: Tensor) -> Tensor:
+        product, error = product_and_error(weight, layer.weight)
+        # Mean-zero vectors do not see what is subtracted from a row; near numbers are subtracted exactly.
+        if layer.centred:
+            product = product - product.mean(dim=-1, keepdim=True)
+        return math.sqrt(layer.d) * (product + error)
+
+    def shifted(weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        if layer.bias is None:
+            return bias
+        bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias
+        terms = torch.cat((*product_and_error(weight, layer.bias), bias[..., None]), dim=-1)
+        sums = [math.fsum(row.tolist()) for row in terms.flatten(0, 1)]
+        return weight.new_tensor(sums).view(weight.shape[:2])
 
     return f._rebuilt(
-        query=f.query @ axes,
-        key=f.key @ axes,
-        value=f.value @ axes,
+        query=scaled(f.query),
+        key=scaled(f.key),
+        value=scaled(f.value),
         query_bias=shifted(f.query, f.query_bias),
         key_bias=shifted(f.key, f.key_bias),
         value_bias=shifted(f.value, f.value_bias),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from howsmooth.bounds.attention_parameters import log_size, unit
 from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem, at_tokens, for_every_length
 from howsmooth.bounds.catalogue import OURS, statement
@@ -30,13 +29,11 @@ def token_wise_ball_upper_bound(p: Problem) -> Log:
     where O_h = W_h V_h; for one head it is ‖V‖ (√(1 + (‖A‖R² + |b|R)²) + ‖A‖R²). It holds for every number of
     tokens and every mask, and is attained in the limit n → ∞ by one head with A = aI, V = I and d ≥ 2.
     """
-    maps, bounds, R = [], [], Log.of(p.radius)
-    for W, head in zip(p.parameters.outputs, p.parameters.heads, strict=True):
+    bounds, R = [], Log.of(p.radius)
+    for head in p.parameters.heads:
         a = Log(head.log_A_norm) * R**2
-        rows = (1 + (a + head.b_norm * R) ** 2) ** 0.5 + a
-        maps.append(unit(W) @ unit(head.V))
-        bounds.append(Log(log_size(W)) * Log(log_size(head.V)) * rows)
-    return quadratic_form(maps, bounds)
+        bounds.append((1 + (a + head.b_norm * R) ** 2) ** 0.5 + a)
+    return quadratic_form(bounds, p.parameters.outputs, [head.V for head in p.parameters.heads])
 
 
 @statement(at_tokens, quantity=Quantity.LOCAL_TOKEN_WISE, source=f"{_PAGE}, Token-wise bounds")

@@ -37,6 +37,7 @@ from howsmooth.rounding.units import (
     gamma,
     log_above,
     log_below,
+    product_and_error,
     times,
     up,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "log_above",
     "log_below",
     "plain",
+    "product_and_error",
     "product_norms_above",
     "settled",
     "shrink",

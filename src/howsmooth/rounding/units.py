@@ -28,6 +28,7 @@ __all__ = [
     "gamma",
     "log_above",
     "log_below",
+    "product_and_error",
     "times",
     "up",
 ]
@@ -116,6 +117,21 @@ def up(errors: Number) -> Number:
     most. As they need no more than a few digits, they are moved by 10^-6.
     """
     return errors * (1 + 1e-6)
+
+
+def product_and_error(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the products of the entries of two float64 tensors and their rounding errors: the exact product
+    is the sum of the two, unless it over- or underflows (Dekker, 1971).
+    """
+    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+    product = a * b
+    return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
+    high = (2.0**27 + 1) * a
+    high = high - (high - a)
+    return high, a - high
 
 
 LEAST_DIVISOR = 1e-300

@@ -42,7 +42,7 @@ from howsmooth.rounding import (
     up,
 )
 
-__all__ = ["HeadAt", "HeadsAt", "heads_at", "row_blocks"]
+__all__ = ["HeadAt", "HeadsAt", "heads_at", "row_blocks", "shortest_lengths"]
 
 _BLOCK = 1 << 18  # number of entries in a block of rows, which fit into a cache
 
@@ -353,7 +353,7 @@ def _normed(
     """
     a, k = plain(vectors), vectors.shape[1]
     y, length = layer.direction_and_length(a)
-    moved, shortest = _shortest(layer, vectors)
+    moved, shortest = shortest_lengths(layer, vectors)
     gain = above(math.sqrt(k) * float(layer.weight.abs().amax()), 2)
     t = math.sqrt(k) * layer.weight * (y / length)
     eye = torch.eye(k, dtype=a.dtype)
@@ -369,7 +369,7 @@ def _normed(
     return known_to(t, d_t[:, None]), turns, gain / shortest + d_turns, d_turns
 
 
-def _shortest(
+def shortest_lengths(
     layer: LayerNorm | RMSNorm, vectors: Float[Tensor, "n k"]
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """Bound how far rounding moves the vectors y that a norm normalises, and their lengths from below."""
@@ -407,7 +407,7 @@ class _After:
     @classmethod
     def of(cls, norm: LayerNorm | RMSNorm, x: Float[Tensor, "n d"]) -> _After:
         t, *_ = _normed(norm, known_to(x))
-        _, shortest = _shortest(norm, known_to(x))
+        _, shortest = shortest_lengths(norm, known_to(x))
         gain, columns = math.sqrt(norm.d) * norm.weight, above(1 / shortest, 1)
         if not bool(columns.amax() * gain.abs().amax().clamp_min(1) <= LARGEST):
             raise NonFiniteError(
