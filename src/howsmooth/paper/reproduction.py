@@ -95,9 +95,7 @@ def produce(
     return made
 
 
-def make(
-    figure: Figure, options: FigureOptions, folder: str | os.PathLike[str], means: Means
-) -> Finding:
+def make(figure: Figure, options: FigureOptions, folder: str | os.PathLike[str], means: Means) -> Finding:
     """Measure and draw one figure, and write its pictures, its tables and its section of the page into its
     own folder within ``folder``.
     """
