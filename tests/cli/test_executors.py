@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,26 +46,6 @@ def test_a_dry_run_with_workers_tells_the_memory_of_each(
     assert main(["measure", *QUICK, *words]) == 0
     assert "for each worker" in " ".join(capsys.readouterr().out.split())
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "variable", "may"), [([], None, True), ([], "2", False), (["--threads", "2"], None, False)]
-)
-def test_who_sets_a_number_of_threads_means_one_process(
-    words: list[str], variable: str | None, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    seen: list[bool] = []
-
-    def run(plan: Any, out: Path, means: Any, **_: Any) -> None:
-        seen.append(means.may_start_processes)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("howsmooth.study.measurement_run.run", run)
-    assert main(["measure", *QUICK, *words, "--out", str(tmp_path / "out")]) == 130
-    assert seen == [may]
 
 
 def test_the_wait_for_a_scheduler_is_told_before_it_begins(

@@ -26,7 +26,6 @@ from howsmooth.study import runner
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.executors import (
     are_worth_it,
-    fitting_processes,
     memory_each,
     processes_of,
     threads_each,
@@ -35,6 +34,7 @@ from howsmooth.study.plans import Plan
 from howsmooth.study.runner import Means, _sendable
 from howsmooth.study.study_preparation import prepared_study
 from howsmooth.study.tasks.lipschitz_constants import constants_left
+from howsmooth.study.worker_processes import prepared_processes
 from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools
 from tests._study import Heard, Tools, contents_of, installed, make_plan, make_tools, rows_of, run
 
@@ -123,35 +123,42 @@ def test_a_large_study_is_measured_in_processes_by_itself(
             yield pool
 
     monkeypatch.setattr("howsmooth.study.measurement_run.worker_processes", worker_processes)
-    monkeypatch.setattr("howsmooth.study.executors.available_cores", lambda: 3)
     plan, heard = make_plan(lengths=LENGTHS, scopes=("attention", "head")), Heard()
-    monkeypatch.setattr("howsmooth.study.executors._WORTH", len(whole[0]) + 1)
-    run(plan, tmp_path / "small", make_tools()[0], may_start_processes=True)
+    monkeypatch.setattr("howsmooth.study.executors.WORTH", len(whole[0]) + 1)
+    run(plan, tmp_path / "small", make_tools()[0], processes=3)
     assert opened == []
-    monkeypatch.setattr("howsmooth.study.executors._WORTH", len(whole[0]))
-    monkeypatch.setattr("howsmooth.study.executors._EACH", 1)
-    run(plan, tmp_path / "out", make_tools()[0], may_start_processes=True, listener=heard)
+    monkeypatch.setattr("howsmooth.study.executors.WORTH", len(whole[0]))
+    run(plan, tmp_path / "out", make_tools()[0], processes=3, listener=heard)
     assert opened == [3]
     assert everything(tmp_path / "out") == whole
-    run(replace(plan, samples=plan.samples + 1), tmp_path / "out", make_tools()[0], may_start_processes=True)
+    run(replace(plan, samples=plan.samples + 1), tmp_path / "out", make_tools()[0], processes=3)
     assert opened == [3]  # little is left
 
 
 @pytest.mark.parametrize(
-    ("changed", "expected"),
+    ("changed", "how", "expected"),
     [
-        ({}, 16),
-        ({"layers": "0"}, 8),
-        ({"samples": 1, "layers": "0,1"}, 1),
-        ({"device": "cuda"}, 1),
+        ({}, {}, 16),
+        ({"layers": "0"}, {}, 8),
+        ({"samples": 1, "layers": "0,1"}, {}, 1),
+        ({"device": "cuda"}, {}, 1),
+        ({}, {"threads": 2}, 1),
+        ({}, {"executor": "dask"}, 1),
     ],
 )
-def test_how_many_processes_fit(
-    changed: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+def test_how_many_processes_are_prepared(
+    changed: dict[str, Any], how: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("howsmooth.study.executors.available_cores", lambda: 16)
+    begun: list[bool] = []
+    monkeypatch.setattr("howsmooth.study.worker_processes.available_cores", lambda: 16)
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: begun.append(True))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     usual = {"models": ("one",), "lengths": tuple(range(2, 100, 2)), "samples": 10}
-    assert fitting_processes(Plan(**usual | changed)) == expected
+    plan, execution = Plan(**usual | changed), Execution(**how)
+    assert prepared_processes(plan, execution) == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert prepared_processes(plan, execution) == expected
+    assert len(begun) == (expected > 1)
 
 
 def test_processes_take_no_more_than_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

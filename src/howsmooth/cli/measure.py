@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,6 +16,7 @@ from howsmooth.cli.typer_command import FAILED, Shown, as_typed, command, means_
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import WHAT, Folder, Told, options
 from howsmooth.study.plans import Plan
+from howsmooth.study.worker_processes import prepared_processes
 from howsmooth.words import counted, encodable, readable
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def measure(plan: Plan, execution: Execution, shown: MeasureShown) -> int:
     keep_going = shown.plan_file is not None
     if shown.dry_run:
         return _tell_dry_run(plan, execution, shown, keep_going=keep_going)
+    processes = prepared_processes(plan, execution)
     # Imported here because these modules take seconds to load, which --help should not.
     from howsmooth.cli import print_measurement_result
     from howsmooth.study.measurement_outputs import write_outputs
@@ -86,7 +88,7 @@ def measure(plan: Plan, execution: Execution, shown: MeasureShown) -> int:
     out = execution.out
     with resumable(lambda: _rows_kept(out)), shown_progress(quiet=shown.quiet) as display:
         with means_of(execution, display, keep_going=keep_going) as means:
-            outcome = run(plan, out, means, beside=_beside(plan))
+            outcome = run(plan, out, replace(means, processes=processes), beside=_beside(plan))
         display.phase("Drawing figures" if shown.figures == "all" else "Writing tables and report")
         published = write_outputs(out, display, figures=shown.figures, parquet=shown.parquet)
     if shown.json:

@@ -188,10 +188,7 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
         workers = counted(execution.workers or 1, "Dask worker")
         display.phase(f"Waiting for {workers} at {execution.scheduler}")
     with opened_executor(execution) as pool:
-        threads = threads_each(pool, execution.threads)
-        # Who sets a number of threads means one process.
-        alone = pool is not None or threads is not None or "OMP_NUM_THREADS" in os.environ
-        yield Means(display, as_typed(), keep_going, pool, threads, may_start_processes=not alone)
+        yield Means(display, as_typed(), keep_going, pool, threads_each(pool, execution.threads))
 
 
 @contextmanager

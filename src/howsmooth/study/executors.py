@@ -10,12 +10,10 @@ import torch
 
 from howsmooth.memory import SHARE, free_memory, memory_budget
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.plans import Plan
-from howsmooth.study.worker_processes import available_cores, worker_processes
+from howsmooth.study.worker_processes import WORTH, available_cores, worker_processes
 
 __all__ = [
     "are_worth_it",
-    "fitting_processes",
     "memory_each",
     "opened_executor",
     "processes_of",
@@ -24,10 +22,6 @@ __all__ = [
     "workers_of",
 ]
 
-# From so many constants on, processes take less time than threads, with the time to start them; each of them
-# should have so many.
-_WORTH, _EACH = 200, 60
-_USUAL_LAYERS = 12
 # Bytes of a process without a model
 _PROCESS = 600 << 20
 
@@ -61,25 +55,12 @@ def opened_executor(how: Execution) -> Iterator[Executor | None]:
             yield pool
 
 
-def fitting_processes(plan: Plan) -> int:
-    """Return in how many processes of this machine a plan is carried out fastest; 1 for this process alone.
-
-    Processes with a thread each do not wait for each other, whatever else the machine does.
-    """
-    layers = len(plan.layers.items) or _USUAL_LAYERS
-    sequences = sum(len(plan.lengths_of(model)) or 1 for model in plan.models) * plan.samples
-    constants = sequences * layers * len(plan.sources) * len(plan.scopes)
-    if constants < _WORTH or plan.device != "cpu":
-        return 1
-    return min(available_cores(), constants // _EACH)
-
-
 def are_worth_it(processes: int, constants: int, model: int) -> bool:
     """Say whether processes take less time for so many constants than this process, and fit into half of the
     free memory, each with a model of so many bytes.
     """
     fit = processes * (model + _PROCESS) <= SHARE * free_memory(torch.device("cpu"))
-    return processes > 1 and constants >= _WORTH and fit
+    return processes > 1 and constants >= WORTH and fit
 
 
 def workers_of(executor: Executor | None) -> int:

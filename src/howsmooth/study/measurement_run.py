@@ -20,7 +20,6 @@ from howsmooth.batching import footprint
 from howsmooth.memory import memory_budget
 from howsmooth.study.executors import (
     are_worth_it,
-    fitting_processes,
     memory_each,
     processes_of,
     threads_each,
@@ -66,7 +65,7 @@ def run(
     began = time.monotonic()
     means = means or Means()
     means.listener.phase("Reading texts and models" if plan.texts else "Reading inputs and models")
-    processes = fitting_processes(plan) if means.may_start_processes else processes_of(means.executor)
+    processes = means.processes if means.executor is None else processes_of(means.executor)
     plan = replace(plan, memory=memory_each(processes, plan.memory, plan.device))
     with (
         prepared_study(plan, folder, keep_going=means.keep_going) as study,

@@ -61,7 +61,7 @@ class Means:
     executor: Executor | None = None
     threads: int | None = None  #: CPU threads of PyTorch for each worker; None takes the fastest.
     models: Models | None = None  #: An existing loader of models in this process.
-    may_start_processes: bool = False  #: Whether processes may carry out a study that is large enough.
+    processes: int = 1  #: How many processes may be started to carry out a study.
 
 
 class Runner:
