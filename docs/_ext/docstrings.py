@@ -46,9 +46,19 @@ def _home(app: Sphinx, module: str, name: str) -> str | None:
     return module if isinstance(defined, str) and not defined.startswith("howsmooth") else None
 
 
+def _names(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
+) -> tuple[str, str] | None:
+    """Return the names alone for a dataclass of options, whose attributes have the types and the help."""
+    if what != "class" or not hasattr(obj, "__pydantic_fields__"):
+        return None
+    return f"({', '.join(obj.__pydantic_fields__)})", returns
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Run before napoleon, which reads at priority 500."""
     app.connect("viewcode-follow-imported", _home)
     NumpyDocstring._parse_attribute_docstring = lambda self: [str(line) for line in self._lines]
     app.connect("autodoc-process-docstring", _plain, priority=400)
+    app.connect("autodoc-process-signature", _names)
     return {"parallel_read_safe": True}

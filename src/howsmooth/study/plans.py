@@ -331,7 +331,7 @@ class Plan:
         PlainValidator(_models),
         Told("MODEL", positional=True, several=True),
         "A built-in model, a local folder, or a Hub id; several are measured into one store. "
-        f"Default: {' '.join(_DEFAULT_MODELS)}.",
+        "Default: builtin-encoder builtin-decoder.",
     ] = LATER
     texts: Texts = LATER
     lengths: Lengths = LATER
