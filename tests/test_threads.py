@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -78,6 +79,23 @@ def test_a_given_number_stays_for_calls_inside(machine: dict[int, float]) -> Non
     assert torch.get_num_threads() == 4
     assert inner() == 1
     assert torch.get_num_threads() == 4
+
+
+def test_a_call_in_another_thread_leaves_its_number(machine: dict[int, float]) -> None:
+    machine.update({1: 1.0, 2: 9.0, 4: 9.0})
+    found: list[int] = []
+
+    def other() -> None:
+        torch.set_num_threads(4)
+        for _ in range(300):
+            renew_threads()
+        found.append(torch.get_num_threads())
+
+    with fastest_threads():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert found == [4]
 
 
 def test_short_calls_and_one_thread_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

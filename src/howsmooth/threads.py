@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -45,7 +46,8 @@ class _Choice:
             self.next = time.monotonic() + _STANDS * (time.monotonic() - began)
 
 
-_running: list[_Choice] = []
+# Of each Python thread by itself, as OpenMP has a number for each
+_running: ContextVar[_Choice | None] = ContextVar("running", default=None)
 
 
 @contextmanager
@@ -53,19 +55,19 @@ def fastest_threads(number: int | None = None) -> Iterator[None]:
     """Let PyTorch use the fastest number of threads, of which :func:`renew_threads` decides from 0.3 s after
     the beginning of the ``with`` block, or the given ``number``. At the end it uses as many as before.
     """
-    if _running:  # the outermost block decides
+    if _running.get() is not None:  # the outermost block decides
         yield
         return
     before = torch.get_num_threads()
     choice = _Choice(number or before)
-    _running.append(choice)
+    token = _running.set(choice)
     try:
         if number is not None:
             torch.set_num_threads(number)
             choice.next = math.inf
         yield
     finally:
-        _running.remove(choice)
+        _running.reset(token)
         torch.set_num_threads(before)
 
 
@@ -84,7 +86,8 @@ def renew_threads() -> None:
     """Choose the number of threads anew, if a :func:`fastest_threads` block runs and it is time. Long loops
     call this in every step.
     """
-    for choice in _running:
+    choice = _running.get()
+    if choice is not None:
         choice.renew()
 
 

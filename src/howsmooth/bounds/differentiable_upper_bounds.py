@@ -161,7 +161,7 @@ class Projections:
 
 
 def softmax_layer(layer: Projections, rows: VisibleRows, radius: float, *, scale: float) -> Tensor:
-    """Bound multi-head softmax attention on a ball: Theorem A for several heads."""
+    """Bound the Lipschitz constant of multi-head softmax attention on a ball, by Theorem A for each head."""
     a = a3 = scale * product_norms_above(layer.key.mT, layer.query) * radius * radius
     if layer.query_bias is not None:
         a3 = a + radius * Products.of(layer.key.mT, layer.query_bias[..., None], scale).lengths

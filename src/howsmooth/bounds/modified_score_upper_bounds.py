@@ -274,7 +274,7 @@ def _of_head(f: SelfAttention, h: int, n: int, sizes: _Sizes) -> Log:
 
 
 def _largest_share(limit: Log, power: float, a: Log, b: Log) -> Log:
-    """Return the maximum over s <= limit of s^power (a + (1 − s) b)."""
+    """Return the largest value of s^power (a + (1 − s) b) for 0 <= s <= ``limit``."""
     if bool(torch.isneginf(b.log)):
         return limit**power * a
     share = minimum(limit, power / (power + 1) * (a + b) / b)

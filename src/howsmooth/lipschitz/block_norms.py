@@ -52,7 +52,7 @@ class BlockNorms:
 
     @classmethod
     def zeros(cls, outputs: int, n: int) -> BlockNorms:
-        """Return a table of zeros, which :meth:`write` fills."""
+        """Return a table in which nothing is measured yet; :meth:`write` fills it."""
         value, lower, upper = torch.zeros(3, outputs, n, dtype=torch.float64)
         steps = torch.zeros(outputs, n, dtype=torch.int64)
         return cls(value, lower, upper, torch.ones(outputs, n, dtype=torch.bool), steps)
@@ -296,7 +296,7 @@ def _products(
     numbers: Int[Tensor, " products"],
     told: Callable[[float], None],
 ) -> Float[Tensor, "products *shape"]:
-    """Compute those columns or rows of a Jacobian whose numbers are given, several at the same time if the
+    """Compute the columns or rows of a Jacobian with the given numbers, several at the same time if the
     map allows it.
 
     ``product`` maps the number of a column or row to it.

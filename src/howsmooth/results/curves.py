@@ -84,8 +84,9 @@ class Curve:
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """One pair of axes: the curves, the title, the labels ``x`` and ``y`` of the axes, their scales and
-    limits.
+    """One pair of axes with its curves and title.
+
+    ``x`` and ``y`` are the labels of the axes, which have scales and limits.
 
     A scale is one of four: ``log``; ``lengths``, which is logarithmic with integer ticks; ``decades``, whose
     values are logarithms to base ten; and ``linear``. ``limits`` are the left, right, bottom and top limits

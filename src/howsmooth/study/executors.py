@@ -92,7 +92,7 @@ def threads_each(executor: Executor | None, asked: int | None) -> int | None:
 
 
 def memory_each(processes: int, asked: int | None, device: str) -> int | None:
-    """Return how many bytes one task may use; ``None`` stands for half of the memory that is free then.
+    """Return how many bytes one task may use; ``None`` leaves it half of the free memory.
 
     It is the number that the user asked for, if any; else ``processes`` of this machine share half of the
     free memory of the device equally.

@@ -18,13 +18,7 @@ import torch
 from howsmooth.attention import SelfAttention
 from howsmooth.batching import footprint
 from howsmooth.memory import memory_budget
-from howsmooth.study.executors import (
-    are_worth_it,
-    memory_each,
-    processes_of,
-    threads_each,
-    workers_of,
-)
+from howsmooth.study.executors import are_worth_it, memory_each, processes_of, threads_each, workers_of
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
