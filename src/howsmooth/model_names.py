@@ -10,9 +10,18 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from howsmooth.errors import ModelError, reason, similar_name
+from howsmooth.errors import ArgumentError, ModelError, reason, similar_name
 
-__all__ = ["BUILTIN_MODELS", "check_tokenizer", "check_weights", "folder_of", "remedy"]
+__all__ = [
+    "BUILTIN_MODELS",
+    "builtin_folder",
+    "check_positions",
+    "check_tokenizer",
+    "check_weights",
+    "folder_of",
+    "remedy",
+    "stated_sizes",
+]
 
 #: The names of the built-in models: a BERT type, trained by masked-token prediction, and a GPT-2 type,
 #: trained by next-token prediction.
@@ -23,7 +32,19 @@ _OF_PYTHON = re.compile(r":|\.py$|^[a-z_][\w.]*\.[A-Z]\w*$")
 _READS_TEXT = re.compile(
     rb'(?s)(?!.*"(?:conv_dim|num_mel_bins|image_size|vision_config|audio_config)").*"vocab_size"'
 )
+# Types of models with one attention a layer, and the keys of their sizes in config.json.
+_REGULAR = ("bert", "distilbert", "electra", "gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
+_SIZES = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "positions": ("max_position_embeddings", "n_positions"),
+}
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.bpe", "*.tiktoken", "tekken.json")
+
+
+def builtin_folder(name: str) -> Path:
+    """Return the folder of a built-in model, with its configuration, weights, tokenizer and model card."""
+    return Path(__file__).parent / "models" / "builtin" / name.removeprefix("builtin-")
 
 
 def folder_of(name: str, *, random_init: bool, types: Collection[str] | None = None) -> Path | None:
@@ -107,6 +128,35 @@ def check_tokenizer(name: str, folder: Path) -> None:
         f"{name!r} {why}. Give token ids instead of text: --tokens FILE, or the key tokens of a plan file; "
         "or embedded tokens, to the commands that take --embeddings FILE."
     )
+
+
+def stated_sizes(folder: Path) -> dict[str, int]:
+    """Return the numbers of ``layers``, ``heads`` and ``positions`` of the model in a folder, as far as its
+    configuration alone tells them for certain.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        if config["model_type"] not in _REGULAR or config.get("add_cross_attention"):
+            return {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
+    sizes = {}
+    for size, keys in _SIZES.items():
+        found = [config[key] for key in keys if key in config]
+        if len(found) == 1 and type(found[0]) is int and found[0] > 0:
+            sizes[size] = found[0]
+    return sizes
+
+
+def check_positions(lengths: Collection[int], most: int, label: str) -> None:
+    """Raise ArgumentError if a length is more than the positions of a model."""
+    if lengths and max(lengths) > most:
+        raise ArgumentError(
+            "lengths",
+            expected=f"at most {most} tokens, the positions of {label}",
+            got=str(max(lengths)),
+            remedy=f"Give --lengths {most}, or smaller ones.",
+        )
 
 
 def _with_config(folder: Path) -> Path | None:

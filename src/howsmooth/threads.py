@@ -36,14 +36,25 @@ class _Choice:
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self.taken: set[int] = set()
         self.next = math.inf if most == 1 else time.monotonic() + _SHORT
 
     def renew(self) -> None:
         """Choose the number of threads anew if the last choice was long ago."""
         began = time.monotonic()
         if began >= self.next:
-            torch.set_num_threads(fastest(self.most))
+            best = fastest(self.most)
+            self.taken.add(best)
+            torch.set_num_threads(best)
             self.next = time.monotonic() + _STANDS * (time.monotonic() - began)
+
+    @property
+    def words(self) -> str:
+        """The numbers of threads that were chosen; empty if only the user's own number was taken."""
+        if self.taken <= {self.most}:
+            return ""
+        numbers = " to ".join(map(str, sorted({min(self.taken), max(self.taken)})))
+        return f"computed with {numbers} of {self.most} threads, the fastest here"
 
 
 # Of each Python thread by itself, as OpenMP has a number for each
@@ -51,12 +62,13 @@ _running: ContextVar[_Choice | None] = ContextVar("running", default=None)
 
 
 @contextmanager
-def fastest_threads(number: int | None = None) -> Iterator[None]:
+def fastest_threads(number: int | None = None) -> Iterator[_Choice]:
     """Let PyTorch use the fastest number of threads, of which :func:`renew_threads` decides from 0.3 s after
-    the beginning of the ``with`` block, or the given ``number``. At the end it uses as many as before.
+    the beginning of the ``with`` block, or the given ``number``. At the end it uses as many as before. Yields
+    the choice, whose ``words`` say what was chosen.
     """
-    if _running.get() is not None:  # the outermost block decides
-        yield
+    if (outer := _running.get()) is not None:  # the outermost block decides
+        yield outer
         return
     before = torch.get_num_threads()
     choice = _Choice(number or before)
@@ -65,7 +77,7 @@ def fastest_threads(number: int | None = None) -> Iterator[None]:
         if number is not None:
             torch.set_num_threads(number)
             choice.next = math.inf
-        yield
+        yield choice
     finally:
         _running.reset(token)
         torch.set_num_threads(before)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,12 @@ import pytest
 import typer
 
 from howsmooth.cli import app
+from howsmooth.cli.first_checks import check_at_once
+from howsmooth.errors import ModelError
+from howsmooth.model_names import _REGULAR, builtin_folder, stated_sizes
+from howsmooth.models import load_model
+from howsmooth.quick_imports import quick_imports
+from howsmooth.study.plans import Plan
 
 # Imports of what takes seconds fail, and each command line gives its exit code and its errors.
 PROGRAM = """
@@ -57,6 +65,17 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "memory": (["measure", "--memory", "lots"], "memory: expected a number of bytes such as 8GiB"),
     "choice": (["measure", "--scope", "atention"], "Is attention meant?"),
     "plan file": (["measure", "--plan", "no.toml"], "plan: expected a plan file in TOML"),
+    "layer": ([*ENCODER, "--layers", "0,4"], "expected layers of builtin-encoder, which has 4: 0 to 3"),
+    "layer of a folder": (["measure", "regular", "--layers", "-3"], "layers of regular, which has 2: 0 to 1"),
+    "head": (
+        ["bound", "builtin-decoder", "--scope", "head", "--heads", "8"],
+        "heads: expected heads of builtin-decoder, which has 8",
+    ),
+    "positions": (
+        ["measure", "builtin-encoder", "--lengths", "8,300"],
+        "lengths: expected at most 256 tokens, the positions of builtin-encoder, got 300. Give --lengths 256",
+    ),
+    "model of a plan": (["measure", "--plan", "wrong.toml"], "There is no folder './nosuch'"),
     "key of a plan": (["measure", "--plan", "plan.toml"], "plan.toml: length: expected one of the keys"),
 }
 
@@ -89,6 +108,10 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "damaged" / "tokenizer.json").write_text("{")
     (tmp_path / "taken").touch()
     (tmp_path / "bytes.txt").write_bytes(b"\xe9")
+    shutil.copytree(builtin_folder("builtin-encoder"), tmp_path / "regular")
+    config = json.loads((tmp_path / "regular" / "config.json").read_text())
+    (tmp_path / "regular" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    (tmp_path / "wrong.toml").write_text('models = ["./nosuch"]\n')
     np.save(tmp_path / "half.npy", np.zeros(3, np.float32))
     (tmp_path / "plan.toml").write_text('models = ["a"]\nlength = 3\n')
     return tmp_path
@@ -102,6 +125,63 @@ def test_cheap_mistakes_are_told_before_what_takes_seconds(folder: Path) -> None
         assert str(words).startswith("error: "), name
         assert str(words).count("\n") == 1, name
     assert float(str(found[0][2])) < 1.0  # of processor time, so that a load on the machine is no failure
+
+
+def test_of_a_plan_file_one_model_may_be_wrong() -> None:
+    plan = Plan(models=["./nosuch", "builtin-encoder"], lengths=[8])
+    check_at_once(plan, keep_going=True)
+    with pytest.raises(ModelError, match="nosuch"):
+        check_at_once(plan)
+
+
+@pytest.mark.parametrize("kind", _REGULAR)
+def test_a_configuration_states_what_the_loaded_model_has(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 24}
+    config = AutoConfig.for_model(kind, hidden_size=16, vocab_size=40, pad_token_id=0, **sizes)
+    for name in ("intermediate_size", "hidden_dim", "ffn_dim", "word_embed_proj_dim", "embedding_size"):
+        if hasattr(config, name):
+            setattr(config, name, 16)
+    for name, value in {"num_key_value_heads": 2, "head_dim": 8}.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    config.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, random_init=True)
+    assert stated_sizes(tmp_path) == {"layers": 3, "heads": 2, "positions": 24}
+    assert (loaded.layers, loaded.heads, loaded.max_length) == (3, 2, 24)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{",
+        "[]",
+        '{"num_hidden_layers": 3}',
+        '{"model_type": "t5", "num_hidden_layers": 3}',
+        '{"model_type": "bert", "num_hidden_layers": 3, "add_cross_attention": true}',
+        '{"model_type": "bert", "num_hidden_layers": "3"}',
+        '{"model_type": "bert", "num_hidden_layers": 3, "n_layer": 4}',
+    ],
+)
+def test_what_a_configuration_leaves_open_is_not_stated(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert stated_sizes(tmp_path) == {}
+
+
+def test_imports_without_collections() -> None:
+    code = """
+import gc
+from howsmooth.quick_imports import quick_imports
+with quick_imports():
+    assert not gc.isenabled()
+assert gc.isenabled() and gc.get_freeze_count() > 1000
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    frozen = gc.get_freeze_count()
+    with quick_imports():  # PyTorch is imported here
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
 
 
 def test_every_help_is_told_before_what_takes_seconds(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 import howsmooth as hs
-from howsmooth.models.builtin import builtin_folder
+from howsmooth.model_names import builtin_folder
 from howsmooth.scopes import SCOPES
 from tests._shared import shared_data
 from tests._tiny_models import WithoutDowncast

@@ -11,10 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth import texts
-from howsmooth.errors import ArgumentError, reason
+from howsmooth.errors import ArgumentError, HowsmoothError, reason
 from howsmooth.files import check_parquet
-from howsmooth.model_names import BUILTIN_MODELS, check_tokenizer, check_weights, folder_of
+from howsmooth.model_names import (
+    BUILTIN_MODELS,
+    builtin_folder,
+    check_positions,
+    check_tokenizer,
+    check_weights,
+    folder_of,
+    stated_sizes,
+)
 from howsmooth.study.options import shown
+from howsmooth.study.plans import InputPlan, Plan
 
 __all__ = ["check_at_once"]
 
@@ -22,9 +31,10 @@ _DEVICES = re.compile(r"(cpu|cuda|hpu|ipu|maia|meta|mkldnn|mps|mtia|vulkan|xla|x
 _DRIVERS = ("libcuda.so.1", "nvcuda.dll")  # of NVIDIA, which every CUDA device needs
 
 
-def check_at_once(given: Any, *, models: bool = True, writes: bool = True) -> None:
-    """Raise an error if an input, a folder or a device that options name is not there; of models only with
-    ``models``, and of the output folder only with ``writes``.
+def check_at_once(given: Any, *, keep_going: bool = False, writes: bool = True) -> None:
+    """Raise an error if an input, a folder or a device that options name is not there, or a layer, head or
+    position that is asked for; of the output folder only with ``writes``. With ``keep_going``, some models
+    may be wrong, but not all.
     """
     if hasattr(given, "device"):
         _check_device(given.device)
@@ -35,14 +45,14 @@ def check_at_once(given: Any, *, models: bool = True, writes: bool = True) -> No
     files = {kind: getattr(given, kind, ()) or () for kind in ("tokens", "embeddings", "images")}
     reads_text = (hasattr(given, "text") or hasattr(given, "texts")) and not any(files.values())
     named = getattr(given, "models", [given] if hasattr(given, "source") else [])
-    for one in named if models else ():
-        name = one.source if one is given else one.name
-        random_init = getattr(one, "random_init", False)
-        folder = None if name in BUILTIN_MODELS else folder_of(name, random_init=random_init)
-        if folder is not None and not random_init:
-            check_weights(name, folder)
-            if reads_text and getattr(one, "part", None) is None:
-                check_tokenizer(name, folder)
+    wrong: list[HowsmoothError] = []
+    for one in named:
+        try:
+            _check_model(given, one, reads_text=reads_text)
+        except HowsmoothError as error:
+            wrong.append(error)
+    if wrong and (not keep_going or len(wrong) == len(named)):
+        raise wrong[0]
     text = getattr(given, "text", None)
     for name in getattr(given, "texts", (text,) if text else ()):
         if name not in (*texts.TEXTS, "-"):
@@ -55,6 +65,29 @@ def check_at_once(given: Any, *, models: bool = True, writes: bool = True) -> No
                 open_tokens(name, kind)
             elif name != "builtin" and not os.path.exists(Path(name).expanduser()):  # noqa: PTH110 - too long
                 raise ArgumentError("images", expected="builtin, or a file or folder", got=shown(name))
+
+
+def _check_model(given: Any, one: Any, *, reads_text: bool) -> None:
+    name = one.source if one is given else one.name
+    random_init, part = getattr(one, "random_init", False), getattr(one, "part", None)
+    folder = builtin_folder(name) if name in BUILTIN_MODELS else folder_of(name, random_init=random_init)
+    if folder is None:
+        return
+    if name not in BUILTIN_MODELS and not random_init:
+        check_weights(name, folder)
+        if reads_text and part is None:
+            check_tokenizer(name, folder)
+    # Figures leave out what a model does not have.
+    if part is not None or not isinstance(given, Plan | InputPlan):
+        return
+    sizes, label = stated_sizes(folder), getattr(one, "label", name)
+    own = {size: getattr(one, size, None) for size in ("layers", "heads", "lengths")}
+    asked = {size: getattr(given, size, None) if found is None else found for size, found in own.items()}
+    for size in ("layers", "heads"):
+        if size in sizes and asked[size] is not None:
+            asked[size].resolve(sizes[size], label, size)
+    if "positions" in sizes:
+        check_positions(asked["lengths"] or (), sizes["positions"], label)
 
 
 def _check_device(device: str) -> None:

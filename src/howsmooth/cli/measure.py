@@ -13,6 +13,7 @@ import typer
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, paragraph, say, show_table
 from howsmooth.cli.typer_command import FAILED, Shown, as_typed, command, means_of, resumable
+from howsmooth.quick_imports import quick_imports
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import WHAT, Folder, Told, options
 from howsmooth.study.plans import Plan
@@ -81,15 +82,19 @@ def measure(plan: Plan, execution: Execution, shown: MeasureShown) -> int:
         return _tell_dry_run(plan, execution, shown, keep_going=keep_going)
     processes = prepared_processes(plan, execution)
     # Imported here because these modules take seconds to load, which --help should not.
-    from howsmooth.cli import print_measurement_result
-    from howsmooth.study.measurement_outputs import write_outputs
-    from howsmooth.study.measurement_run import run
+    with quick_imports():
+        import howsmooth.models  # noqa: F401 - which the study imports when it loads the first model
+        from howsmooth.cli import print_measurement_result
+        from howsmooth.study.measurement_outputs import write_outputs
+        from howsmooth.study.measurement_run import run
+        from howsmooth.threads import fastest_threads
 
     out = execution.out
     with resumable(lambda: _rows_kept(out)), shown_progress(quiet=shown.quiet) as display:
-        with means_of(execution, display, keep_going=keep_going) as means:
+        with means_of(execution, display, keep_going=keep_going) as means, fastest_threads() as threads:
             outcome = run(plan, out, replace(means, processes=processes), beside=_beside(plan))
-        display.phase("Drawing figures" if shown.figures == "all" else "Writing tables and report")
+        words = "Drawing figures" if shown.figures == "all" else "Writing tables and report"
+        display.phase(f"{words} ({threads.words})" if threads.words else words)
         published = write_outputs(out, display, figures=shown.figures, parquet=shown.parquet)
     if shown.json:
         typer.echo(print_measurement_result.measured_as_json(plan, outcome, published, out))

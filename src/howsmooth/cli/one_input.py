@@ -13,6 +13,7 @@ from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, say
 from howsmooth.cli.typer_command import Shown
 from howsmooth.errors import ArgumentError
+from howsmooth.quick_imports import quick_imports
 from howsmooth.study.execution_options import Threads
 from howsmooth.study.options import options
 from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, Span
@@ -127,12 +128,16 @@ def find_and_show(plan: Any, shown: Shown) -> Any:
     """Load the model and the input of a plan, compute the result, write it, print it and return it."""
     with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
+        with quick_imports():
+            import howsmooth.profiling  # noqa: F401 - and all that it needs
+            from howsmooth.threads import fastest_threads
         loaded = plan.load()
         inputs = plan.input_of(loaded)
         display.phase(plan.PHASE)
-        found = plan.find(loaded, inputs, display.counter(plan.step))
+        with fastest_threads() as threads:
+            found = plan.find(loaded, inputs, display.counter(plan.step))
         more, lines = plan.beside(found)
-        display.phase("Writing")
+        display.phase(f"Writing ({threads.words})" if threads.words else "Writing")
         written = found.write(plan.out)
     if shown.json:
         typer.echo(as_json(**found.described(), **more, files=written))

@@ -93,7 +93,7 @@ def command(*examples: str) -> Callable[[Callable[..., int]], Callable[..., int]
                     made[name] = made[name] if name in made else plan(**own)
                 writes = not any(getattr(one, "dry_run", False) for one in made.values())
                 for one in made.values():
-                    check_at_once(one, models=not file, writes=writes)
+                    check_at_once(one, keep_going=bool(file), writes=writes)
                 threads = next((one.threads for one in made.values() if hasattr(one, "threads")), None)
                 with ExitStack() as opened:
                     if threads is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, StoreError, TextError
+from howsmooth.model_names import check_positions
 from howsmooth.scopes import CROSS_SCOPE, layers_of_scope
 from howsmooth.seeds import derive_seed
 from howsmooth.study.input_sequences import (
@@ -343,13 +344,8 @@ def _check_lengths(subject: Subject) -> None:
             got=str(missing),
             remedy="Leave lengths out for the usual ones.",
         )
-    if most is not None and max(lengths) > most:
-        raise ArgumentError(
-            "lengths",
-            expected=f"at most {most} tokens, the positions of {label}",
-            got=str(max(lengths)),
-            remedy=f"Give --lengths {most}, or smaller ones.",
-        )
+    if most is not None:
+        check_positions(lengths, most, label)
     if min(lengths) <= feed.special:
         raise ArgumentError(
             "lengths",

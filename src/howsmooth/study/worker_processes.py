@@ -23,9 +23,6 @@ WORTH = 200
 _EACH = 60  # constants that each process should have
 _USUAL_LAYERS = 12
 
-# What every worker needs. It is imported once, by the process from which the workers are forked.
-_IMPORTED = ["howsmooth.study.runner", "howsmooth.study.tasks.lipschitz_constants", "howsmooth.models"]
-
 
 def available_cores() -> int:
     """Return the number of CPU cores that this process may use."""
@@ -78,7 +75,7 @@ def _context() -> BaseContext:
     way = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(way)
     if way == "forkserver":
-        context.set_forkserver_preload(_IMPORTED)
+        context.set_forkserver_preload(["howsmooth.study.worker_imports"])
     return context
 
 

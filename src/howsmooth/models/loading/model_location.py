@@ -14,8 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 
 from howsmooth.errors import HowsmoothError, ModelError, reason
-from howsmooth.model_names import BUILTIN_MODELS, folder_of, remedy
-from howsmooth.models.builtin import builtin_folder
+from howsmooth.model_names import BUILTIN_MODELS, builtin_folder, folder_of, remedy
 
 __all__ = ["Place", "find", "hub_reachable"]
 
