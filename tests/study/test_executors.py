@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -30,9 +31,10 @@ from howsmooth.study.executors import (
     processes_of,
     threads_each,
 )
+from howsmooth.study.measurement_run import _most_bytes
 from howsmooth.study.plans import Plan
 from howsmooth.study.runner import Means, _sendable
-from howsmooth.study.study_preparation import prepared_study
+from howsmooth.study.study_preparation import Models, prepared_study
 from howsmooth.study.tasks.lipschitz_constants import constants_left
 from howsmooth.study.worker_processes import prepared_processes
 from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools
@@ -133,6 +135,54 @@ def test_a_large_study_is_measured_in_processes_by_itself(
     assert everything(tmp_path / "out") == whole
     run(replace(plan, samples=plan.samples + 1), tmp_path / "out", make_tools()[0], processes=3)
     assert opened == [3]  # little is left
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_workers_of_a_new_study_load_its_first_model_at_once(
+    fails: bool, tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[ThreadPoolExecutor] = []
+    loaded: list[str] = []
+    load_first = runner._load_first
+
+    @contextmanager
+    def worker_processes(count: int) -> Iterator[Executor]:
+        with ThreadPoolExecutor(count) as pool:
+            opened.append(pool)
+            pool.workers = count  # type: ignore[attr-defined]
+            yield pool
+
+    def load(plan: Plan, spec: Any, threads: int | None) -> None:
+        loaded.append(spec.name)
+        if fails:
+            raise ModelError("only the process that checks the model says this")
+        load_first(plan, spec, threads)
+        assert runner._kept[1]._key == (spec, "")  # type: ignore[union-attr]
+
+    monkeypatch.setattr("howsmooth.study.measurement_run.worker_processes", worker_processes)
+    monkeypatch.setattr("howsmooth.study.measurement_run._most_bytes", lambda _: 0.0)
+    monkeypatch.setattr(runner, "_load_first", load)
+    plan = make_plan(lengths=LENGTHS, scopes=("attention", "head"))
+    for worth, folder in ((len(whole[0]), "out"), (len(whole[0]) + 1, "small")):
+        monkeypatch.setattr("howsmooth.study.executors.WORTH", worth)
+        monkeypatch.setattr("howsmooth.study.measurement_run.WORTH", worth)
+        run(plan, tmp_path / folder, make_tools()[0], processes=3)
+        assert everything(tmp_path / folder) == whole
+    assert loaded == [plan.models[0].name] * 6
+    assert len(opened) == 2
+    assert opened[1]._shutdown  # there was too little to do
+    run(replace(plan, samples=plan.samples + 1), tmp_path / "out", make_tools()[0], processes=3)
+    assert len(opened) == 2  # the store may have most of it already
+
+
+def test_the_bytes_of_a_model_are_known_before_it_is_loaded() -> None:
+    plan = Plan(models=["builtin-encoder"])
+    models = Models(plan)
+    models.load(plan.models[0], "")
+    assert models.bytes <= _most_bytes(plan) < 1.1 * models.bytes
+    assert _most_bytes(replace(plan, dtype="float64")) == 2 * _most_bytes(plan)
+    assert _most_bytes(Plan(models=["owner/name"])) == np.inf
+    assert _most_bytes(Plan(models=["builtin-encoder"], random_init=True)) == np.inf
 
 
 @pytest.mark.parametrize(

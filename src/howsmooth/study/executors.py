@@ -55,7 +55,7 @@ def opened_executor(how: Execution) -> Iterator[Executor | None]:
             yield pool
 
 
-def are_worth_it(processes: int, constants: int, model: int) -> bool:
+def are_worth_it(processes: int, constants: int, model: float) -> bool:
     """Say whether processes take less time for so many constants than this process, and fit into half of the
     free memory, each with a model of so many bytes.
     """

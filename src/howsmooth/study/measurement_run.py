@@ -7,27 +7,31 @@ any moment and continued later.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from howsmooth.attention import SelfAttention
 from howsmooth.batching import footprint
 from howsmooth.memory import memory_budget
+from howsmooth.model_names import BUILTIN_MODELS, builtin_folder
 from howsmooth.study.executors import are_worth_it, memory_each, processes_of, threads_each, workers_of
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
-from howsmooth.study.runner import Means, Runner
+from howsmooth.study.runner import Means, Runner, load_early
+from howsmooth.study.store import Store
 from howsmooth.study.study_preparation import PreparedStudy, prepared_study
 from howsmooth.study.tasks.bounds import bounds_left
 from howsmooth.study.tasks.lipschitz_constants import ConstantsTask, constants_left, joined
 from howsmooth.study.tasks.task import Failed, Work
-from howsmooth.study.worker_processes import worker_processes
+from howsmooth.study.worker_processes import WORTH, worker_processes
 from howsmooth.threads import fastest_threads
 
 __all__ = ["DryRun", "Part", "dry_run", "run"]
@@ -61,19 +65,25 @@ def run(
     means.listener.phase("Reading texts and models" if plan.texts else "Reading inputs and models")
     processes = means.processes if means.executor is None else processes_of(means.executor)
     plan = replace(plan, memory=memory_each(processes, plan.memory, plan.device))
-    with (
-        prepared_study(plan, folder, keep_going=means.keep_going) as study,
-        ExitStack() as opened,
-        fastest_threads(means.threads if means.executor is None else None),
-    ):
+    with ExitStack() as opened:
+        early = None
+        new = means.executor is None and not Store.exists(folder)
+        if new and are_worth_it(processes, WORTH, _most_bytes(plan)):
+            # They load the first model while this process loads and checks everything.
+            early = opened.enter_context(worker_processes(processes))
+            load_early(early, plan, threads_each(early, None))
+        study = opened.enter_context(prepared_study(plan, folder, keep_going=means.keep_going))
+        opened.enter_context(fastest_threads(means.threads if means.executor is None else None))
         # List all work first: impossible work is then refused before the store is created.
         constants = constants_left(study)
         if means.executor is None:  # workers that the user asked for take one length each
             left = sum(task.size for task in constants.tasks)
             if are_worth_it(processes, left, study.models.bytes):
-                pool = opened.enter_context(worker_processes(processes))
+                pool = early or opened.enter_context(worker_processes(processes))
                 means = replace(means, executor=pool, threads=threads_each(pool, None))
                 means.listener.phase(f"Measuring in {processes} processes")
+            elif early is not None:
+                early.shutdown()
             constants = joined(constants, workers_of(means.executor))
         listed = [constants, *(kind(study) for kind in beside)]
         study.begin()
@@ -85,6 +95,16 @@ def run(
         if study.plan.bounds != "none":
             runner.carry_out(bounds_left(study))
         return runner.finish(began)
+
+
+def _most_bytes(plan: Plan) -> float:
+    """Return how many bytes the weights of the first model can take in memory, as its files say, in which a
+    number has at least two bytes; infinity if there are no such files.
+    """
+    first = plan.models[0]
+    folder = builtin_folder(first.name) if first.name in BUILTIN_MODELS else Path(first.name).expanduser()
+    size = 0 if first.random_init else sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return size * getattr(torch, plan.dtype).itemsize / 2 or math.inf
 
 
 # ---- What a run would measure

@@ -20,7 +20,7 @@ from concurrent.futures import (
     Future,
     wait,
 )
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
@@ -29,15 +29,15 @@ import torch
 from howsmooth.errors import HowsmoothError, WorkerError
 from howsmooth.study.environment import environment
 from howsmooth.study.executors import workers_left, workers_of
-from howsmooth.study.plans import Plan
+from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.store import Store
-from howsmooth.study.study_preparation import Models
+from howsmooth.study.study_preparation import Models, placed
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
 from howsmooth.threads import renew_threads
 from howsmooth.words import RUN_AGAIN
 
-__all__ = ["Means", "Runner"]
+__all__ = ["Means", "Runner", "load_early"]
 
 # After so many seconds without a result the workers are counted.
 _SILENCE = 30.0
@@ -207,6 +207,15 @@ class Runner:
             raise _lost(error) from error
 
 
+def load_early(executor: Executor, plan: Plan, threads: int | None) -> None:
+    """Let workers load the first model of a plan, which is trained, before they get a task. Errors are left
+    to the process that checks the model, and to the tasks.
+    """
+    with suppress(BrokenExecutor, OSError):
+        for _ in range(workers_of(executor)):
+            executor.submit(_load_first, plan, placed(plan.models[0]), threads)
+
+
 # ---- Progress
 
 
@@ -259,7 +268,6 @@ _kept: tuple[Plan | None, Models | None] = (None, None)
 
 def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | None) -> list[Found]:
     """Compute a task on a worker and return its results; the model stays loaded for the plan's next task."""
-    global _kept
     here = version("howsmooth")
     if sent_by != here:
         raise WorkerError(
@@ -267,14 +275,8 @@ def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | N
             "differ. Install the same version on all machines."
         )
     with _ONE_AT_A_TIME:
-        if threads is not None and torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
         steps: list[Found] = []
-        plan = getattr(task, "plan", None)
-        if plan != _kept[0]:
-            _kept = (None, None)  # free the model of another plan before loading a new one
-            _kept = (plan, None if plan is None else Models(plan))
-        for found in task.found(_kept[1]):
+        for found in task.found(_worker_models(getattr(task, "plan", None), threads)):
             # The error travels back by pickle. The task ends here if the failure will end the run anyway.
             if isinstance(found, Failed):
                 steps.append(Failed(found.rows, _sendable(found.error)))
@@ -283,6 +285,24 @@ def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | N
             else:
                 steps.append(found)
         return steps
+
+
+def _worker_models(plan: Plan | None, threads: int | None) -> Models | None:
+    """Set the number of threads of a worker, and return its loader of the models of a plan."""
+    global _kept
+    if threads is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    if plan != _kept[0]:
+        _kept = (None, None)  # free the model of another plan before loading a new one
+        _kept = (plan, None if plan is None else Models(plan))
+    return _kept[1]
+
+
+def _load_first(plan: Plan, spec: ModelSpec, threads: int | None) -> None:
+    with _ONE_AT_A_TIME:
+        models = _worker_models(plan, threads)
+        assert models is not None
+        models.load(spec, "")
 
 
 def _sendable(error: Exception) -> Exception:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Impossible", "Models", "PreparedStudy", "Subject", "capture_sites", "layer_and_head_counts",
-    "open_sources", "place_sequences", "prepared_study", "subject_of",
+    "open_sources", "place_sequences", "placed", "prepared_study", "subject_of",
 ]  # fmt: skip
 
 Impossible = list[tuple[ModelSpec, str | None, Exception]]
@@ -103,7 +103,7 @@ class Models:
     @property
     def bytes(self) -> int:
         """The size of the parameters of the loaded model."""
-        module = getattr(self._model, "module", None)
+        module = getattr(self._model, "model", None)
         return sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0
 
     def load_for(self, subject: Subject) -> Any:
@@ -272,11 +272,8 @@ def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> 
     layers = plan.layers_of(spec).resolve(layer_count, label, "layers")
     heads = plan.heads_of(spec).resolve(head_count, label, "heads") if "head" in plan.scopes else ()
     feed = feed_of(source, model, layers, special_tokens=plan.special_tokens)
-    # A worker may have another working directory, so make the path of a folder absolute.
-    # Unlike Path.is_dir, os.path.isdir is False for a name that is too long for a path.
-    folder = os.path.isdir(spec.name)  # noqa: PTH112
     return Subject(
-        spec=replace(spec, name=str(Path(spec.name).absolute())) if folder else spec,
+        spec=placed(spec),
         model=ModelRecord(
             label=label,
             name=encodable(spec.name),
@@ -297,6 +294,15 @@ def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> 
         lengths=plan.lengths_of(spec) or feed.usual,
         feed=feed,
     )
+
+
+def placed(spec: ModelSpec) -> ModelSpec:
+    """Return a model with the absolute path of its folder, since a worker may have another working
+    directory.
+    """
+    # Unlike Path.is_dir, os.path.isdir is False for a name that is too long for a path.
+    folder = os.path.isdir(spec.name)  # noqa: PTH112
+    return replace(spec, name=str(Path(spec.name).absolute())) if folder else spec
 
 
 def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
