@@ -196,8 +196,9 @@ def test_the_words_follow_the_numbers() -> None:
     )
     assert second == (
         "m, layer 0, each head: the tightest, with the median of its ratio to the measured constant, is of "
-        "the upper bounds at the tokens certificate, 4 (2 to 8); of the upper bounds over the ball Theorem "
-        "3.3, 16 (16 to 16); of the lower bounds over the ball two heavy tokens lower bound, 0.5 (0.5 to 0.5)."
+        "the upper bounds at the tokens certificate, 4 (2 to 8); of the upper bounds over the ball "
+        "Theorem 3.3, 16 (16 to 16); of the lower bounds over the ball two heavy tokens lower bound, 0.5 "
+        "(0.5 to 0.5)."
     )
 
 

@@ -98,11 +98,8 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     pictures = [_picture(part, folder, str(scope)) for scope, part in scopes if part["holds"].any()]
     named = {"lower": "measured lower", "upper": "measured upper"}
     every = rows.assign(value=exp(rows["log_value"])).astype({"head": "Int64"}).rename(columns=named)
-    tables = [
-        ("Bounds over the measured constant", bound_table(rows)),
-        ("Every bound at every sequence", every[_COLUMNS]),
-    ]
-    return Finding(pictures, bound_words(rows), tables)
+    ratios = ("Bounds over the measured constant", bound_table(rows))
+    return Finding(pictures, bound_words(rows), [ratios, ("Every bound at every sequence", every[_COLUMNS])])
 
 
 def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:

@@ -83,9 +83,8 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     """Draw γR² of each head, at most three models a picture, and say how large it is."""
     table = over_texts(rows)
     families = [part for _, part in table.groupby("model", sort=False)]
-    pictures = [
-        _picture(part, folder, f"gamma-r2{end}") for end, part in plotting.sheets(families, _MOST_ACROSS)
-    ]
+    parts = plotting.sheets(families, _MOST_ACROSS)
+    pictures = [_picture(part, folder, f"gamma-r2{end}") for end, part in parts]
     caption = "γR² of every head, R the root mean square norm of its tokens over all texts"
     shown = table[[*_HEAD, *_NAMES]].rename(columns=_NAMES)
     return Finding(pictures, [result_sentences(part) for part in families], [(caption, shown)])

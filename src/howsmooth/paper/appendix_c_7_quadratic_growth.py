@@ -43,10 +43,9 @@ def measure(bench: Bench) -> pd.DataFrame:
     The head with A = V = I is measured at every length, the heads of the models at the longest one.
     """
     lengths = lengths_from_3(bench.lengths)
-    same: Key = {"model": IDENTITY, "layer": 0, "head": 0, "seed": bench.options.seed}
     units = []
     for n in lengths:
-        key: Key = {**same, "n": n}
+        key: Key = {"model": IDENTITY, "layer": 0, "head": 0, "seed": bench.options.seed, "n": n}
         units.append(Unit(key, partial(_rows, identity_head(1.0), key, None), f"{IDENTITY}, n = {n}"))
     for model in models_of(bench, lengths=(64,), fitting=True):
         for layer in model.layers:
@@ -77,9 +76,7 @@ def _of_layer(model: ModelWithTexts, layer: int, n: int) -> Iterator[Unit]:
 
 
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
-    """Yield the constant of a head and the logarithms of upper bounds, for each radius R: howsmooth's on the
-    ball, the paper's, and the one for every n.
-    """
+    """Yield the constant of a head and the logarithms of upper bounds on the ball, for each radius R."""
     n, parameters = int(key["n"] or 0), parameters_of(f)
     head = parameters.one_head("quadratic growth")
     norm, tokens = head.A_norm, balanced(head)

@@ -101,12 +101,8 @@ def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
         fit = fit_exponent(n, value, before["converged"].to_numpy(bool))
         top = part.sort_values("log_value", kind="stable").iloc[-1]
         last = part.sort_values("log_n").iloc[-1]
-        logs = {
-            "expected": 2 * strength,
-            "at": top["log_n"],
-            "largest": top["log_value"],
-            "last": last["log_value"],
-        }
+        logs = {"expected": 2 * strength, "at": top["log_n"]}
+        logs |= {"largest": top["log_value"], "last": last["log_value"]}
         decades = {name: log / _DECADE for name, log in logs.items()}
         free = math.exp(top["log_free"] - top["log_value"])
         found.append({"strength": strength, "exponent": fit.slope, **decades, "free": free})
@@ -135,8 +131,7 @@ def _panel(rows: pd.DataFrame, top: float) -> Panel:
 
 def result_sentences(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
     """Return sentences on the n with the largest constant, and on the measurements outside a bound."""
-    names = ("expected", "at", "free")
-    expected, at, free = (", ".join(f"{one:.3g}" for one in table[name]) for name in names)
+    expected, at, free = (", ".join(f"{x:.3g}" for x in table[name]) for name in ("expected", "at", "free"))
     seen = [
         f"Where e^(2γR²) is 10 to the power {expected}, the constant is largest at n = 10 to the power {at}, "
         f"and the bound for every n is {free} times the largest value."

@@ -236,12 +236,11 @@ FIGURES: tuple[Figure, ...] = (
         "adversarial",
         "One head at its worst inputs, beside text of the same length",
         "Figure 2",
-        "The local Lipschitz constant of one head, values only, at the paper's two clusters in a ball: a "
-        "token Ru and copies of Ru/2 or −Ru, u an eigenvector of A; dashed the median over all heads of the "
-        "layer, shaded from the smallest to the largest. R is one of the paper's radii, or the norm of the "
-        "longest real token. Beside it stand, with --search, the worst tokens found in the ball; text of the "
-        "same length, with bars over sequences and heads; and upper bounds, which no tokens in the ball "
-        "exceed.",
+        "The local Lipschitz constant of one head, values only, at the paper's two clusters in a ball of "
+        "radius R: a token Ru and copies of Ru/2 or −Ru, u an eigenvector of A; dashed the median over all "
+        "heads, shaded from the smallest to the largest. Beside it stand, with --search, the worst tokens "
+        "found in the ball; text of the same length, with bars over sequences and heads; and upper bounds, "
+        "which no tokens in the ball exceed.",
         lengths=(12, 24, 64, 160, 392),
         samples=4,
         count=_worst_inputs,
@@ -279,9 +278,9 @@ FIGURES: tuple[Figure, ...] = (
         "Appendix E.2",
         "By default of a GPT-2 of full size with untrained weights. Above, the local Lipschitz constant of "
         "attention, all heads and the output projection, without residual and norm, with the fitted exponent "
-        "and its 95 % interval. Below, the root mean square norm of a sequence's tokens as attention "
-        "receives them (filled) and as they enter the layer, before its norm (hollow), with the correlation "
-        "of log norm and log n: where the norm grows, the exponent includes its effect.",
+        "and its 95 % interval. Below, the root mean square norm of the tokens that attention receives "
+        "(filled) and that enter the layer, before its norm (hollow), with the correlation of its logarithm "
+        "and log n: where the norm grows, the exponent includes its effect.",
         models=(ModelSpec("gpt2", random_init=True),),
         lengths=(4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128),
         samples=4,
@@ -294,10 +293,9 @@ FIGURES: tuple[Figure, ...] = (
         "Theorems 3.3 to C.3",
         "Every bound on a layer of Figure 1 divided by the constant measured at a sequence of text, for each "
         "head and for all heads with the output projection. A dot is a head at a sequence, a larger mark "
-        "the median. Bounds over the ball hold for all tokens of at most the largest norm that the norm "
-        "layer can produce: upper bounds must lie above the constant, lower ones concern the worst tokens "
-        "and may lie on either side. For tokens of dimension 512 or more, all heads together are bounded "
-        "only at the shortest length of the first text.",
+        "the median. The ball is that of the largest norm which the norm layer can produce: upper bounds "
+        "must lie above the constant, lower ones concern the worst tokens in the ball and may lie on either "
+        "side. For tokens of dimension 512 or more, all heads together are bounded only at one sequence.",
         lengths=(8, 32, 96),
         samples=1,
         count=lambda request: request.layers * len(request.options.texts) * len(request.lengths),

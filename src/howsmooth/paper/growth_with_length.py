@@ -136,12 +136,9 @@ def growths(models: Sequence[ModelWithTexts]) -> list[list[Growth]]:
         tables = model.measured(), _beside_corrected(theirs if published else theirs.iloc[:0])
         for layer in model.layers:
             own = [table[table["layer"] == layer] for table in tables]
-            found.append(
-                [
-                    Growth(model.label, layer, text, *(part[part["text"] == text] for part in own))
-                    for text in model.texts
-                ]
-            )
+            split = ([part[part["text"] == text] for part in own] for text in model.texts)
+            both = zip(model.texts, split, strict=True)
+            found.append([Growth(model.label, layer, text, *parts) for text, parts in both])
     return found
 
 

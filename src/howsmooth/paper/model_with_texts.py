@@ -183,9 +183,8 @@ def measure_constants(models: Sequence[ModelWithTexts], *, published: bool = Fal
     kinds: list[Callable[[PreparedStudy], Work]] = [constants_left]
     kinds += [published_left(None)] if published else []
     for model in models:
-        bench.made[f"Constants for {readable(model.label)}"] = (
-            f"relative tolerance {model.plan.rtol:g}, confidence {model.plan.confidence:g}."
-        )
+        precision = f"relative tolerance {model.plan.rtol:g}, confidence {model.plan.confidence:g}."
+        bench.made[f"Constants for {readable(model.label)}"] = precision
     listed = [[kind(model.study) for model in models] for kind in kinds]
     bench.begin()
     for parts in listed:
