@@ -24,11 +24,15 @@ from howsmooth.models import capture
 from howsmooth.paper import appendix_c_5_gamma_r_squared as gamma_radius
 from howsmooth.paper import appendix_c_7_quadratic_growth as quadratic_growth
 from howsmooth.paper.appendix_c_5_gamma_r_squared import over_texts
-from howsmooth.paper.appendix_c_7_quadratic_growth import lengths_from_3
+from howsmooth.paper.appendix_c_7_quadratic_growth import (
+    FAR,
+    IDENTITY,
+    exponents_in_radius,
+    lengths_from_3,
+)
 from howsmooth.paper.balanced_tokens import balanced
 from howsmooth.paper.figure_definition import Figure, choose_figures
 from howsmooth.paper.growth_with_length import Growth
-from howsmooth.paper.growth_with_radius import FAR, IDENTITY, exponents_in_radius
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
@@ -317,7 +321,8 @@ def test_gpt2_is_drawn_and_told(gpt2: tuple[Any, Path]) -> None:
     ]
     first = table.iloc[0]
     assert f"n to the power {decimal(first['exponent'], 2)}" in finding.seen[0]
-    assert f"{decimal(first['correlation, entering the layer'], 2)} (95 % interval" in finding.seen[0]
+    radii = gpt2[0][0][0][0].entering["radius"]
+    assert f"those that enter the layer {radii.min():.3g} to {radii.max():.3g}" in finding.seen[0]
 
 
 def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: tuple[Any, Path]) -> None:
@@ -365,7 +370,9 @@ def test_without_the_entering_tokens_the_constants_are_shown_with_the_reason(tmp
 
 def test_norms_that_are_all_the_same_have_no_correlation() -> None:
     rows = pd.DataFrame({"n": [4, 8, 16, 32], "radius_mean": [5.0] * 4, "lipschitz": [1.0, 2.0, 4.0, 8.0]})
+    rows["converged"] = True
     growing = pd.DataFrame({"n": rows["n"], "radius": rows["n"] * 2.0})
     series = Growth("m", 0, "prose", rows, rows.iloc[:0], growing)
-    assert math.isnan(series.attended_correlation.value)
-    assert series.entering_correlation.value == pytest.approx(1)
+    columns = series.columns()
+    assert math.isnan(columns["correlation, given to attention"])
+    assert columns["correlation, entering the layer"] == pytest.approx(1)

@@ -18,9 +18,10 @@ from howsmooth.paper.figure_1 import result_sentences
 from howsmooth.paper.figure_definition import choose_figures
 from howsmooth.paper.growth_with_length import Growth
 from howsmooth.paper.model_with_texts import models_of
-from howsmooth.paper.plotting import fit_factor
+from howsmooth.paper.plotting import with_slope
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.paper.reproduction import make
+from howsmooth.results.drawing import logarithmic, shades
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
@@ -213,11 +214,14 @@ def test_unconverged_measurements_are_counted_and_neither_drawn_nor_fitted(tmp_p
 def test_the_line_of_slope_a_quarter_has_the_factor_of_least_squares() -> None:
     n = np.array([2.0, 5.0, 9.0, 30.0])
     lipschitz = np.array([1.0, 3.0, 2.0, 5.0])
-    factor, around = fit_factor(n, lipschitz, 0.25)
+    rows = pd.DataFrame({"n": n, "lipschitz": lipschitz})
+    (line,) = with_slope(rows, "n", "lipschitz", 0.25, "", "black")
+    factor = line.y[0] / 2**0.25
+    assert list(line.x) == [2, 30]
+    assert line.y[1] == pytest.approx(factor * 30**0.25)
     grid = np.exp(np.linspace(-2, 2, 400_001))
     misfit = sum((np.log(grid * a**0.25) - math.log(b)) ** 2 for a, b in zip(n, lipschitz, strict=True))
     assert factor == pytest.approx(grid[misfit.argmin()], rel=1e-5)
-    assert around == pytest.approx(math.sqrt(misfit.min() / 3), rel=1e-6)
 
 
 def test_more_than_three_columns_go_on_in_another_picture(tmp_path: Path) -> None:
@@ -247,7 +251,8 @@ def test_the_second_row_is_against_the_mean_radius(tmp_path: Path, monkeypatch: 
         axis, bar = drawn[stem].axes
         dots = next(one for one in axis.collections if len(one.get_offsets()) == len(rows))
         np.testing.assert_allclose(dots.get_offsets(), rows[[across, "lipschitz"]])
-        np.testing.assert_allclose(dots.get_array(), rows[colour])
+        shown = shades(rows[colour], logarithmic(rows[colour].to_numpy()))
+        np.testing.assert_allclose(dots.get_facecolors()[:, :3], shown[:, :3])
         assert axis.get_xlabel().startswith({"n": "sequence length", "radius_mean": "mean radius"}[across])
         assert bar.get_xlabel() == {"n": "sequence length", "radius_mean": "mean radius"}[colour]
     together = np.corrcoef(np.log(rows["radius_mean"]), np.log(rows["lipschitz"]))[0, 1]

@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 from howsmooth.paper.figure_definition import Figure, Finding
-from howsmooth.paper.html_page import render, section
 from howsmooth.paper.plotting import Picture
+from howsmooth.paper.reproduction import render, section
 from tests._browser import Complaints, chromium, opened
 
 PNG = base64.b64decode(

@@ -76,9 +76,9 @@ def test_two_diracs_are_drawn_and_told(diracs: pd.DataFrame, tmp_path: Path) -> 
     far = table[table["radius"] == 26.5].set_index(["family", "weight"])["ratio"]
     assert far[OPPOSITE, PAPER_WEIGHT] == pytest.approx(1.0, abs=2e-3)
     assert far[OPPOSITE, BETTER] == pytest.approx(3 * math.sqrt(3) / 4, abs=2e-3)
-    assert f"which is {far[HALF, BETTER]:.4g} times (g/2) e^g" in finding.seen[1]
-    assert "Of 16 measurements 0 are above" in finding.seen[-1]
-    assert "4 are at radii where e^(2γR²) is no float64 number" in finding.seen[-1]
+    assert finding.seen[3].startswith(f"{HALF}, light mass {BETTER}: at R = 26.5 the constant is ")
+    assert f" {far[HALF, BETTER]:.4g} times (g/2) e^g" in finding.seen[3]
+    assert "Of 16 measurements 0 did not converge, 0 are above" in finding.seen[-1]
 
 
 def test_a_constant_outside_its_bounds_would_be_said(diracs: pd.DataFrame, lengths: pd.DataFrame) -> None:
@@ -86,7 +86,7 @@ def test_a_constant_outside_its_bounds_would_be_said(diracs: pd.DataFrame, lengt
     rows.loc[0, "log_value"] = rows.loc[0, "log_paper"] - 0.1
     rows.loc[1, "log_value"] = rows.loc[1, "log_free"] + 0.1
     words = two_dirac.result_sentences(rows)[-1]
-    assert "1 are above the bound for every n, 1 below the proposition's form" in words
+    assert "1 are above howsmooth's bound for every n, and 1 below the proposition's lower bound" in words
     rows = lengths.copy()
     assert "0 are outside" in crossover.result_sentences(rows, growth_ends(rows))[-1]
     rows.loc[0, "log_value"] = rows.loc[0, "log_free"] + 0.1
@@ -115,7 +115,8 @@ def test_where_the_growth_ends_is_drawn_and_told(lengths: pd.DataFrame, tmp_path
     assert (table["at"] - table["expected"]).abs().max() <= 0.5
     assert table["exponent"].tolist()[1:] == pytest.approx([0.5, 0.5], abs=0.03)
     assert ((table["free"] > 1) & (table["free"] < 15)).all()
-    assert f"{table['free'].iloc[2]:.3g} times the largest value" in finding.seen[2]
+    assert "Where e^(2γR²) is 10 to the power 4, 20, 40, the constant is largest" in finding.seen[0]
+    assert f", {table['free'].iloc[2]:.3g} times the largest value" in finding.seen[0]
 
 
 def test_the_turning_point_is_the_largest_value() -> None:

@@ -174,7 +174,7 @@ def test_figures_share_models(pretence: Pretence, tmp_path: Path) -> None:
     tools, work = make_tools()
 
     def load(bench: Bench) -> int:
-        bench.load(ModelSpec("small"), "prose")
+        bench.loader.load(ModelSpec("small"), "prose")
         bench.begin()
         return 0
 

@@ -153,11 +153,11 @@ def test_the_worst_inputs_are_drawn_and_told(attacked: tuple[pd.DataFrame, Path]
     assert (table["largest found"] >= table["paper's tokens"]).all()
     assert len(finding.pictures) == 2
     assert len(finding.seen) == 4
-    ratios = table["largest found"] / table["paper's tokens"]
+    ratios = table["largest found"] / table["at most"]
     for place, words in ((0, finding.seen[0]), (2, finding.seen[2])):
         low, high = sorted(ratios[place : place + 2])
-        assert f"is {low:.3g} to {high:.3g} times that at the paper's tokens" in words
-    assert "Theorem E.3 is" in finding.seen[0]
+        assert f"and is {low:.3g} to {high:.3g} times howsmooth's upper bound" in words
+    assert "Theorem E.3" in table
     assert "as published: the published iteration" in finding.seen[1]
     assert "sliced along the wrong axis" in finding.seen[3]
 
@@ -238,7 +238,7 @@ def test_without_a_search_the_papers_tokens_are_shown_alone(attacked: tuple[pd.D
     assert "largest found" not in finding.tables[0][1]
     assert "found" not in finding.seen[0]
     ratio = (rows["paper"] / np.exp(rows["upper"])).sort_values()
-    assert f"It is {ratio.iloc[0]:.3g} to {ratio.iloc[1]:.3g} times howsmooth's bound" in finding.seen[0]
+    assert f"is {ratio.iloc[0]:.3g} to {ratio.iloc[1]:.3g} times howsmooth's upper bound" in finding.seen[0]
 
 
 def test_rotary_heads_have_the_search_the_text_and_the_bound(
@@ -254,6 +254,6 @@ def test_rotary_heads_have_the_search_the_text_and_the_bound(
     assert (np.log(rows["found"]) <= rows["upper"]).all()
     finding = shown(WORST_INPUTS, rows, tmp_path)
     assert "the paper's tokens" not in " ".join(finding.seen)
-    assert "times howsmooth's bound" in finding.seen[0]
+    assert "times howsmooth's upper bound" in finding.seen[0]
     with pytest.raises(ArgumentError, match="lengths of at most"):
         measured(WORST_INPUTS, tmp_path, asked(LLAMA, **ATTACKED | {"lengths": (40,)}))

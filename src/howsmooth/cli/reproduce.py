@@ -82,8 +82,7 @@ def reproduce(options: FigureOptions, execution: ReproduceExecution, shown: Repr
     chosen = choose_figures(shown.figures)
     if shown.dry_run:
         return _tell_tasks(chosen, options, execution.out, shown)
-    from howsmooth.paper.html_page import PAGE
-    from howsmooth.paper.reproduction import produce
+    from howsmooth.paper.reproduction import PAGE, produce
     from howsmooth.study.store import STORE_NAME
 
     out = execution.out

@@ -1,6 +1,4 @@
-"""Compute all bounds of the paper and of this library at real tokens of each model, and compare the bounds
-with the measured constants.
-"""
+"""Compare all bounds of the paper and of this library with the constants measured at real tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +18,9 @@ from howsmooth.bounds import norm_radius, table
 from howsmooth.paper import plotting
 from howsmooth.paper.bench import Bench, Values
 from howsmooth.paper.bound_ratios import AS_CODED, KINDS, bound_table, bound_words, display_name, logs_of
-from howsmooth.paper.exponent_text import exp
 from howsmooth.paper.figure_definition import Finding
 from howsmooth.paper.model_with_texts import models_of, other_scores
-from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.plotting import Curve, Panel, exp
 from howsmooth.paper.published_code import c_3_as_coded
 from howsmooth.results.drawing import literal
 from howsmooth.words import readable
@@ -46,12 +43,10 @@ _SCOPES = {"head": "one head", "attention": "all heads and the output projection
 
 
 def measure(bench: Bench) -> pd.DataFrame:
-    """Compute all bounds on each layer at sequences of real text, and measure the local Lipschitz constants
-    at these sequences. The table has one row for each bound, sequence and head.
+    """Compute all bounds and the constants at sequences of text, a row for each bound, sequence and head.
 
-    Two columns compare the bounds: ``kind``, a key of :data:`~howsmooth.paper.bound_ratios.KINDS`, and
-    ``log_ratio``, the logarithm of bound / measured constant. The published code's formula is left out unless
-    ``as_published`` is set.
+    ``kind`` is a key of :data:`~howsmooth.paper.bound_ratios.KINDS`, and ``log_ratio`` the logarithm of
+    bound / measured constant. The published code's formula is left out unless ``as_published`` is set.
     """
     units = []
     for model in models_of(bench, scopes=tuple(_SCOPES)):
@@ -70,7 +65,6 @@ def measure(bench: Bench) -> pd.DataFrame:
 
 
 def _rows(scope: str, seed: int, sites: list[Any]) -> Iterator[Values]:
-    """Yield all bounds on each head, or on a layer, at the tokens of a sequence, and the constant there."""
     for site in sites:
         x = site.x[0].detach().cpu()
         longest = float(torch.linalg.vector_norm(x.double(), dim=-1).max())
@@ -99,18 +93,13 @@ def _rows(scope: str, seed: int, sites: list[Any]) -> Iterator[Values]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the ratio of each bound to the measured constant, for single heads and for whole attention layers,
-    and say which bounds are tightest.
-    """
+    """Draw the ratio of each bound to the measured constant, for single heads and for whole layers."""
     scopes = rows.groupby("scope", sort=False)
     pictures = [_picture(part, folder, str(scope)) for scope, part in scopes if part["holds"].any()]
     named = {"lower": "measured lower", "upper": "measured upper"}
     every = rows.assign(value=exp(rows["log_value"])).astype({"head": "Int64"}).rename(columns=named)
-    tables = [
-        ("Bounds over the measured constant", bound_table(rows)),
-        ("Every bound at every sequence", every[_COLUMNS]),
-    ]
-    return Finding(pictures, bound_words(rows), tables)
+    ratios = ("Bounds over the measured constant", bound_table(rows))
+    return Finding(pictures, bound_words(rows), [ratios, ("Every bound at every sequence", every[_COLUMNS])])
 
 
 def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:

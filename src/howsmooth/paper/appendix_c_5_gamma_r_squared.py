@@ -1,10 +1,4 @@
-"""Appendix C.5: compute, for each head of a model, up to which number n of tokens the constant of the head
-can grow like √n.
-
-This number is about e^(2γR²), so γR² is computed. R is the norm of the tokens that the head receives. The
-scores of the head are ⟨A x_i + b, x_j⟩, and γ is max(−γ_min, γ_max/8), where γ_min and γ_max are the smallest
-and the largest real eigenvalue of A.
-"""
+"""Appendix C.5: up to about which n = e^(2γR²) the constant of each head of a model can grow like √n."""
 
 from __future__ import annotations
 
@@ -22,38 +16,28 @@ from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
 from howsmooth.paper.bench import Bench, Values
-from howsmooth.paper.exponent_text import between
 from howsmooth.paper.figure_definition import Finding
-from howsmooth.paper.model_with_texts import bilinear, models_of
+from howsmooth.paper.model_with_texts import attention_of, models_of
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.results.drawing import literal
 from howsmooth.words import decimal, readable
 
 __all__ = ["measure", "over_texts", "result_sentences", "show"]
 
-# The length n for which γR² is compared, and the γR² at which the heavy token among n tokens has half of the
-# attention weight: 1/(1 + (n−1) e^(−2γR²)) = 1/2.
+# γR² at which the heavy token among _LONG has half of the weight: 1/(1 + (n−1) e^(−2γR²)) = 1/2.
 _LONG = 100
 _HALF = math.log(_LONG - 1) / 2
 _MOST_ACROSS = 3
+_HEAD = ["model", "layer", "head"]
+_GAMMAS = ["gamma_min", "gamma_max", "gamma"]
 _NAMES = {
-    "model": "model",
-    "layer": "layer",
-    "head": "head",
-    "gamma_min": "γ_min",
-    "gamma_max": "γ_max",
-    "gamma": "γ",
-    "radius": "R",
-    "strength": "γR²",
-    "strength_from": "with the smallest R",
-    "strength_to": "with the largest R",
-}
+    "gamma_min": "γ_min", "gamma_max": "γ_max", "gamma": "γ", "radius": "R", "strength": "γR²",
+    "strength_from": "with the smallest R", "strength_to": "with the largest R",
+}  # fmt: skip
 
 
 def measure(bench: Bench) -> pd.DataFrame:
-    """Compute the eigenvalues of the score matrix of each head, and the norms of the tokens that the head
-    receives. The table has one row for each model, text, length, layer and head.
-    """
+    """Compute γ and the norms of its tokens for each head, a row for each model, text, length and head."""
     units = []
     for model in models_of(bench, layers=lambda _: "all", fitting=bench.options.lengths is None):
         key = {"layers": model.plan.layers.text, "samples": model.plan.samples}
@@ -62,7 +46,6 @@ def measure(bench: Bench) -> pd.DataFrame:
 
 
 def _rows(label: str, sites: list[Any]) -> Iterator[Values]:
-    """Yield a row for each head, with the ends of its real eigenvalues and its tokens' norms."""
     for site in sites:
         radius = site.radius_mean.numpy()
         of_layer = {
@@ -71,53 +54,40 @@ def _rows(label: str, sites: list[Any]) -> Iterator[Values]:
             "radius_from": float(radius.min()),
             "radius_to": float(radius.max()),
         }
-        for h, head in enumerate(parameters_of(bilinear(site, label)).heads):
+        for h, head in enumerate(parameters_of(attention_of(site, label, bilinear=True)).heads):
             real = [value for value, _ in real_eigenpairs(head)]
-            yield {**of_layer, "head": h, **_gamma(real)}
-
-
-def _gamma(real: Sequence[float]) -> Values:
-    """Return γ = max(−λ_min, λ_max / 8) with the ends of the real eigenvalues; three None without any."""
-    if not real:
-        return dict.fromkeys(("gamma_min", "gamma_max", "gamma"))
-    return {"gamma_min": real[0], "gamma_max": real[-1], "gamma": max(-real[0], real[-1] / 8)}
+            values: tuple[float | None, ...] = (None, None, None)
+            if real:
+                values = real[0], real[-1], max(-real[0], real[-1] / 8)
+            yield {**of_layer, "head": h, **dict(zip(_GAMMAS, values, strict=True))}
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute γR² for each head from the rows of :func:`measure`, R the root mean square norm of its tokens
-    over all texts and lengths.
+    """Compute γR² for each head, R the root mean square norm of its tokens over all texts and lengths.
 
     ``strength``, ``strength_from`` and ``strength_to`` are γR² for this R, and for the smallest and the
     largest one of a sequence; NaN if A has no real eigenvalue.
     """
-    tokens, gammas = rows["n"] * rows["samples"], ["gamma_min", "gamma_max", "gamma"]
+    tokens = rows["n"] * rows["samples"]
     weighed = rows.assign(tokens=tokens, squares=tokens * rows["radius"] ** 2)
-    of_head = weighed.astype(dict.fromkeys(gammas, "float64")).groupby(["model", "layer", "head"], sort=False)
-    sums = of_head[["squares", "tokens"]].sum()
-    radii: dict[str, Any] = {
-        "": np.sqrt(sums["squares"] / sums["tokens"]),
-        "_from": of_head["radius_from"].min(),
-        "_to": of_head["radius_to"].max(),
-    }
-    table = of_head[gammas].first().assign(**{f"radius{end}": radius for end, radius in radii.items()})
-    strengths = {f"strength{end}": table["gamma"] * radius**2 for end, radius in radii.items()}
-    return table.assign(**strengths).reset_index()
+    heads = weighed.astype(dict.fromkeys(_GAMMAS, "float64")).groupby(_HEAD, sort=False)
+    radii = {"squares": "sum", "tokens": "sum", "radius_from": "min", "radius_to": "max"}
+    table = heads.agg(dict.fromkeys(_GAMMAS, "first") | radii).reset_index()
+    table["radius"] = np.sqrt(table["squares"] / table["tokens"])
+    for end in ("", "_from", "_to"):
+        table[f"strength{end}"] = table["gamma"] * table[f"radius{end}"] ** 2
+    return table
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw γR² of each head, with at most three models in a picture, and say how large it is."""
+    """Draw γR² of each head, at most three models a picture, and say how large it is."""
     table = over_texts(rows)
     families = [part for _, part in table.groupby("model", sort=False)]
-    pictures = [
-        _picture(part, folder, f"gamma-r2{end}") for end, part in plotting.sheets(families, _MOST_ACROSS)
-    ]
+    parts = plotting.sheets(families, _MOST_ACROSS)
+    pictures = [_picture(part, folder, f"gamma-r2{end}") for end, part in parts]
     caption = "γR² of every head, R the root mean square norm of its tokens over all texts"
-    shown = table[list(_NAMES)].rename(columns=_NAMES)
+    shown = table[[*_HEAD, *_NAMES]].rename(columns=_NAMES)
     return Finding(pictures, [result_sentences(part) for part in families], [(caption, shown)])
-
-
-def _negative(rows: pd.DataFrame) -> pd.Series:
-    return pd.Series(-rows["gamma_min"] > rows["gamma_max"] / 8)
 
 
 def _picture(families: Sequence[pd.DataFrame], folder: Path, stem: str) -> plotting.Picture:
@@ -129,15 +99,16 @@ def _picture(families: Sequence[pd.DataFrame], folder: Path, stem: str) -> plott
     for axis in axes[0]:
         axis.axhline(_HALF, color=plotting.RED, linestyle=plotting.DASHED, label=rf"$\log({_LONG - 1})/2$")
         axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    if not wide:
-        axes[0, 0].set_ylim(min(0.0, 1.05 * low), 1.08 * max(_HALF, high))
     names = "; ".join(readable(str(part["model"].iloc[0])) for part in families)
     return plotting.picture(canvas, folder, stem, f"Appendix C.5: {names}")
 
 
 def _panel(rows: pd.DataFrame, scale: str) -> Panel:
     across = rows["layer"] + 0.56 * (rows["head"] / max(int(rows["head"].max()), 1) - 0.5)
-    spread, negative = (rows["strength_from"], rows["strength_to"]), _negative(rows)
+    spread, negative = (
+        (rows["strength_from"], rows["strength_to"]),
+        -rows["gamma_min"] > rows["gamma_max"] / 8,
+    )
     ends = [rows["layer"].min() - 0.6, rows["layer"].max() + 0.6]
     curves = [
         Curve(across, rows["strength"].where(which), label, colour, mark, size=7, spread=spread)
@@ -146,33 +117,20 @@ def _panel(rows: pd.DataFrame, scale: str) -> Panel:
             (~negative, r"$\gamma = \gamma_{\max}/8$", plotting.TEAL, "^"),
         )
     ]
-    return Panel(
-        [*curves, Curve(ends, [_HALF, _HALF])],
-        literal(readable(str(rows["model"].iloc[0]), 34)),
-        "layer",
-        r"$\gamma R^2$",
-        ("linear", scale),
-    )
+    curves.append(Curve(ends, [_HALF, _HALF]))  # room for the line and the ends
+    title = literal(readable(str(rows["model"].iloc[0]), 34))
+    return Panel(curves, title, "layer", r"$\gamma R^2$", ("linear", scale))
 
 
 def result_sentences(rows: pd.DataFrame) -> str:
-    """Return sentences on the values of γR² in one model, given the rows of this model from
-    :func:`over_texts`.
-    """
-    name = readable(str(rows["model"].iloc[0]))
-    there = rows[rows["strength"].notna()]
+    """Return sentences on γR² in one model, from its rows of :func:`over_texts`."""
+    name, there = readable(str(rows["model"].iloc[0])), rows[rows["strength"].notna()]
     if there.empty:
         return f"{name}: no head has a real eigenvalue, so that γ has no meaning."
-    strength, count = there["strength"], len(there)
-    negative, enough = int(_negative(there).sum()), int((strength >= _HALF).sum())
-    largest = there.iloc[int(strength.argmax())]
+    strength, count, without = there["strength"], len(there), len(rows) - len(there)
     words = (
         f"{name}: γR² is from {strength.min():z.3g} to {strength.max():z.3g} over its {count} heads, "
-        f"{strength.median():.3g} in the median, and largest in layer {largest['layer']}, head "
-        f"{largest['head']}; R is {between(there['radius'], '{:.4g}')}, by layer. γ is −γ_min in {negative} "
-        f"heads and γ_max/8 in {count - negative}. In {enough} of {count} heads γR² is at least "
-        f"{decimal(_HALF, 2)}: there the paper's two clusters, at the norm of real tokens, still give the "
-        f"heavy token half of the weight at n = {_LONG}."
+        f"{strength.median():.3g} in the median. In {int((strength >= _HALF).sum())} of {count} heads γR² is "
+        f"at least {decimal(_HALF, 2)}."
     )
-    without = len(rows) - count
     return words + (f" Without any real eigenvalue: {without} more." if without else "")

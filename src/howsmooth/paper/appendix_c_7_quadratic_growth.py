@@ -1,6 +1,4 @@
-"""Appendix C.7: measure the constant of attention at tokens where the constant grows like the squared radius
-R².
-"""
+"""Appendix C.7: the constant of attention at tokens where it grows like the squared radius R²."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -19,25 +18,19 @@ from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.balanced_tokens import balanced
 from howsmooth.paper.bench import Bench, Key, Unit, Values
-from howsmooth.paper.exponent_text import exp
 from howsmooth.paper.figure_definition import Finding
-from howsmooth.paper.growth_with_radius import (
-    FAR,
-    IDENTITY,
-    exponent_range,
-    exponents_in_radius,
-    heads_words,
-    identity_words,
-)
 from howsmooth.paper.identity_head import identity_head
-from howsmooth.paper.model_with_texts import ModelWithTexts, bilinear, models_of
-from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.model_with_texts import ModelWithTexts, attention_of, models_of
+from howsmooth.paper.plotting import Curve, Panel, between, exp
 from howsmooth.results.drawing import literal
 from howsmooth.seeds import derive_seed
-from howsmooth.words import readable
+from howsmooth.study.exponents import fit_exponent
+from howsmooth.words import decimal, readable
 
-__all__ = ["lengths_from_3", "measure", "show"]
+__all__ = ["FAR", "IDENTITY", "exponents_in_radius", "lengths_from_3", "measure", "show"]
 
+IDENTITY = "A = V = I"  # the name of the first panel's model, which is one head in four dimensions
+FAR = 300.0  # the smallest ‖A‖R² in the fits of the growth
 _MOST_LENGTHS = 4
 # The values of ‖A‖R². The constant is quadratic in R from about 10 on, or from about 100 with a causal mask.
 _STRENGTHS = tuple(10 ** (-0.8 + 0.32 * step) for step in range(16))
@@ -45,17 +38,14 @@ _RTOL = 1e-6
 
 
 def measure(bench: Bench) -> pd.DataFrame:
-    """Measure the constants of heads at the tokens of Appendix C.7. The table has one row for each head,
-    length and radius.
+    """Measure heads at the tokens of Appendix C.7; the table has a row for each head, length and radius.
 
-    The head with A = V = I is measured at every length, and the heads of the models' layers at the longest
-    length.
+    The head with A = V = I is measured at every length, the heads of the models at the longest one.
     """
     lengths = lengths_from_3(bench.lengths)
-    same: Key = {"model": IDENTITY, "layer": 0, "head": 0, "seed": bench.options.seed}
     units = []
     for n in lengths:
-        key: Key = {**same, "n": n}
+        key: Key = {"model": IDENTITY, "layer": 0, "head": 0, "seed": bench.options.seed, "n": n}
         units.append(Unit(key, partial(_rows, identity_head(1.0), key, None), f"{IDENTITY}, n = {n}"))
     for model in models_of(bench, lengths=(64,), fitting=True):
         for layer in model.layers:
@@ -74,9 +64,8 @@ def lengths_from_3(asked: tuple[int, ...]) -> list[int]:
 
 
 def _of_layer(model: ModelWithTexts, layer: int, n: int) -> Iterator[Unit]:
-    """Yield the units that measure every head of one layer at n tokens of Appendix C.7 with several radii."""
     sites = [model.sites(*place, layers=[layer])[0] for place in model.places()]
-    f = bilinear(sites[0], model.label)
+    f = attention_of(sites[0], model.label, bilinear=True)
     squares = [float((site.radius_mean**2).mean()) for site in sites]
     radius = math.sqrt(sum(squares) / len(squares))  # the norm of real tokens
     digests = "; ".join(one.text.digest for one in model.subjects)
@@ -87,9 +76,7 @@ def _of_layer(model: ModelWithTexts, layer: int, n: int) -> Iterator[Unit]:
 
 
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
-    """Yield the constant of a head at the tokens of Appendix C.7, and the logarithms of the sharpest bound on
-    the ball, the paper's, and the one for every n, for each radius R.
-    """
+    """Yield the constant of a head and the logarithms of upper bounds on the ball, for each radius R."""
     n, parameters = int(key["n"] or 0), parameters_of(f)
     head = parameters.one_head("quadratic growth")
     norm, tokens = head.A_norm, balanced(head)
@@ -114,22 +101,56 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
         }
 
 
+def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
+    """Fit a power of R to each head and length where ‖A‖R² is at least :data:`FAR`, without real radii."""
+    names = ["model", "layer", "head", "n"]
+    found = []
+    for key, part in rows[~rows["real"].astype(bool)].groupby(names, sort=False):
+        far = part[part["strength"] >= FAR]
+        radius, value = (far[name].to_numpy(np.float64) for name in ("radius", "value"))
+        fit = fit_exponent(radius, value, far["converged"].to_numpy(bool))
+        ends = {"exponent": fit.slope, "low": fit.low, "high": fit.high, "points": fit.n_points}
+        found.append(dict(zip(names, key, strict=True)) | ends)
+    return pd.DataFrame(found)
+
+
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
     """Draw the constants of the heads of each layer against R, fit powers of R, and describe the results."""
     table = exponents_in_radius(rows)
     parts, panels, seen = [], [], []
     for (model, layer), part in rows.groupby(["model", "layer"], sort=False):
         fits = table[(table["model"] == model) & (table["layer"] == layer)].dropna(subset="exponent")
-        parts.append(f"{readable(str(model))}" + ("" if model == IDENTITY else f", layer {layer}"))
-        draw, say = (_identity_panel, identity_words) if model == IDENTITY else (_heads_panel, heads_words)
-        panels.append(
-            draw(part, f"{literal(parts[-1])}: {exponent_range(fits, '$R^{{{}}}$') or 'no exponent'}")
-        )
-        seen.append(say(part, fits))
+        ends = dict.fromkeys(decimal(end, 2) for end in fits["exponent"].agg(["min", "max"]) if len(fits))
+        name = readable(str(model)) + ("" if model == IDENTITY else f", layer {layer}")
+        exponents = " to ".join(f"$R^{{{end}}}$" for end in ends)
+        panel = _identity_panel if model == IDENTITY else _heads_panel
+        panels.append(panel(part, f"{literal(name)}: {exponents or 'no exponent'}"))
+        parts.append(name)
+        seen.append(f"{name}, {_result_sentences(part, ' to '.join(ends))}")
     sheet = [row for _, row in plotting.sheets(panels, 2)]
     canvas, _ = plotting.draw(sheet, 0.7 + 2.1 * len(sheet))
     picture = plotting.picture(canvas, folder, "quadratic-growth", f"Appendix C.7: {'; '.join(parts)}")
     return Finding([picture], seen, [(f"Exponents in R, where ‖A‖R² is at least {FAR:g}", table)])
+
+
+def _result_sentences(rows: pd.DataFrame, exponents: str) -> str:
+    converged = rows["converged"].astype(bool)
+    words = (
+        f"n = {between(rows['n'], '{:.0f}')}: where ‖A‖R² is at least {FAR:g} the constant grows like R to "
+        f"the power {exponents or 'that could not be fitted'} over {rows['head'].nunique()} heads"
+    )
+    far = rows[converged & (rows["strength"] >= FAR)]
+    if len(far) and rows["model"].iloc[0] == IDENTITY:
+        off = float((far["value"] / far["formula"] - 1).abs().max())
+        words += f", and differs from the formula by a share of at most {off:.1g}"
+    real = rows[rows["real"].astype(bool) & converged]
+    if len(real):
+        words += (
+            f"; at the norm of real tokens, R = {real['radius'].iloc[0]:.4g}, the balanced tokens give "
+            f"constants from {between(real['value'])}"
+        )
+    hollow = int((~converged).sum())
+    return words + (f". {hollow} measurements did not converge and are not fitted." if hollow else ".")
 
 
 def _identity_panel(rows: pd.DataFrame, title: str) -> Panel:

@@ -13,11 +13,10 @@ import pandas as pd
 from howsmooth.errors import HowsmoothError
 from howsmooth.paper import plotting
 from howsmooth.paper.bench import Bench, Values
-from howsmooth.paper.exponent_text import power_label
 from howsmooth.paper.figure_definition import Finding
-from howsmooth.paper.growth_with_length import Growth, correlation_label, growths
+from howsmooth.paper.growth_with_length import Growth, growths
 from howsmooth.paper.model_with_texts import ModelWithTexts, models_of
-from howsmooth.paper.plotting import Curve, Panel, fitted
+from howsmooth.paper.plotting import Curve, Panel, correlation_label, fitted, power_label
 from howsmooth.results.drawing import literal
 from howsmooth.words import file_stem, readable
 
@@ -27,10 +26,9 @@ _MOST_ACROSS = 4
 
 
 def measure(bench: Bench) -> tuple[list[list[Growth]], list[str]]:
-    """Measure the constants of the layers of each model, and the norms of the tokens that enter these layers.
+    """Measure the constants of the layers of each model, and the norms of the tokens that enter them.
 
-    The first result contains for each layer a list of the measurements on each text. The second contains the
-    reasons why norms are missing.
+    There is a list of growths for each layer, one a text, and the reasons why norms are missing.
     """
     models = models_of(bench, layers=lambda count: f"0,{count // 2},{count - 1}")
     layers, reasons = growths(models), []
@@ -42,11 +40,11 @@ def measure(bench: Bench) -> tuple[list[list[Growth]], list[str]]:
             words = " ".join(str(error).split())
             reasons.append(f"{readable(model.label)}: the tokens that enter a layer are not shown. {words}")
     place = ["model", "layer", "text"]
-
-    def entering(one: Growth) -> pd.DataFrame:
-        return norms[(norms[place] == [one.model, one.layer, one.text]).all(axis=1)]
-
-    return [[replace(one, entering=entering(one)) for one in layer] for layer in layers], reasons
+    found = []
+    for layer in layers:
+        at = [norms[(norms[place] == [one.model, one.layer, one.text]).all(axis=1)] for one in layer]
+        found.append([replace(one, entering=rows) for one, rows in zip(layer, at, strict=True)])
+    return found, reasons
 
 
 def _norms(model: ModelWithTexts) -> pd.DataFrame:
@@ -68,9 +66,7 @@ def _entering(sites: list[Any]) -> list[Values]:
 
 
 def show(found: tuple[list[list[Growth]], list[str]], folder: Path) -> Finding:
-    """Draw the constants and the token norms against n, with at most four layers in a picture, and describe
-    the results.
-    """
+    """Draw the constants above the norms of the tokens, at most four layers a picture, and describe both."""
     layers, reasons = found
     pictures = []
     for model in dict.fromkeys(layer[0].model for layer in layers):
@@ -83,7 +79,7 @@ def show(found: tuple[list[list[Growth]], list[str]], folder: Path) -> Finding:
 
 
 def _picture(layers: Sequence[list[Growth]], folder: Path) -> plotting.Picture:
-    panels = list(map(_constants, layers)), list(map(_radii, layers))
+    panels = list(zip(*map(_panels, layers), strict=True))
     canvas, _ = plotting.draw(panels, 4.3, sharex=True, sharey=True)
     name = readable(layers[0][0].model)
     canvas.suptitle(literal(name))
@@ -93,33 +89,22 @@ def _picture(layers: Sequence[list[Growth]], folder: Path) -> plotting.Picture:
     return plotting.picture(canvas, folder, stem, title, legend=5)
 
 
-def _constants(series: Sequence[Growth]) -> Panel:
-    """Return a panel with the constants of one layer against n; each text has a colour."""
-    curves, titles = [], [f"layer {series[0].layer}"]
-    for each, (colour, mark) in zip(series, cycle(plotting.LOOKS), strict=False):
-        rows, theirs, text = each.rows, each.published, _short(each.text)
+def _panels(layer: Sequence[Growth]) -> tuple[Panel, Panel]:
+    """Return the panels of the constants and of the norms of one layer against n; each text has a colour."""
+    constants, norms, above, below = list[Curve](), list[Curve](), [f"layer {layer[0].layer}"], list[str]()
+    for each, (colour, mark) in zip(layer, cycle(plotting.LOOKS), strict=False):
+        rows, theirs, text = each.rows, each.published, literal(readable(each.text, 24))
         values = rows["lipschitz"].where(rows["lipschitz"] > 0)
-        curves += [
+        constants += [
             Curve(rows["n"], values, text, colour, mark, filled=rows["converged"]),
             Curve(theirs["n"], theirs["lipschitz"], "as published", colour, "+"),
             *fitted(each.fit, colour),
             *fitted(each.published_fit, colour, dashes=plotting.DOTTED),
         ]
-        titles.append(f"{text}: {power_label(each.fit)}")
-    return Panel(curves, "\n".join(titles))
-
-
-def _radii(series: Sequence[Growth]) -> Panel:
-    """Return a panel with the norms of the tokens of one layer against n; each text has a colour."""
-    curves, titles = [], []
-    for each, (colour, mark) in zip(series, cycle(plotting.LOOKS), strict=False):
-        curves.append(Curve(each.rows["n"], each.rows["radius_mean"], "", colour, mark))
+        norms.append(Curve(rows["n"], rows["radius_mean"], "", colour, mark))
         if each.entering is not None:
             places = each.entering["n"], each.entering["radius"]
-            curves.append(Curve(*places, "entering the layer", colour, mark, filled=False))
-        titles.append(f"{_short(each.text)}: {correlation_label(each.entering_correlation)}")
-    return Panel(curves, "\n".join(titles), y="norm of the tokens")
-
-
-def _short(text: str) -> str:
-    return literal(readable(text, 24))
+            norms.append(Curve(*places, "entering the layer", colour, mark, filled=False))
+        above.append(f"{text}: {power_label(each.fit)}")
+        below.append(f"{text}: {correlation_label(each.entering_correlation)}")
+    return Panel(constants, "\n".join(above)), Panel(norms, "\n".join(below), y="norm of the tokens")

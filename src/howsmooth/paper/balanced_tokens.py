@@ -16,32 +16,27 @@ __all__ = ["Balanced", "balanced"]
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """The tokens of Appendix C.7 for one head: pairs of opposite tokens Ru and −Ru, and one or two zero
-    tokens. Here u is a unit vector and R is the radius.
+    """The tokens of Appendix C.7 for one head: pairs Ru and −Ru, u a unit vector, and one or two zeros.
 
-    There are two zero tokens if the number of tokens is even, and one otherwise. The last token is zero. Its
-    attention weights are equal, with or without a causal mask and for every query bias, because u is
-    orthogonal to the bias.
+    The last token is zero. Its attention weights are equal, with or without a causal mask and for every query
+    bias, because u is orthogonal to the bias.
     """
 
     head: Head
     u: Float64[Tensor, " d"]
 
     def tokens(self, n: int, radius: float) -> Float64[Tensor, "n d"]:
-        """Return n tokens of shape (n, d): pairs of opposite tokens of norm ``radius``, and then one or two
-        zero tokens.
-        """
+        """Return n tokens of shape (n, d), with R = ``radius``; two are zero if n is even."""
         pairs = (n - 1) // 2
         signs = torch.zeros(n, dtype=torch.float64)
         signs[: 2 * pairs : 2], signs[1 : 2 * pairs : 2] = 1.0, -1.0
         return radius * signs[:, None] * self.u
 
     def formula(self, n: int, radius: float) -> float:
-        """Compute a lower bound on ‖D_X f‖ at these tokens: the norm of the diagonal block ∂y_n/∂x_n of the
-        last token.
+        """Return ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, m the number of tokens ±Ru: a lower bound on the constant.
 
-        The norm is ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, where m of the n tokens are ±Ru. For A = γI, V = I and odd n
-        it is 1/n + γR²(n−1)/n.
+        It is the norm of the diagonal block ∂y_n/∂x_n of the last token. For A = γI, V = I and odd n it is
+        1/n + γR²(n−1)/n.
         """
         head, m = self.head, 2 * ((n - 1) // 2)
         form = (self.u @ head.left) @ head.right
@@ -50,17 +45,11 @@ class Balanced:
 
 
 def balanced(head: Head) -> Balanced:
-    """Choose the direction u so that the constant of a head is large at its tokens.
+    """Choose u so that the constant of a head is large at its tokens.
 
-    The candidates for u are two left singular vectors of the head's score matrix A and two right singular
-    vectors of its value matrix V; their component along the query bias is removed. The candidate with the
-    largest ‖Vu‖ ‖Aᵀu‖ is chosen.
-
-    Raises
-    ------
-    ArgumentError
-        If scores or values are zero along all of these vectors.
-
+    Of two left singular vectors of the score matrix A and two right ones of the value matrix V, without their
+    component along the query bias, it is the one with the largest ‖Vu‖ ‖Aᵀu‖. An ArgumentError is raised if
+    scores or values are zero along all of them.
     """
     left, right = torch.linalg.qr(head.left), torch.linalg.qr(head.right.mT)
     inner = torch.linalg.svd(left.R @ right.R.mT)

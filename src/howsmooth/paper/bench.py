@@ -1,6 +1,4 @@
-"""Measure the numbers of a figure, and keep them in the store of its folder, so that no number is measured
-twice.
-"""
+"""Measure the numbers of a figure, and keep them in the store of its folder."""
 
 from __future__ import annotations
 
@@ -34,16 +32,16 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Unit(Task):
-    """A unit of work: a function that computes some rows, and the key of all values on which they depend.
+    """A unit of work: a function whose rows are stored together under ``key``, the values on which they
+    depend. ``words`` describes the unit in progress messages.
 
-    The rows are stored together under the key. ``label`` describes the unit in progress messages. With
-    ``sites``, the function takes the result of ``sites()``, captured layers of a model, which are captured in
+    With ``sites``, the function takes the result of ``sites()``: layers of a model, which are captured in
     this process also if the rows are computed on a worker.
     """
 
     key: Key
     measure: Callable[..., Iterable[Values]]
-    label: str
+    words: str = ""
     sites: Callable[[], Any] | None = None
 
     kind = FigureRow
@@ -63,11 +61,6 @@ class Unit(Task):
     def n(self) -> int:  # type: ignore[override]
         """The number of tokens."""
         return int(self.key.get("n") or 1)
-
-    @property
-    def words(self) -> str:
-        """A short description of the unit for progress messages."""
-        return self.label
 
     def count(self, rows: object) -> int:
         """Return 1, because all rows of the unit count as one result."""
@@ -92,10 +85,10 @@ class Unit(Task):
 
 @dataclass(frozen=True, eq=False)
 class Bench(Request):
-    """A request with all that is needed to measure it: the store of the figure, and the loader of models.
+    """A request with the store of its figure, and all that is needed to measure it.
 
-    ``made`` says how the numbers were made, for the HTML page: the models, the texts with their hashes, and
-    the settings. ``studies`` are the models and texts of the figure. Figures add entries to both.
+    ``made`` says for the HTML page how the numbers were made. ``studies`` are the models and texts of the
+    figure. Figures add entries to both.
     """
 
     store: Store
@@ -105,20 +98,20 @@ class Bench(Request):
     studies: list[PreparedStudy] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Create the store of the figure if needed, and record the models and texts there."""
+        """Create the store of the figure if needed, and record its models and texts."""
         self.store.begin(FIGURE, {"seed": self.options.seed})
         for study in self.studies:
             study.begin()
 
-    def load(self, *arguments: Any) -> Any:
-        """Load a model, as :meth:`howsmooth.study.study_preparation.Models.load`."""
+    @property
+    def loader(self) -> Models:
+        """The loader of models, which all figures share."""
         assert self.means.models is not None
-        return self.means.models.load(*arguments)
+        return self.means.models
 
     def kept(self, words: str, units: Iterable[Unit]) -> pd.DataFrame:
-        """Compute the units that the store lacks, and return the table of the rows of all units.
-
-        ``words`` is a plural noun for the units. A row begins with the values of its unit's key.
+        """Compute the units (``words`` in the plural) that the store lacks, and return the rows of all units,
+        each after the values of its unit's key.
         """
         units = list(units)
         known = self.store.keys(FigureRow, ("unit",))
@@ -130,7 +123,7 @@ class Bench(Request):
 
 
 def models_for(options: FigureOptions) -> Models:
-    """Return a loader of models that uses the seed, the device and the dtype of the given options."""
+    """Return a loader of models with the seed, the device and the dtype of some options."""
     return Models(Plan(seed=options.seed, device=options.device, dtype=options.dtype))
 
 
@@ -138,14 +131,7 @@ def models_for(options: FigureOptions) -> Models:
 def opened_bench(
     figure: Figure, options: FigureOptions, folder: str | os.PathLike[str], means: Means
 ) -> Iterator[Bench]:
-    """Open the store in a figure's folder, and yield what the figure needs to be measured there.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If the store belongs to other options, or cannot be read or written.
-
-    """
+    """Open the store in a figure's folder, which belongs to one seed, and yield the bench of the figure."""
     with Store.open(folder, late=True) as store:
         store.check(FIGURE, {"seed": options.seed})
         bench = Bench(figure, options, store, means, Runner(store, means, means.models, options.device))

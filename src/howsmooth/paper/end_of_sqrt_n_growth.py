@@ -1,7 +1,4 @@
-"""Show up to which number n of tokens the Lipschitz constant of attention grows like √n.
-
-The constant is measured at measures of two Dirac masses with the weights 1/n and 1 − 1/n.
-"""
+"""Show up to which n the constant of n tokens grows like √n, at two Diracs of weights 1/n and 1 − 1/n."""
 
 from __future__ import annotations
 
@@ -31,25 +28,19 @@ from howsmooth.paper.identity_head import RTOL, describe, identity_head, two_dir
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
-from howsmooth.words import decimal
 
 __all__ = ["growth_ends", "measure", "result_sentences", "show"]
 
-# log10 of e^{2γR²}, the number of tokens at which growth like √n ends.
-_POWERS = (4, 20, 40)
+_POWERS = (4, 20, 40)  # log10 of e^{2γR²}, the number of tokens at which growth like √n ends
 _LENGTHS = (2, 3, 5, *(10 ** (power // 2) * (1 if power % 2 == 0 else 3) for power in range(2, 91)))
-# Lengths that are also measured with n tokens, as a check.
-_TOKENS = (2, 10, 100, 1000)
+_TOKENS = (2, 10, 100, 1000)  # lengths that are also measured with n tokens, as a check
 _DIMENSION = 2
-# The exponent is fitted where n is smaller than e^{2γR²} by at least this factor.
-_FAR = 100.0
+_FAR = 100.0  # the exponent is fitted where n is smaller than e^{2γR²} by at least this factor
 _DECADE = math.log(10)
 
 
 def measure(bench: Bench) -> pd.DataFrame:
-    """Measure the constant at two Dirac masses with the weights 1/n and 1 − 1/n. The table has one row for
-    each n and each radius.
-    """
+    """Measure the constant at two Diracs of weights 1/n and 1 − 1/n, a row for each n and radius."""
     describe(bench, "two Diracs in two dimensions, A = −I, V = I")
     units = []
     for power, n in product(_POWERS, _LENGTHS):
@@ -85,27 +76,22 @@ def _rows(key: Key, g: float, n: int) -> Iterator[Values]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the constant and its bounds against n, with one panel for each radius, and say at which n the
-    growth ends.
-    """
+    """Draw the constant and its bounds against n, a panel for each radius, and say where the growth ends."""
     table = growth_ends(rows)
     top = 1.03 * float(rows[["log_theorem", "log_free"]].max().max()) / _DECADE
     panels = [_panel(part, top) for _, part in rows.groupby("power")]
     canvas, _ = plotting.draw([panels], 2.9, sharey=True)
     picture = plotting.picture(canvas, folder, "crossover", "Where growth like the root of n ends")
-    tables = [("Where the growth ends; powers of ten", table)]
-    return Finding([picture], result_sentences(rows, table), tables)
+    caption = "Where the growth ends; powers of ten"
+    return Finding([picture], result_sentences(rows, table), [(caption, table)])
 
 
 def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate how the constant grows with n, and at which n the constant is largest, with one row for each
-    radius.
+    """Tabulate where the growth ends, a row for each γR² (``strength``).
 
-    The column ``strength`` is γR², and ``exponent`` is the exponent of n, fitted to 4 < n < e^{2γR²}/100.
-    Four columns are logarithms to base ten: ``expected`` of e^{2γR²}, ``at`` of the n with the largest
-    constant, ``largest`` of the largest constant, and ``last`` of the constant at the largest n. The column
-    ``free`` is the ratio of the bound that holds for every n to the largest constant. The argument ``rows``
-    is the table that :func:`measure` returns.
+    ``exponent`` is that of n, fitted to 4 < n < e^{2γR²}/100. Logarithms to base ten are ``expected`` of
+    e^{2γR²}, ``at`` of the n with the largest constant, ``largest`` of this constant, and ``last`` of the
+    constant at the largest n. ``free`` is the bound for every n divided by the largest constant.
     """
     found = []
     for _, part in rows.groupby("power", sort=True):
@@ -115,17 +101,11 @@ def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
         fit = fit_exponent(n, value, before["converged"].to_numpy(bool))
         top = part.sort_values("log_value", kind="stable").iloc[-1]
         last = part.sort_values("log_n").iloc[-1]
-        found.append(
-            {
-                "strength": strength,
-                "exponent": fit.slope,
-                "expected": 2 * strength / _DECADE,
-                "at": top["log_n"] / _DECADE,
-                "largest": top["log_value"] / _DECADE,
-                "last": last["log_value"] / _DECADE,
-                "free": math.exp(top["log_free"] - top["log_value"]),
-            }
-        )
+        logs = {"expected": 2 * strength, "at": top["log_n"]}
+        logs |= {"largest": top["log_value"], "last": last["log_value"]}
+        decades = {name: log / _DECADE for name, log in logs.items()}
+        free = math.exp(top["log_free"] - top["log_value"])
+        found.append({"strength": strength, "exponent": fit.slope, **decades, "free": free})
     return pd.DataFrame(found)
 
 
@@ -150,31 +130,19 @@ def _panel(rows: pd.DataFrame, top: float) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    """Return sentences that say at which n the constant is largest, and how many measurements violate a
-    bound.
-    """
-    seen = []
-    for row in table.to_dict("records"):
-        power = f"grows like n to the power {decimal(row['exponent'], 3)} up to a hundredth of it, "
-        seen.append(
-            f"γR² = {row['strength']:.4g}, where e^(2γR²) is 10 to the power {row['expected']:.3g}: the "
-            f"constant {'' if math.isnan(row['exponent']) else power}is largest at n = 10 to the power "
-            f"{row['at']:.3g}, with {10 ** row['largest']:.3g}, and is {10 ** row['last']:.3g} at "
-            f"the largest n. The bound for every n is {row['free']:.3g} times the largest value."
-        )
-    most = rows.sort_values(["log_n", "g"]).iloc[-1]
-    above = math.exp(most["log_theorem"] - most["log_free"])
-    seen.append(
-        f"At n = 10 to the power {most['log_n'] / _DECADE:.3g} and γR² = {most['g']:.4g} Theorem 3.3, which "
-        f"goes on like the root of n, is {above:.3g} times the bound for every n."
-    )
+    """Return sentences on the n with the largest constant, and on the measurements outside a bound."""
+    expected, at, free = (", ".join(f"{x:.3g}" for x in table[name]) for name in ("expected", "at", "free"))
+    seen = [
+        f"Where e^(2γR²) is 10 to the power {expected}, the constant is largest at n = 10 to the power {at}, "
+        f"and the bound for every n is {free} times the largest value."
+    ]
     tokens = rows[rows["log_tokens"].notna()]
     off = float(np.abs(np.expm1(tokens["log_tokens"].astype(float) - tokens["log_value"])).max())
-    wrong = int((rows["log_value"] > rows["log_free"] + 1e-9).sum())
-    wrong += int((rows["log_value"] < rows["log_formula"] - 1e-9).sum())
+    logs = rows["log_value"]
+    wrong = (logs > rows["log_free"] + 1e-9) | (logs < rows["log_formula"] - 1e-9)
     seen.append(
-        f"Measured as tokens, {len(tokens)} of these measures give the same constant up to a share of "
-        f"{off:.1g}. Of {len(rows)} measurements {int(rows['converged'].sum())} converged, and {wrong} are "
-        "outside the lower bound at these tokens and the upper bound for every n."
+        f"Of {len(rows)} measurements {int(rows['converged'].sum())} converged, and {int(wrong.sum())} are "
+        f"outside the lower bound at these tokens and the upper bound for every n. {len(tokens)} of them, "
+        f"measured with n tokens, differ by a share of at most {off:.1g}."
     )
     return seen

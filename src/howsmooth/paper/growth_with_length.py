@@ -1,11 +1,7 @@
-"""Fit and describe how the local Lipschitz constant of a layer grows with the length of its input.
-
-The values that the published code of the paper computes at the same inputs are kept beside the constants.
-"""
+"""Fit how the constant of a layer grows with the length of its input, for Figure 1 and Appendix E.2."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,28 +10,23 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from howsmooth.paper.exponent_text import power
 from howsmooth.paper.model_with_texts import ModelWithTexts, measure_constants
-from howsmooth.paper.plotting import fit_factor
-from howsmooth.study.exponents import LEVEL, QUARTER, Correlation, Exponent, fit_exponent, radius_correlation
+from howsmooth.paper.plotting import between, power
+from howsmooth.study.exponents import Correlation, Exponent, fit_exponent, radius_correlation
 from howsmooth.study.records import CORRECTED, PUBLISHED, PublishedValue
-from howsmooth.words import decimal, readable
+from howsmooth.words import readable
 
-__all__ = ["Growth", "correlation_label", "growths"]
-
-_STEADY = 1.001
+__all__ = ["Growth", "growths"]
 
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """The measured constants of one layer on one text at several lengths n, and the powers of n that are
-    fitted to them.
+    """The measured constants of one layer on one text (``rows``), and the powers of n fitted to them.
 
-    ``rows`` is the table of the measurements. ``published`` is a table of the published code's values at the
-    same sequences, with the columns ``n``, ``lipschitz`` and ``ratio`` (to the correct constant); the table
-    is empty if the values were not asked for. ``entering`` is a table of the norms of the tokens that enter
-    the layer, before its norm layer, with the columns ``n`` and ``radius``. It is empty if these tokens could
-    not be captured, and None if they were not asked for.
+    ``published`` has the published code's values at the same sequences, with the columns ``n``, ``lipschitz``
+    and ``ratio`` (to the correct constant); it is empty if they were not asked for. ``entering`` has the
+    norms (``n``, ``radius``) of the tokens that enter the layer, before its norm layer; it is empty if they
+    could not be captured, and None if they were not asked for.
     """
 
     model: str
@@ -52,7 +43,7 @@ class Growth:
 
     @property
     def drawn(self) -> pd.DataFrame:
-        """The measurements that converged to a positive constant, which can be drawn on logarithmic axes."""
+        """The measurements that converged to a positive constant, which has a logarithm."""
         return self.rows[self.rows["converged"] & (self.rows["lipschitz"] > 0)]
 
     @cached_property
@@ -62,87 +53,60 @@ class Growth:
 
     @cached_property
     def published_fit(self) -> Exponent:
-        """The power law c · n^slope, fitted to those values of the published code that are not NaN."""
+        """The power law c · n^slope, fitted to the values of the published code."""
         return _fit(self.published, self.published["lipschitz"].notna())
 
-    @cached_property
-    def attended_correlation(self) -> Correlation:
-        """The correlation of log n and log R, R the norm of the tokens that attention receives."""
-        return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy())
-
-    @cached_property
+    @property
     def constant_correlation(self) -> Correlation:
-        """The correlation of log R and log L, where L is the constant."""
-        rows = self.drawn
-        return radius_correlation(rows["lipschitz"].to_numpy(), rows["radius_mean"].to_numpy())
+        """The correlation of log R and the logarithm of the constant."""
+        return _correlation(self.drawn, "lipschitz", "radius_mean")
 
-    @cached_property
+    @property
     def entering_correlation(self) -> Correlation:
         """The correlation of log n and log R, R the norm of entering tokens; NaN without them."""
         rows = pd.DataFrame({"n": [], "radius": []}) if self.entering is None else self.entering
-        return radius_correlation(rows["n"].to_numpy(), rows["radius"].to_numpy())
+        return _correlation(rows, "n", "radius")
 
     def columns(self) -> dict[str, Any]:
-        """Return a row of the figure's table: values by the names of the columns."""
-        fit, radius = self.fit, self.rows["radius_mean"]
+        """Return the row of the figure's table."""
         row = {
             "model": self.model,
             "layer": self.layer,
             "text": self.text,
-            "exponent": fit.slope,
-            "low": fit.low,
-            "high": fit.high,
-            "p of 1/4": fit.quarter,
-            "sequences": fit.n_points,
+            **_exponent("", self.fit),
+            "sequences": self.fit.n_points,
             "correlation of constant and radius": self.constant_correlation.value,
-            "radius from": radius.min(),
-            "radius to": radius.max(),
+            "radius from": self.rows["radius_mean"].min(),
+            "radius to": self.rows["radius_mean"].max(),
         }
         if len(self.published):
-            theirs = self.published_fit
-            row |= {
-                "published exponent": theirs.slope,
-                "published low": theirs.low,
-                "published high": theirs.high,
-                "published p of 1/4": theirs.quarter,
-                "published / corrected": float(self.published["ratio"].median()),
-            }
+            row |= _exponent("published ", self.published_fit)
+            row["published / corrected"] = float(self.published["ratio"].median())
         if self.entering is not None:
-            attended, entering = self.attended_correlation, self.entering_correlation
             names = ("correlation, given to attention", "its low", "its high")
-            row |= zip(names, (attended.value, attended.low, attended.high), strict=True)
+            row |= zip(names, _correlation(self.rows, "n", "radius_mean"), strict=True)
             names = ("correlation, entering the layer", "from", "to")
-            row |= zip(names, (entering.value, entering.low, entering.high), strict=True)
+            row |= zip(names, self.entering_correlation, strict=True)
         return row
 
     def result_sentences(self) -> str:
-        """Return sentences on the fitted exponent of n, on the norms of the tokens, and on the published
-        code's values.
-        """
-        fit, rows = self.fit, self.drawn
-        words = f"{self.name}, on {readable(self.text)}: "
-        if fit.note:
-            words += f"there is no exponent, {fit.note}."
-        else:
-            _, around = fit_factor(rows["n"].to_numpy(), rows["lipschitz"].to_numpy(), QUARTER)
-            words += (
-                f"the constant grows like {power(fit)}, from {fit.n_points} sequences of {fit.n_min} to "
-                f"{fit.n_max} tokens; the points scatter by a factor of about {math.exp(fit.spread):.2f} "
-                f"around this line, and of {math.exp(around):.2f} around n to the power 1/4."
-            )
-        attended = _norm_words(self.rows["radius_mean"], self.attended_correlation)
-        words += f" The norm of the tokens that attention receives {attended}."
+        """Return sentences on the exponent of n, the norms of the tokens, and the published values."""
+        fit = self.fit
+        words = (
+            f"{self.name}, on {readable(self.text)}: the constant grows like {power(fit)}, from "
+            f"{fit.n_points} sequences of {fit.n_min} to {fit.n_max} tokens; the norm of the tokens that "
+            f"attention receives is {between(self.rows['radius_mean'])}"
+        )
         if self.entering is not None and len(self.entering):
-            entering = _norm_words(self.entering["radius"], self.entering_correlation)
-            words += f" The norm of the tokens that enter the layer {entering}."
+            words += f", of those that enter the layer {between(self.entering['radius'])}"
         if fit.left_out:
-            words += f" {fit.left_out} measurements are left out, as they did not converge or are zero."
+            words += f". {fit.left_out} measurements are left out, as they did not converge or are zero"
         if len(self.published):
             words += (
-                f" As published, the quantity goes like {power(self.published_fit)}, and is in the median "
-                f"{self.published['ratio'].median():.3g} times the corrected constant."
+                f". As published, the quantity goes like {power(self.published_fit)}, and is in the median "
+                f"{self.published['ratio'].median():.3g} times the corrected constant"
             )
-        return words
+        return f"{words}."
 
 
 def _fit(rows: pd.DataFrame, usable: pd.Series) -> Exponent:
@@ -150,29 +114,19 @@ def _fit(rows: pd.DataFrame, usable: pd.Series) -> Exponent:
     return fit_exponent(rows["n"].to_numpy(), values, usable.to_numpy(dtype=bool))
 
 
-def _norm_words(radius: pd.Series, found: Correlation) -> str:
-    """Say the range of some token norms and their correlation with the length."""
-    low, high = float(radius.min()), float(radius.max())
-    if high <= _STEADY * low:
-        return f"is {radius.mean():.4g} for all, to within 0.1 %, so that it cannot make the constant grow"
-    words = f"goes from {low:.3g} to {high:.3g}"
-    if math.isnan(found.value):
-        return words
-    return (
-        f"{words}, and the correlation of its logarithm with that of n is {decimal(found.value, 2)} "
-        f"({LEVEL * 100:.0f} % interval {decimal(found.low, 2)} to {decimal(found.high, 2)})"
-    )
+def _correlation(rows: pd.DataFrame, one: str, radius: str) -> Correlation:
+    return radius_correlation(rows[one].to_numpy(), rows[radius].to_numpy())
 
 
-def correlation_label(found: Correlation) -> str:
-    """Return a correlation and its interval as a matplotlib label, such as "$r = 0.31$ [0.29, 0.33]"."""
-    value, low, high = (decimal(one, 2) for one in (found.value, found.low, found.high))
-    return "no correlation" if math.isnan(found.value) else f"$r = {value}$ [{low}, {high}]"
+def _exponent(of: str, fit: Exponent) -> dict[str, float]:
+    ends = {"exponent": fit.slope, "low": fit.low, "high": fit.high, "p of 1/4": fit.quarter}
+    return {of + name: value for name, value in ends.items()}
 
 
 def growths(models: Sequence[ModelWithTexts]) -> list[list[Growth]]:
-    """Measure the constants of all models on their texts; with ``as_published``, also compute the published
-    code's values. Return one list for each layer, with one :class:`Growth` for each text.
+    """Measure the constants of all models on their texts, and with ``as_published`` the published values.
+
+    There is one list for each layer, with one :class:`Growth` for each text.
     """
     published = models[0].bench.options.as_published
     measure_constants(models, published=published)
@@ -182,12 +136,9 @@ def growths(models: Sequence[ModelWithTexts]) -> list[list[Growth]]:
         tables = model.measured(), _beside_corrected(theirs if published else theirs.iloc[:0])
         for layer in model.layers:
             own = [table[table["layer"] == layer] for table in tables]
-            found.append(
-                [
-                    Growth(model.label, layer, text, *(part[part["text"] == text] for part in own))
-                    for text in model.texts
-                ]
-            )
+            split = ([part[part["text"] == text] for part in own] for text in model.texts)
+            both = zip(model.texts, split, strict=True)
+            found.append([Growth(model.label, layer, text, *parts) for text, parts in both])
     return found
 
 

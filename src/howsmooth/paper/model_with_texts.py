@@ -1,6 +1,4 @@
-"""Load the models of a figure together with its texts, measure constants at sequences of these texts, and
-capture attention layers there.
-"""
+"""Load the models of a figure with its texts, at whose sequences layers are measured or captured."""
 
 from __future__ import annotations
 
@@ -21,17 +19,12 @@ from howsmooth.paper.published_code.constants_task import published_left
 from howsmooth.study.executors import memory_each, processes_of
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.records import Measurement, Row
-from howsmooth.study.study_preparation import (
-    PreparedStudy,
-    Subject,
-    capture_sites,
-    layer_and_head_counts,
-)
+from howsmooth.study.study_preparation import PreparedStudy, Subject, capture_sites, layer_and_head_counts
 from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
 from howsmooth.study.tasks.task import Work
 from howsmooth.words import readable, sentence
 
-__all__ = ["ModelWithTexts", "attention_of", "bilinear", "measure_constants", "models_of", "other_scores"]
+__all__ = ["ModelWithTexts", "attention_of", "measure_constants", "models_of", "other_scores"]
 
 _MASKED_LAYER = 6
 _USUAL = 64
@@ -44,32 +37,12 @@ def models_of(bench: Bench, **chosen: Any) -> list[ModelWithTexts]:
 
 
 class ModelWithTexts:
-    """A model with all texts of a figure, at whose sequences its layers are measured or captured.
+    """A model with all texts of a figure; their sources are noted for the HTML page.
 
-    The sources of the model and of the texts are noted for the HTML page of the figure.
-
-    Parameters
-    ----------
-    bench
-        The bench of the figure, which says the texts, lengths and samples, and the layers if the user named
-        some.
-    spec
-        The model.
-    layers
-        A function that chooses the layers from their number, if the user named none. By default this is the
-        first layer of a model without mask, and layer 6 of a masked model, or its last layer if it has fewer.
-    scopes
-        The scopes of a :class:`~howsmooth.study.plans.Plan`.
-    lengths
-        The lengths of the sequences, by default those of the figure.
-    fitting
-        Whether lengths that the model cannot read are left out; otherwise they are refused.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If the model, a text, a length or a layer does not exist.
-
+    ``layers`` chooses the layers from their number if the user named none; by default the first of a model
+    without mask, and layer 6 (or the last) of a masked one. ``scopes`` and ``lengths`` are those of a
+    :class:`~howsmooth.study.plans.Plan`, the lengths by default those of the figure. If ``fitting``, lengths
+    that the model cannot read are left out; otherwise they are refused.
     """
 
     def __init__(
@@ -82,8 +55,7 @@ class ModelWithTexts:
         lengths: tuple[int, ...] | None = None,
         fitting: bool = False,
     ) -> None:
-        asked, models = bench.options, bench.means.models
-        assert models is not None
+        asked = bench.options
         self.bench, self.spec, self.label = bench, spec, spec.label
         model = self._loaded()
         count, _ = layer_and_head_counts(model, self.label)
@@ -101,7 +73,7 @@ class ModelWithTexts:
             memory=memory_each(processes_of(bench.means.executor), None, asked.device),
             **{name: getattr(asked, name) for name in ("texts", "seed", "device", "dtype")},
         )
-        self.study = PreparedStudy(self.plan, bench.store, models)
+        self.study = PreparedStudy(self.plan, bench.store, bench.loader)
         self.subjects = self.study.subjects
         self.layers = self.subjects[0].layers
         self.texts = [one.text.name for one in self.subjects]
@@ -111,7 +83,7 @@ class ModelWithTexts:
     def _loaded(self) -> Any:
         """Load the model; the tokenizer of an untrained model is trained on the first text."""
         spec, options = self.spec, self.bench.options
-        model = self.bench.load(spec, texts.load_text(options.texts[0]).content)
+        model = self.bench.loader.load(spec, texts.load_text(options.texts[0]).content)
         try:
             model.tokenizer.encode("")
         except ModelError as error:
@@ -150,9 +122,7 @@ class ModelWithTexts:
         layers: Sequence[int] | None = None,
         samples: int | None = None,
     ) -> list[Any]:
-        """Run the model on sequences of n tokens of a text, and return the chosen layers together with the
-        tokens that they receive; by default all layers of the plan, at all its sequences.
-        """
+        """Capture layers at sequences of n tokens of a text; by default those of the plan, at all of them."""
         starts = [subject.starts[n, sample] for sample in range(samples or self.plan.samples)]
         tokens = subject.feed.inputs(starts, n)
         assert isinstance(tokens, Tensor)  # of a text
@@ -167,26 +137,20 @@ class ModelWithTexts:
         key: dict[str, Any],
         **captured: Any,
     ) -> Unit:
-        """Return a unit that computes rows from captured layers at all sequences of n tokens of a text.
-
-        ``key`` has the values on which the rows depend, beside the model, the text and the settings;
-        ``captured`` are arguments of :meth:`sites`.
+        """Return a unit that computes rows from layers captured as :meth:`sites` does; ``key`` has the values
+        on which they depend, beside the model, the text and the settings.
         """
         of_text = {"text": subject.text.name, "digest": subject.text.digest, "n": n}
         key = self.key(**{"fingerprint": subject.fingerprint} | of_text | key)
         return Unit(key, measure, f"{self.label}, n = {n}", partial(self.sites, subject, n, **captured))
 
     def key(self, **more: Any) -> dict[str, Any]:
-        """Return a dictionary that identifies rows in the store. It contains the given values, the name and
-        the fingerprint of the model, the seed and the dtype.
-        """
+        """Return the key of rows in the store: the model, the settings, and the given values."""
         same = {"seed": self.plan.seed, "dtype": self.plan.dtype}
         return {"model": self.label, "fingerprint": self.subjects[0].fingerprint, **same, **more}
 
     def measured(self, kind: type[Row] = Measurement) -> pd.DataFrame:
-        """Return the table of the measured constants that the plan asks for, or of the published code's
-        values at the same sequences. Rows for other models, texts, lengths and samples are left out.
-        """
+        """Return the constants that the plan asks for, or the published values at the same sequences."""
         table = self.bench.store.table(kind)
         return table[
             (table["model"] == self.label)
@@ -196,38 +160,31 @@ class ModelWithTexts:
         ]
 
     def _made(self) -> dict[str, str]:
-        """Return sentences that say where the model and the texts come from."""
         plan, model = self.plan, self.subjects[0].model
-        label = readable(model.label)
-        source = sentence(readable(model.source, longest=300))
+        label, source = readable(model.label), sentence(readable(model.source, longest=300))
         found = {f"Model {label}": f"{source} {model.layers} attention layers, {model.heads} heads."}
         for one in self.subjects:
-            source = sentence(readable(one.text.source, longest=300))
-            name = readable(one.text.name)
+            name, source = readable(one.text.name), sentence(readable(one.text.source, longest=300))
             found[f"Text {name}"] = f"{source} {one.text.characters} characters, SHA-256 {one.text.digest}."
             found[f"Tokens of {name} for {label}"] = (
                 f"{one.feed.count}. Tokenizer: {sentence(one.tokenizer_source)} Fingerprint of model "
                 f"and tokenizer: {one.fingerprint}."
             )
-        lengths = ", ".join(str(n) for n in plan.lengths)
         found[f"Sequences for {label}"] = (
-            f"{plan.samples} sequences of each text at n = {lengths}, none overlapping another of the same "
-            f"model and text; seed {plan.seed}, {plan.dtype}."
+            f"{plan.samples} of each text at n = {', '.join(map(str, plan.lengths))}, none overlapping "
+            f"another; seed {plan.seed}, {plan.dtype}."
         )
         return found
 
 
 def measure_constants(models: Sequence[ModelWithTexts], *, published: bool = False) -> None:
-    """Measure the constants that the plans of all models ask for and the store lacks. With ``published``,
-    also compute the published code's values.
-    """
+    """Measure the constants, and the published values if asked for, that plans need and the store lacks."""
     bench = models[0].bench
     kinds: list[Callable[[PreparedStudy], Work]] = [constants_left]
     kinds += [published_left(None)] if published else []
     for model in models:
-        bench.made[f"Constants for {readable(model.label)}"] = (
-            f"relative tolerance {model.plan.rtol:g}, confidence {model.plan.confidence:g}."
-        )
+        precision = f"relative tolerance {model.plan.rtol:g}, confidence {model.plan.confidence:g}."
+        bench.made[f"Constants for {readable(model.label)}"] = precision
     listed = [[kind(model.study) for model in models] for kind in kinds]
     bench.begin()
     for parts in listed:
@@ -237,51 +194,25 @@ def measure_constants(models: Sequence[ModelWithTexts], *, published: bool = Fal
         bench.runner.carry_out(joined(work) if whole else work)
 
 
-def attention_of(site: Any, label: str) -> SelfAttention:
-    """Return the attention of a captured layer in float64, as a map that can be evaluated at any tokens.
+def attention_of(site: Any, label: str, *, bilinear: bool = False) -> SelfAttention:
+    """Return the attention of a captured layer in float64, which can be evaluated at any tokens.
 
-    Raises
-    ------
-    ArgumentError
-        If the layer is code and not a formula with matrices.
-
+    An ArgumentError is raised if the layer is code and not a formula with matrices; if ``bilinear``, also for
+    :func:`other_scores`, for which the matrix A of a head has no meaning.
     """
-    if not isinstance(site.map, SelfAttention):
-        raise ArgumentError(
-            "model",
-            expected="models whose attention is given by its matrices, at any tokens",
-            got=f"{label}, with {site.map.describe()}",
-            remedy="Choose another --model for this figure; howsmooth measure takes such layers.",
-        )
-    return site.map.to(dtype=torch.float64, device="cpu")
+    f = site.map
+    if not isinstance(f, SelfAttention):
+        expected, got = "models whose attention is given by its matrices, at any tokens", f.describe()
+        remedy = "Choose another --model for this figure; howsmooth measure takes such layers."
+    elif bilinear and (got := other_scores(f)):
+        expected = "models whose scores are ⟨A x_i + b, x_j⟩ with one matrix A, unmasked or causal"
+        remedy = "howsmooth reproduce adversarial and howsmooth bound --search search such models."
+    else:
+        return f.to(dtype=torch.float64, device="cpu")
+    raise ArgumentError("model", expected=expected, got=f"{label}, with {got}", remedy=remedy)
 
 
 def other_scores(f: SelfAttention) -> str:
-    """Name the features of an attention that the paper does not treat: scores other than ⟨A x_i + b, x_j⟩,
-    and masks that are not causal. Return empty text if there are none.
-    """
+    """Name what the paper does not treat: scores other than ⟨A x_i + b, x_j⟩, and masks but the causal."""
     named = {"rotary positions": f.rotary, "a window": f.window, "another mask": f.mask}
     return " and ".join([*(name for name, one in named.items() if one is not None), *f.feature_names()])
-
-
-def bilinear(site: Any, label: str) -> SelfAttention:
-    """Return the attention of a captured layer in float64, after a check that its scores are ⟨A x_i + b, x_j⟩
-    and that its mask, if any, is causal.
-
-    The quantities that the paper computes from the matrix A of a head have no meaning for other scores.
-
-    Raises
-    ------
-    ArgumentError
-        If the attention has other scores, such as those with rotary positions, or a mask that is not causal.
-
-    """
-    f = attention_of(site, label)
-    if other := other_scores(f):
-        raise ArgumentError(
-            "model",
-            expected="models whose scores are ⟨A x_i + b, x_j⟩ with one matrix A, unmasked or causal",
-            got=f"{label}, with {other}",
-            remedy="howsmooth reproduce adversarial and howsmooth bound --search search such models.",
-        )
-    return f

@@ -33,10 +33,7 @@ def _models(value: Any, info: Any) -> tuple[ModelSpec, ...]:
 
 @options
 class FigureOptions:
-    """The options of the command ``howsmooth reproduce``.
-
-    If the user omits an option, each figure uses a default of its own.
-    """
+    """The options of the command ``howsmooth reproduce``; each figure has defaults of its own."""
 
     PANEL: ClassVar[str] = "What to reproduce"
 

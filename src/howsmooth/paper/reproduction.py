@@ -1,15 +1,15 @@
-"""Make figures of the paper: measure and draw each figure, and write the files of the figures and one HTML
-page.
-"""
+"""Make figures of the paper: measure and draw them, and write their files and one HTML page."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import quote
 
+from markupsafe import Markup
 from matplotlib import rc_context
 
 from howsmooth.errors import HowsmoothError
@@ -17,25 +17,29 @@ from howsmooth.files import replace_file, write_table, written_beside
 from howsmooth.paper import figure_definition
 from howsmooth.paper.bench import models_for, opened_bench
 from howsmooth.paper.figure_definition import Figure, Finding
-from howsmooth.paper.html_page import PAGE, render, section
 from howsmooth.paper.plotting import PAPER
 from howsmooth.paper.reproduce_options import FigureOptions
+from howsmooth.results.drawing import data_url
+from howsmooth.results.page import frame, page, parts
 from howsmooth.study.environment import environment
 from howsmooth.study.runner import Means
+from howsmooth.words import counted, readable
 
-__all__ = ["Reproduction", "make", "produce"]
+__all__ = ["PAGE", "Reproduction", "make", "produce", "render", "section"]
 
-_SECTION = "section.html"
-"""The file in a figure's folder that holds its section of the page."""
+PAGE = "reproduce.html"
+"""The file name of the page."""
+
+_SECTION = "section.html"  # in a figure's folder, for the pages of later commands
+_TITLE = "How Smooth Is Attention? The figures, reproduced"
+_ROWS_SHOWN = 12
+_MOST_ROWS = 300
 
 
 @dataclass(frozen=True, eq=False)
 class Reproduction:
-    """The result of :func:`produce`: the path of the HTML page, and three dictionaries with an entry for each
-    figure.
-
-    ``findings`` contains the results of the figures that were made, ``seconds`` the time that each figure
-    took, and ``refused`` the reasons why the other figures could not be made.
+    """The path of the HTML page, and by the name of a figure its finding, the seconds that it took, and the
+    reason why it was ``refused``.
     """
 
     page: Path
@@ -50,24 +54,11 @@ def produce(
     folder: str | os.PathLike[str],
     means: Means | None = None,
 ) -> Reproduction:
-    """Measure and draw the chosen figures, and write one HTML page with all figures in the output folder.
+    """Measure and draw figures, each in a folder of its name, and write one HTML page with all of them.
 
-    Parameters
-    ----------
-    chosen, options
-        The figures to make, and the options for all of them.
-    folder
-        The output folder. It receives the page, and a folder for each figure, named after the figure.
-    means
-        The listener that is told the progress, the workers, and the command that the user typed; by default
-        the tasks run in this process.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If none of the figures can be made; the error is that of the first figure. If some can be made, the
-        reasons why the others cannot are in the result and on the page.
-
+    ``means`` are the listener that is told the progress, the workers, and the command that the user typed; by
+    default the tasks run in this process. If only some figures can be made, the reasons are in the result and
+    on the page; if none can, the error of the first one is raised.
     """
     folder = Path(folder)
     made, errors = Reproduction(folder / PAGE), list[HowsmoothError]()
@@ -96,9 +87,7 @@ def produce(
 
 
 def make(figure: Figure, options: FigureOptions, folder: str | os.PathLike[str], means: Means) -> Finding:
-    """Measure and draw one figure, and write its pictures, its tables and its section of the page into its
-    own folder within ``folder``.
-    """
+    """Measure and draw one figure, and write its files into its own folder within ``folder``."""
     own = Path(folder) / figure.name
     with opened_bench(figure, options, own, means) as bench:
         numbers = figure.measure(bench)
@@ -107,7 +96,6 @@ def make(figure: Figure, options: FigureOptions, folder: str | os.PathLike[str],
     for number, (_, table) in enumerate(finding.tables, 1):
         write_table(table, own, f"table-{number}.csv")
     with written_beside(own, "finished measurements"):
-        # Keep the section in a file, so that later commands can include it in their page.
         replace_file(own / _SECTION, section(figure, finding, folder))
     return finding
 
@@ -123,3 +111,58 @@ def _write_page(made: Reproduction, options: FigureOptions, folder: Path, comman
             sections.append((figure, path.read_text(encoding="utf-8")))
     with written_beside(folder, "finished measurements"):
         replace_file(made.page, render(sections, command, environment(options.device)))
+
+
+def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Mapping[str, str]) -> str:
+    """Return the page as HTML, from pairs of a figure and its section, the command that the user typed, and
+    the software and hardware (:func:`howsmooth.study.environment.environment`).
+    """
+    html = parts()
+    links = {figure.name: f"{figure.paper}: {figure.title}" for figure, _ in sections}
+    made = [
+        html.heading("How it was made", "made"),
+        html.words("This command made the page. If it is called again, it repeats no measurement:"),
+        Markup("<pre>{}</pre>").format(readable(command, 5000)),
+        html.pairs(environment),
+    ]
+    about = Markup(
+        "<p>The figures of <cite>How Smooth Is Attention?</cite> (Castin, Ablin, Peyré, ICML 2024), made "
+        "again. The sentences under “What is seen” are written from the measured numbers; they may differ "
+        "from the paper's for other models, texts or lengths.</p>"
+    )
+    start = [html.head(_TITLE), about, html.contents(links | {"made": "How it was made"})]
+    return page(
+        _TITLE, [*start, *(text for _, text in sections), html.section("made", Markup("".join(made)))]
+    )
+
+
+def section(figure: Figure, finding: Finding, folder: str | os.PathLike[str], refused: str = "") -> str:
+    """Return the section of a figure as HTML, with links relative to ``folder``.
+
+    ``refused`` is the reason why the figure could not be made; empty if it was made.
+    """
+    html = parts()
+    body = [html.heading(f"{figure.paper}: {figure.title}", figure.name), html.words(figure.about)]
+    if refused:
+        words = Markup("<b>This figure could not be made.</b> {}").format(readable(refused, 2000))
+        body.append(html.words(words))
+    for picture in finding.pictures:
+        file = picture.pdf.relative_to(folder).as_posix()
+        image = data_url(picture.png.read_bytes())
+        body.append(html.picture(image, picture.alt, picture.width, f"{picture.title}.", file))
+    if finding.seen:
+        body += [html.heading("What is seen", level=3), html.items(finding.seen)]
+    for number, (caption, table) in enumerate(finding.tables, 1):
+        file = f"{figure.name}/table-{number}.csv"
+        link = Markup('<a href="{}">{}</a>').format(quote(file), file)
+        if len(table) > _MOST_ROWS:
+            words = Markup("This page has no room for so many rows; they are in {}.").format(link)
+            shown = html.words(words)
+        else:
+            shown = frame(table, Markup("All digits are in {}.").format(link), label=caption)
+        summary = f"{caption} ({counted(len(table), 'row')})"
+        body.append(html.folded(summary, shown, len(table) <= _ROWS_SHOWN))
+    if finding.made:
+        body.append(html.folded("Models, texts and settings", html.pairs(finding.made)))
+    found: str = html.section(figure.name, Markup("".join(body)))
+    return found

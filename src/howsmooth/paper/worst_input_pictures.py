@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,45 +10,72 @@ import numpy as np
 import pandas as pd
 
 from howsmooth.paper import plotting
-from howsmooth.paper.exponent_text import between, exp, power, power_label
+from howsmooth.paper.bench import Values
+from howsmooth.paper.bound_ratios import display_name
 from howsmooth.paper.figure_definition import Finding
-from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.plotting import Curve, Panel, between, exp, power, power_label
 from howsmooth.results.drawing import literal
 from howsmooth.study.exponents import Exponent, fit_exponent
 from howsmooth.words import file_stem, readable
 
-__all__ = ["HEAD", "show"]
+__all__ = ["HEAD", "show", "side_by_side"]
 
 HEAD = 0
 """The head that is attacked."""
 
 _NAMES = {
-    "model": "model",
-    "layer": "layer",
-    "head": "head",
-    "R": "R",
-    "n": "n",
-    "text median": "text, median",
-    "paper": "paper's tokens",
-    "paper median": "paper's tokens, median",
-    "found": "largest found",
-    "found by": "found by",
-    "upper": "at most",
-    "wrong slices": "published tokens",
-}
+    "text median": "text, median", "paper": "paper's tokens", "paper median": "paper's tokens, median",
+    "found": "largest found", "found by": "found by", "upper": "at most",
+}  # fmt: skip
+
+
+def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Values:
+    """Combine what is known of one head in one ball at one length, from constants and bounds (``rows``) and
+    the converged measurements on text.
+
+    The constants are ``paper`` at the paper's tokens, ``wrong slices`` at the published code's, ``as
+    published`` as that code computes it, and after a search ``found``, the largest known, ``found by`` the
+    search or a construction. ``upper`` and ``theirs`` are logarithms of howsmooth's and the paper's bound.
+    ``median``, ``low`` and ``high`` are over all heads, ``text own`` is the median on text of the one head.
+    ``unsettled`` values did not converge and are left out. Missing values are NaN or None.
+    """
+    values = rows[rows["converged"] == True]  # noqa: E712
+    own = values[values["head"] == head]
+    by_kind = own.groupby("kind")["value"].first()
+    bounds = rows.drop_duplicates("kind").set_index("kind").reindex(["upper", "theirs"])
+    theorem = bounds.loc["theirs", "name"]
+    searched = ["paper", "search"] if (rows["kind"] == "search").any() else []
+    worst = own[own["kind"].isin(searched)].sort_values("value").tail(1)
+    every = {"text": text["lipschitz"], "paper": values[values["kind"] == "paper"]["value"]}
+    return (
+        {f"{of} {end}": one for of, all_of in every.items() for end, one in _span(all_of).items()}
+        | {kind: by_kind.get(kind, math.nan) for kind in ("paper", "wrong slices", "as published")}
+        | {
+            "text own": text[text["head"] == head]["lipschitz"].median(),
+            "found": worst["value"].max(),
+            "found by": "".join(worst["name"]) or None,
+            "upper": bounds.loc["upper", "log_value"],
+            "theirs": bounds.loc["theirs", "log_value"],
+            "theorem": display_name(theorem) if isinstance(theorem, str) else None,
+            "unsettled": int((rows["converged"] == False).sum()),  # noqa: E712
+        }
+    )
+
+
+def _span(values: pd.Series) -> Values:
+    return {"median": values.median(), "low": values.min(), "high": values.max()}
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the largest known constants of each layer against n, with one panel for each ball, and return
-    the figures with a table and sentences on the results.
-    """
+    """Draw the constants and bounds of each layer against n, a panel for each ball, and describe them."""
     layers = [part for _, part in rows.groupby(["model", "layer"], sort=False)]
-    shown = rows.assign(upper=exp(rows["upper"])).rename(columns=_NAMES)
+    names = _NAMES | {"wrong slices": "published tokens"}
+    shown = rows.assign(upper=exp(rows["upper"])).rename(columns=names)
     for theorem, theirs in rows.groupby("theorem", sort=False)["theirs"]:
         shown[theorem] = exp(theirs.where(np.isfinite(theirs)))
     theorems = rows["theorem"].dropna().unique()
-    names = [*list(_NAMES.values())[:-1], *theorems, "published tokens", "as published"]
-    table = shown[names].dropna(axis=1, how="all")
+    columns = ["model", "layer", "head", "R", "n", *_NAMES.values(), *theorems, "published tokens"]
+    table = shown[[*columns, "as published"]].dropna(axis=1, how="all")
     caption = "Constants and bounds at every radius and length; medians are over all heads of the layer"
     seen = [words for part in layers for words in _result_sentences(part)]
     return Finding([_picture(part, folder) for part in layers], seen, [(caption, table)])
@@ -62,7 +90,6 @@ def _name(rows: pd.DataFrame) -> str:
 
 
 def _fit(rows: pd.DataFrame, name: str) -> Exponent:
-    """Fit a power of n to the finite values in one column of constants."""
     values = rows[name].to_numpy(np.float64)
     return fit_exponent(rows["n"].to_numpy(), values, np.isfinite(values))
 
@@ -105,74 +132,36 @@ def _panel(rows: pd.DataFrame) -> Panel:
 
 
 def _result_sentences(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on the largest constants of one layer in each ball."""
+    """Return a sentence on each ball of one layer, and on the published code and unconverged values."""
     said = [_ball_words(ball) for ball in _balls(rows)]
     if rows["as published"].notna().any():
-        said.append(_published_words(rows))
+        fused = bool(rows["fused"].all())
+        right = rows["wrong slices" if fused else "paper"]
+        words = f"the published iteration returns {between(rows['as published'] / right)} times the constant "
+        words += "at its tokens"
+        if fused:
+            words += ", of heads sliced along the wrong axis; the constant there is "
+            words += f"{between(right / rows['paper'])} times that at the paper's tokens"
+        said.append(f"{_name(rows)}, as published: {words}.")
     if rows["unsettled"].any():
         said.append(f"{_name(rows)}: {rows['unsettled'].sum()} values did not converge and are left out.")
     return said
 
 
-def _ends(values: pd.Series) -> str:
-    there = values.dropna()
-    return f"{there.iloc[0]:.3g} to {there.iloc[-1]:.3g}"
-
-
 def _ball_words(rows: pd.DataFrame) -> str:
-    n, real = rows["n"], bool(rows["real"].all())
-    paper, found = (bool(rows[name].notna().any()) for name in ("paper", "found"))
-    worst = rows["found" if found else "paper"]
-    words = f"{_name(rows)}, R = {rows['R'].iloc[0]:.4g}"
-    words += " (the norm of the longest real token): " if real else ": "
-    if paper:
-        words += (
-            f"at the paper's tokens the constant goes from {_ends(rows['paper'])} as n goes from {n.min()} "
-            f"to {n.max()}, {power(_fit(rows, 'paper'))}; its median over all heads from "
-            f"{_ends(rows['paper median'])}. "
-        )
-    if found:
-        words += f"{'The' if paper else 'the'} largest found goes from {_ends(worst)}, "
-        words += f"{power(_fit(rows, 'found'))}, and is "
-        words += f"{between(worst / rows['paper'])} times that at the paper's tokens and " if paper else ""
-    elif paper:
-        words += "It is "
-    else:
-        words += f"howsmooth's bound is {between(exp(rows['upper']))}; --search looks for the worst tokens. "
-    if found or paper:
-        words += f"{between(worst / exp(rows['upper']))} times howsmooth's bound, which none in the ball can "
-        words += "exceed"
-        if np.isfinite(rows["theirs"]).all():
-            theirs = between(exp(rows["theirs"] - rows["upper"]))
-            words += f"; {rows['theorem'].iloc[0]} is {theirs} times that bound"
-        words += ". "
-    text = rows[rows["text median"].notna()]
-    if real and len(text):
-        words += (
-            f"On text of the same lengths the median constant of a head is {between(text['text median'])}"
-        )
-        if text["paper median"].notna().any():
-            ratio = between(text["paper median"] / text["text median"])
-            words += f"; the median over heads at the paper's tokens is {ratio} times as large"
-        words += "."
-        if found or paper:
-            ratio = between(worst[text.index] / text["text own"])
-            what = "largest found" if found else "constant at the paper's tokens"
-            words += f" In head {HEAD} the {what} is {ratio} times the median on text."
-    return words.strip()
-
-
-def _published_words(rows: pd.DataFrame) -> str:
-    words, right = f"{_name(rows)}, as published: ", rows["paper"]
-    if rows["fused"].all():
-        right = rows["wrong slices"]
-        words += (
-            "the tokens that heads sliced along the wrong axis give have constants "
-            f"{between(right / rows['paper'])} times those at the paper's tokens; "
-        )
-    fits = [f"{power(_fit(ball, 'as published'))} at R = {ball['R'].iloc[0]:.4g}" for ball in _balls(rows)]
-    return (
-        f"{words}the published iteration, with the output in place of the tangent and its absolute stopping, "
-        f"returns {between(rows['as published'] / right)} times the constant at its tokens, and grows like "
-        f"{'; '.join(fits)}."
-    )
+    upper, words = exp(rows["upper"]), []
+    for name, what in (("paper", "at the paper's tokens"), ("found", "at the worst tokens found")):
+        if rows[name].notna().any():
+            share = between(rows[name] / upper)
+            words.append(
+                f"{what} the constant is {between(rows[name])}, grows like {power(_fit(rows, name))}, and is "
+                f"{share} times howsmooth's upper bound on the ball"
+            )
+    if not words:
+        words.append(f"howsmooth's upper bound is {between(upper)}; --search looks for the worst tokens")
+    ball = f"R = {rows['R'].iloc[0]:.4g}"
+    if rows["real"].all():
+        ball += ", the norm of the longest real token"
+        if rows["text median"].notna().any():
+            words.append(f"on text the median over sequences and heads is {between(rows['text median'])}")
+    return f"{_name(rows)}, {ball}: {'; '.join(words)}."
