@@ -46,14 +46,12 @@ class Target:
 
     @property
     def place(self) -> str:
-        """A phrase that names the layer and the head of this attention, such as "layer 3, head 1"."""
+        """The layer and the head in words, such as "layer 3, head 1"."""
         return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> Ball:
-        """Return the ball of tokens around zero on which to bound the attention.
-
-        A number is the radius itself. ``"auto"`` takes the radius from the norm layer before the attention,
-        if there is one, and otherwise the norm of the longest token.
+        """Return the ball of tokens around zero on which to bound the attention. With the radius ``"auto"``
+        it is that of the norm layer before the attention, or else the norm of the longest token.
         """
         if not isinstance(radius, str):
             return Ball(float(radius), "given")
@@ -71,8 +69,7 @@ class AttentionSource:
     """The attention layers of a model, each with the tokens that it receives when the model reads a text.
 
     For each length there is one sequence, the one that ``howsmooth measure`` takes for this length and one
-    sample. It does not depend on the other lengths, so lengths can be added. ``usual_length`` is the default
-    length: 64, or less if the model or the text is shorter.
+    sample. ``usual_length`` is the default length: 64, or less if the model or the text is shorter.
     """
 
     def __init__(self, plan: BoundPlan) -> None:

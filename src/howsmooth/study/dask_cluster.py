@@ -36,18 +36,9 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
     one thread each is started on this machine, and stopped at the end.
 
     The attribute ``workers`` of the executor is the number of worker processes at the time of connection, and
-    its method ``present()`` returns their number now. If
-    a worker is lost, Dask gives its tasks to other workers. A task fails after four workers in a row were
-    lost while they ran it.
-
-    Raises
-    ------
-    ArgumentError
-        If ``scheduler`` is no address with a port.
-    WorkerError
-        If no scheduler answers within half a minute, or it has fewer workers; or if it went away before
-        the context ended with a WorkerError.
-
+    its method ``present()`` returns their number now. If a worker is lost, Dask gives its tasks to other
+    workers. A task fails after four workers in a row were lost while they ran it. A scheduler that does not
+    answer, has fewer workers or went away raises WorkerError; an address without a port ArgumentError.
     """
     if scheduler is not None and not scheduler.startswith("inproc:"):  # one in this process has no port
         _check_address(scheduler)
@@ -84,7 +75,6 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
 
 
 def _wait_for_workers(client: Client, scheduler: str | None, workers: int) -> None:
-    """Wait until a cluster has so many workers, and raise WorkerError if it has fewer after half a minute."""
     try:
         client.wait_for_workers(workers, timeout=_PATIENCE)
     except TimeoutError as error:
@@ -111,7 +101,6 @@ def _present(client: Client) -> int:
 
 
 def _check_address(scheduler: str) -> None:
-    """Raise ArgumentError if a scheduler's address has no port, or a form that Dask does not know."""
     try:
         get_address_host_port(scheduler)
     except ValueError as error:

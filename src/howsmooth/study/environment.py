@@ -19,10 +19,8 @@ _SOURCE = Path(__file__).parent
 
 
 def environment(device: str, executor: Executor | None = None, threads: int | None = None) -> dict[str, str]:
-    """Return a description of the computing environment: versions, hardware, threads and workers.
-
-    ``device`` is the PyTorch device. Without an executor, this process computes. ``threads`` is the number of
-    CPU threads of each worker, or None if the workers choose it.
+    """Return versions, hardware, threads and workers by name. ``threads`` is the number of CPU threads of
+    each worker, or None if the workers choose it.
     """
     found = {"python": platform.python_version(), "platform": platform.platform(), "device": device}
     for package in _PACKAGES:
@@ -54,7 +52,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Return the git commit of howsmooth: the commit of its checkout, or the commit that pip installed."""
+    """Return the git commit of howsmooth's checkout, or the one that pip installed."""
     try:
         # Check that git tracks this file: a virtual environment inside another repository is not part of it.
         _git("ls-files", "--error-unmatch", "environment.py")

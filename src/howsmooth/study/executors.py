@@ -13,14 +13,9 @@ from howsmooth.study.execution_options import Execution
 from howsmooth.study.worker_processes import WORTH, available_cores, worker_processes
 
 __all__ = [
-    "are_worth_it",
-    "memory_each",
-    "opened_executor",
-    "processes_of",
-    "threads_each",
-    "workers_left",
+    "are_worth_it", "memory_each", "opened_executor", "processes_of", "threads_each", "workers_left",
     "workers_of",
-]
+]  # fmt: skip
 
 # Bytes of a process without a model
 _PROCESS = 600 << 20
@@ -28,19 +23,11 @@ _PROCESS = 600 << 20
 
 @contextmanager
 def opened_executor(how: Execution) -> Iterator[Executor | None]:
-    """Yield an executor for the workers that the user asked for, and close it at the end of the context.
+    """Yield an executor for the workers that the user asked for, or None if none were asked for, and close it
+    at the end of the context. After an error, workers that are still busy are stopped too.
 
-    Yield None if the user asked for no workers.
-
-    After an error, workers that are still busy are stopped too.
-
-    Raises
-    ------
-    ArgumentError
-        If Dask is asked for and not installed.
-    WorkerError
-        If the Dask scheduler cannot be reached, or has no workers.
-
+    If Dask is not installed, ArgumentError is raised; if its scheduler cannot be reached or has no workers,
+    WorkerError.
     """
     if how.executor is None:
         yield None
@@ -82,9 +69,8 @@ def processes_of(executor: Executor | None) -> int:
 
 
 def threads_each(executor: Executor | None, asked: int | None) -> int | None:
-    """Return how many CPU threads each worker should use; ``None`` leaves the number unchanged.
-
-    It is the number that the user asked for, if any; else processes of this machine share its cores equally.
+    """Return how many CPU threads each worker should use: as asked for, or an equal share of this machine's
+    cores for each of its processes. None leaves the number unchanged.
     """
     if asked is None and isinstance(executor, ProcessPoolExecutor):
         return max(1, available_cores() // workers_of(executor))
@@ -92,10 +78,8 @@ def threads_each(executor: Executor | None, asked: int | None) -> int | None:
 
 
 def memory_each(processes: int, asked: int | None, device: str) -> int | None:
-    """Return how many bytes one task may use; ``None`` leaves it half of the free memory.
-
-    It is the number that the user asked for, if any; else ``processes`` of this machine share half of the
-    free memory of the device equally.
+    """Return how many bytes one task may use: as asked for, or an equal share of half of the device's free
+    memory for each of several ``processes`` of this machine. None leaves it half of the free memory.
     """
     if asked is None and processes > 1:
         return max(1, memory_budget(None, torch.device(device)) // processes)

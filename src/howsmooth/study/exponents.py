@@ -102,14 +102,13 @@ class Exponent:
         return f"[{decimal(self.low, 3)}, {decimal(self.high, 3)}]"
 
 
-EXPONENT_COLUMNS = (
-    "model", "layer", "head", "scope", "text", *(field.name for field in fields(Exponent)),
+_OF_RADIUS = (
     "radius_correlation", "radius_correlation_low", "radius_correlation_high",
-    *(
-        f"{stratum}_radius_{name}"
-        for stratum in STRATA
-        for name in ("from", "to", "slope", "low", "high", "points")
-    ),
+    *(f"{one}_radius_{name}" for one in STRATA for name in ("from", "to", "slope", "low", "high", "points")),
+)  # fmt: skip
+
+EXPONENT_COLUMNS = (
+    "model", "layer", "head", "scope", "text", *(field.name for field in fields(Exponent)), *_OF_RADIUS,
 )  # fmt: skip
 """The columns of ``exponents.csv``.
 
@@ -176,7 +175,6 @@ def fit_exponent(n: ArrayLike, lipschitz: ArrayLike, usable: ArrayLike = True) -
 def _checked(
     n: ArrayLike, lipschitz: ArrayLike, usable: ArrayLike
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the arguments of :func:`fit_exponent` as arrays of one shape (points,)."""
     try:
         lengths, values = np.asarray(n, dtype=np.float64), np.asarray(lipschitz, dtype=np.float64)
         chosen = np.broadcast_to(np.asarray(usable, dtype=bool), lengths.shape)
@@ -214,9 +212,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
 def fitted_groups(
     table: pd.DataFrame, by: Sequence[str], usable: str = "converged"
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame, Exponent]]:
-    """Fit an exponent to each group of rows of a table; yield the group's key, its rows and the fit.
-
-    ``usable`` is the column that says which constants may be fitted.
+    """Fit an exponent to each group of rows of a table; yield the group's key, its rows and the fit. The
+    column ``usable`` says which constants may be fitted.
     """
     for key, rows in table.groupby(list(by), dropna=False, sort=True):
         fit = fit_exponent(rows["n"].to_numpy(), rows["lipschitz"].to_numpy(), rows[usable].to_numpy(bool))
@@ -239,8 +236,8 @@ def compare(rows: pd.DataFrame) -> pd.DataFrame:
 
     There is one row for each model, text, layer and quantity, the quantities in the order in which they were
     measured. ``ratio`` is the median over the sequences of the quantity divided by the corrected constant.
-    Corrected constants that did not converge are left out of the fits. Values of the published iteration are
-    never left out, since the published code does not check whether it converged.
+    Corrected constants that did not converge are left out of the fits, but no values of the published
+    iteration, since the published code does not check whether it converged.
     """
     usable = (rows["settled"] | rows["lower"].isna()) & np.isfinite(rows["lipschitz"])
     place = ["model", "text", "layer", "n", "sample"]
@@ -267,23 +264,13 @@ class Correlation(NamedTuple):
 
 
 def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
-    """Correlate the radius with the length, and fit an exponent to each third of the sequences by radius."""
     n, lipschitz, radius = (rows[name].to_numpy() for name in ("n", "lipschitz", "radius_mean"))
-    found = radius_correlation(n, radius)
-    names = ("radius_correlation", "radius_correlation_low", "radius_correlation_high")
-    columns: dict[str, float] = dict(zip(names, found, strict=True))
-    for stratum, inside in zip(STRATA, terciles(radius), strict=True):
+    values: list[float] = [*radius_correlation(n, radius)]
+    for inside in terciles(radius):
         fit = fit_exponent(n[inside], lipschitz[inside])
         ends = (radius[inside].min(), radius[inside].max()) if inside.any() else (math.nan, math.nan)
-        columns |= {
-            f"{stratum}_radius_from": float(ends[0]),
-            f"{stratum}_radius_to": float(ends[1]),
-            f"{stratum}_radius_slope": fit.slope,
-            f"{stratum}_radius_low": fit.low,
-            f"{stratum}_radius_high": fit.high,
-            f"{stratum}_radius_points": fit.n_points,
-        }
-    return columns
+        values += [*map(float, ends), fit.slope, fit.low, fit.high, fit.n_points]
+    return dict(zip(_OF_RADIUS, values, strict=True))
 
 
 def radius_correlation(n: np.ndarray, radius: np.ndarray) -> Correlation:
@@ -291,9 +278,8 @@ def radius_correlation(n: np.ndarray, radius: np.ndarray) -> Correlation:
     sequences, both of shape (points,). Radii of zero are left out, since they have no logarithm.
 
     The interval, of level :data:`LEVEL`, uses the jackknife of Fisher's arctanh transform, because Fisher's
-    own interval assumes normal radii with the same spread at all lengths, and is far off where they are not
-    (documentation page "Sequences, exponents, radius and length"). All is NaN if there are fewer than three
-    lengths or four points, or if all radii are equal up to rounding.
+    own interval assumes normal radii with the same spread at all lengths. All is NaN if there are fewer than
+    three lengths or four points, or if all radii are equal up to rounding.
     """
     n, radius = n[radius > 0], radius[radius > 0]
     count = len(n)
@@ -324,10 +310,9 @@ def radius_correlation(n: np.ndarray, radius: np.ndarray) -> Correlation:
 
 
 def terciles(radius: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Divide sequences into three groups of about equal size, by their token norm (radius).
-
-    The result are three boolean masks of shape (points,). Equal radii are in the same third, so the thirds
-    may differ in size. The masks select no point if all radii are equal up to rounding.
+    """Divide sequences into three groups of about equal size, by their token norm (radius), as boolean masks
+    of shape (points,). Equal radii are in the same third; the masks select no point if all radii are equal up
+    to rounding.
     """
     if len(radius) == 0 or _is_steady(radius):
         nothing = np.zeros(len(radius), dtype=bool)

@@ -1,8 +1,6 @@
-"""Draw figures of measurements in the style of the paper, from the rows in the store of a study.
-
-Each figure shows the constant against the length, coloured by the radius, with the fitted exponent and lines
-of slope 1/4 and 1/2; and the constant against the radius, coloured by the length. Axes are logarithmic. The
-viridis colours do not depend on colour vision. Unconverged measurements are hollow, with their interval.
+"""Draw figures of measurements in the style of the paper: the constant against the length, coloured by the
+radius, with the fitted exponent and lines of slope 1/4 and 1/2, and the constant against the radius, coloured
+by the length. Unconverged measurements are hollow, with their interval.
 """
 
 from __future__ import annotations
@@ -61,38 +59,28 @@ def draw_all(
     *,
     overviews: bool = False,
 ) -> list[Picture]:
-    """Draw a figure of the constants for each layer or head, and overviews of several layers or heads.
-
-    There is an overview for each model, text and scope with several layers or heads; it comes before the
-    figures of its layers. With ``overviews`` there is one figure for each model: of its first text, in the
-    scope ``attention`` if that was measured.
-    ``kinds`` maps the name of each input that is not a text to its kind, one of
-    :data:`howsmooth.study.plans.KINDS`.
+    """Draw a figure of the constants for each layer or head, after an overview for each model, text and scope
+    with several of them. With ``overviews`` there is one figure for each model: of its first text, in the
+    scope ``attention`` if that was measured. ``kinds`` maps the name of each input to its kind.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     figures = list(_figures(measurements, kinds, overviews=overviews))
     drawn = []
-    for one in figures:
-        figure = one.draw()
-        drawn.append(picture(figure, folder, one.stem, one.title, dots=_DOTS_AN_INCH, overview=one.overview))
+    for stem, title, several, draw_it in figures:
+        drawn.append(picture(draw_it(), folder, stem, title, dots=_DOTS_AN_INCH, overview=several))
         listener.advance(float(len(drawn)), float(len(figures)), f"{len(drawn)} of {len(figures)}")
     return drawn
 
 
 def overview(measurements: pd.DataFrame, kinds: Mapping[str, str] = {}) -> Figure:
     """Return the figure of the first model that :func:`draw_all` draws as an overview."""
-    return next(_figures(measurements, kinds, overviews=True)).draw()
+    *_, draw_it = next(_figures(measurements, kinds, overviews=True))
+    return draw_it()
 
 
-@dataclass(frozen=True)
-class _Drawing:
-    """A figure that is still to be drawn, and the stem of its files."""
-
-    stem: str
-    title: str
-    overview: bool
-    draw: Callable[[], Figure]
+# The stem of the files of a figure, its title, whether it is an overview, and what draws it
+_Drawing = tuple[str, str, bool, Callable[[], Figure]]
 
 
 def _figures(measurements: pd.DataFrame, kinds: Mapping[str, str], *, overviews: bool) -> Iterator[_Drawing]:
@@ -109,11 +97,11 @@ def _figures(measurements: pd.DataFrame, kinds: Mapping[str, str], *, overviews:
         if len(parts) > 1:
             every = "every layer and head" if parts[0].head is not None else "every layer"
             stem, title = file_stem(model, text, scope, "overview"), f"{what}: {every}"
-            yield _Drawing(stem, title, True, partial(_draw_overview, parts, kind, title))
+            yield stem, title, True, partial(_draw_overview, parts, kind, title)
         if len(parts) == 1 or not overviews:
             for part in parts:
                 stem, title = file_stem(model, text, scope, *part.stem), f"{what}: {part.name}"
-                yield _Drawing(stem, title, False, partial(_draw_single, part, kind, title))
+                yield stem, title, False, partial(_draw_single, part, kind, title)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +123,6 @@ class _Part:
 
 
 def _parts_of(table: pd.DataFrame) -> list[_Part]:
-    """Split a table of measurements by layer and head, and fit the exponents of the constants."""
     return [
         _Part(int(names["layer"]), None if pd.isna(names["head"]) else int(names["head"]), rows, fit)
         for names, rows, fit in fitted_groups(table, ("layer", "head"))

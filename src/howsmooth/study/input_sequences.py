@@ -1,8 +1,4 @@
-"""Read the inputs of a study (texts, token ids, embedded tokens and images), and cut them into sequences for
-a model.
-
-For all of these inputs, this module chooses where the sequences begin.
-"""
+"""Read the inputs of a study (texts, token ids, embedded tokens and images), and cut them into sequences."""
 
 from __future__ import annotations
 
@@ -27,15 +23,9 @@ if TYPE_CHECKING:
     from howsmooth.study.image_sequences import ImageFeed
 
 __all__ = [
-    "Inputs",
-    "OpenedInput",
-    "SequenceData",
-    "TokenFeed",
-    "feed_of",
-    "file_feed",
-    "open_data",
+    "Inputs", "OpenedInput", "SequenceData", "TokenFeed", "feed_of", "file_feed", "open_data",
     "sequence_starts",
-]
+]  # fmt: skip
 
 Inputs = torch.Tensor | dict[str, torch.Tensor]
 """The inputs of a model: token ids of shape (batch, n), or tensors by argument name."""
@@ -90,10 +80,9 @@ class TokenFeed:
         return {self.argument: windows} if self.argument else windows
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return the piece of text for each token of the sequence of n tokens that begins at token ``start``.
-
-        Without the places of the tokens, it is the decoded form of each token, as it is of special tokens;
-        without a text, its index.
+        """Return the piece of text for each token of the sequence of n tokens that begins at token ``start``:
+        without the places of the tokens the decoded form of each, as of special tokens; without a text its
+        index.
         """
         if self.decoded is None:
             return tuple(map(str, range(start, start + n)))
@@ -107,17 +96,17 @@ class TokenFeed:
         return (*before, *pieces, *after)
 
     def place(self, start: int) -> int | None:
-        """Return the index of the first character of token ``start`` in the text; None if it is not known."""
+        """Return the index of the first character of token ``start`` in the text, if it is known."""
         return self.places[start] if self.places else None
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceData:
-    """The inputs of a model for some sequences, in a form that can be sent to a worker process.
+    """The inputs of a model for some sequences, by name (a single one is empty), in a form that can be sent
+    to a worker process, and perhaps the token labels of the first sequence.
 
-    The token labels of the first sequence may come with them. ``arrays`` has the model's inputs by name, of
-    which a single one is empty. NumPy is used because PyTorch sends tensors between processes through shared
-    memory, with one open file for each.
+    NumPy is used because PyTorch sends tensors between processes through shared memory, with one open file
+    for each.
     """
 
     arrays: Mapping[str, Any]
@@ -145,15 +134,14 @@ def open_data(spec: InputSpec) -> OpenedInput:
     found: Any
     if spec.kind == "text":
         found = texts.load_text(spec.places[0])
-        content, size, data = found.content, len(found.content), None
     elif spec.kind == "images":
         from howsmooth.models.inputs.image_sources import load_images
 
         found = load_images(list(spec.places))
-        content, size, data = "", len(found), found
     else:
         found = load_tokens(spec.places[0], spec.kind)
-        content, size, data = "", found.size, found
+    content, data = (found.content, None) if spec.kind == "text" else ("", found)
+    size = len(data or content)
     record = TextRecord(encodable(found.name), found.digest, encodable(found.source), size, spec.kind)
     return OpenedInput(record, content, data)
 
@@ -161,10 +149,8 @@ def open_data(spec: InputSpec) -> OpenedInput:
 def feed_of(
     source: OpenedInput, model: Any, layers: tuple[int, ...], *, special_tokens: bool = False
 ) -> TokenFeed | ImageFeed:
-    """Prepare a text or another input for a model, for example by tokenising a text.
-
-    ``layers`` are the layers that will be captured. With ``special_tokens``, the special tokens of the
-    tokenizer stand around each sequence of a text.
+    """Prepare an input for a model, of which ``layers`` will be captured, for example by tokenising a text.
+    With ``special_tokens``, those of the tokenizer stand around each sequence of a text.
     """
     if source.data is not None:
         return file_feed(source.data, model, layers)
@@ -223,11 +209,11 @@ def file_feed(
 def sequence_starts(
     feed: TokenFeed | ImageFeed, lengths: Sequence[int], samples: int, seed: int, held: Sequences
 ) -> dict[tuple[int, int], int]:
-    """Choose at random where each sequence of a study begins in its text or other input.
+    """Choose at random where each sequence of a study begins in its input: the first token of the window or
+    the number of the image, by (length, sample). If the sequences do not fit, ValueError is raised.
 
-    Windows do not overlap; :func:`howsmooth.study.window_placement.arrange` places them. Images are drawn in
-    random order, and the same images serve for every length. The result has the first token of the window or
-    the number of the image by (length, sample). If the sequences do not fit, ValueError is raised.
+    :func:`howsmooth.study.window_placement.arrange` places windows. Images are drawn in random order, and the
+    same images serve for every length.
     """
     if feed.parts is None:
         if samples > feed.count:
@@ -240,13 +226,12 @@ def sequence_starts(
 
 
 def token_pieces(content: str, places: Sequence[int], first: int, n: int) -> list[str]:
-    """Cut the text of a sequence of n tokens into one piece for each token.
+    """Cut the text of a sequence of n tokens into one piece for each token; joined, they are the text from
+    token ``first`` up to the token after the last.
 
-    ``places`` has the index of the first character of each token of the whole text ``content``; ``first`` is
-    the first token of the sequence. Joined, the pieces are the text from the first token up to the token
-    after the last. Characters that the tokenizer drops between two tokens, such as a space, belong to the
-    first of the two. If several tokens share one character, it belongs to the first, and the pieces of the
-    others are empty.
+    ``places`` has the index of the first character of each token of the whole text. Characters that the
+    tokenizer drops between two tokens, such as a space, belong to the first of the two. If several tokens
+    share one character, it belongs to the first, and the pieces of the others are empty.
     """
     # Make the cuts monotone from the end: a tokenizer may report positions out of order.
     cuts = np.minimum.accumulate([*places[first : first + n + 1], len(content)][n::-1])[::-1]

@@ -1,8 +1,5 @@
 """Run a plan of measurements: first constants, then values of the published code if asked for, then bounds.
 Or only count what a run would measure, and predict in what memory.
-
-Rows that the store already has are skipped. Results are written step by step, so a run can be interrupted at
-any moment and continued later.
 """
 
 from __future__ import annotations
@@ -123,14 +120,7 @@ class DryRun:
 
 
 def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = False) -> DryRun:
-    """Load and check all that a run of a plan would, and count what the store in ``folder`` lacks.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        The errors that ``run`` raises before it measures.
-
-    """
+    """Load and check all that a run of a plan would, with its errors, and count what the store lacks."""
     with prepared_study(plan, folder, write=False, keep_going=keep_going) as study:
         left = constants_left(study)
         groups: dict[tuple[str, str, str], list[ConstantsTask]] = {}
@@ -141,8 +131,7 @@ def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = Fa
         parts = []
         for (model, text, scope), tasks in groups.items():
             longest = max(task.n for task in tasks)
-            memory: float | None = None
-            lacking: float | None = None
+            memory = lacking = None
             try:
                 memory, lacking = _memory(study, tasks, longest)
             except Exception as error:
@@ -170,9 +159,6 @@ def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = Fa
 def _memory(
     study: PreparedStudy, tasks: Sequence[ConstantsTask], longest: int
 ) -> tuple[float | None, float | None]:
-    """Return the bytes of the longest sequences measured together, and those that one needs if it does not
-    fit.
-    """
     plan, first = study.plan, min(tasks, key=lambda task: task.n)
     sample = next(iter(first.starts))
     missing = frozenset(key for key in first.missing if key[1] == first.layers[0])

@@ -49,21 +49,9 @@ else:
     Scope = Literal["head", "heads", "attention", "residual", "block", "model", "cross-attention"]
 
 __all__ = [
-    "DEFAULT_TEXT",
-    "INFLUENCE_RTOL",
-    "KINDS",
-    "PROFILE_RTOL",
-    "PROFILE_TOKENS",
-    "PUBLISHED_ITEMS",
-    "RADIUS_TOKENS",
-    "SPAN",
-    "BoundPlan",
-    "InputPlan",
-    "InputSpec",
-    "ModelSpec",
-    "Plan",
-    "check_output",
-]
+    "DEFAULT_TEXT", "INFLUENCE_RTOL", "KINDS", "PROFILE_RTOL", "PROFILE_TOKENS", "PUBLISHED_ITEMS",
+    "RADIUS_TOKENS", "SPAN", "BoundPlan", "InputPlan", "InputSpec", "ModelSpec", "Plan", "check_output",
+]  # fmt: skip
 
 KINDS = ("text", "tokens", "embeddings", "images")
 """The kinds of input: text, token ids, embedded tokens and images."""
@@ -111,7 +99,6 @@ _MOST_SEARCH_STEPS = 1_000_000
 
 
 def _one_word(value: Any, info: Any) -> str | None:
-    """Read a word that may be given only once; None stays None."""
     if value is None:
         return None
     values = listed(value)
@@ -227,7 +214,7 @@ Bounds = Annotated[
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
-    """Raise ArgumentError if the plan has an ``output`` other than "hidden" without the scope ``model``."""
+    """Refuse an ``output`` other than "hidden" without the scope ``model``."""
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
@@ -262,10 +249,7 @@ def _check_layers(layers: Ranges, scopes: tuple[str, ...]) -> None:
 
 
 class InputSpec(NamedTuple):
-    """An input of a study as the user gave it: the kind of data, one of :data:`KINDS`, and the name or path.
-
-    Images can have several paths.
-    """
+    """An input of a study as the user gave it: its kind, one of :data:`KINDS`, and its name or paths."""
 
     kind: str
     places: tuple[str, ...]
@@ -294,7 +278,6 @@ class ModelSpec:
 
 
 def _models(value: Any, info: Any) -> tuple[Any, ...]:
-    """Read names, tables and specifications; the plan completes names and tables."""
     entries = []
     for entry in listed(value):
         if not isinstance(entry, str | os.PathLike | ModelSpec | Mapping):
@@ -380,7 +363,6 @@ class Plan:
     memory: Memory = None
 
     def __post_init__(self) -> None:
-        """Choose defaults that depend on other fields, and refuse plans that no model or text can satisfy."""
         others = self.tokens or self.embeddings or self.images
         if self.models is None:
             if others:
@@ -456,10 +438,7 @@ class Plan:
 
     @property
     def sources(self) -> tuple[InputSpec, ...]:
-        """The inputs of the study, texts first.
-
-        All images together are one input. Every other file is one input.
-        """
+        """The inputs of the study, texts first; all images together are one input, as is every other file."""
         apart = {"text": self.texts, "tokens": self.tokens, "embeddings": self.embeddings}
         single = [InputSpec(kind, (place,)) for kind, places in apart.items() for place in places or ()]
         return (*single, *([InputSpec("images", self.images)] if self.images else []))
@@ -469,25 +448,15 @@ class Plan:
         return self.layers if model.layers is None else model.layers
 
     def heads_of(self, model: ModelSpec) -> Ranges:
-        """Return which heads of a model to measure, as the model or else the plan selects them.
-
-        The selection applies to the scope ``head``, which measures single heads.
-        """
+        """Return which heads of a model to measure in the scope ``head``."""
         return self.heads if model.heads is None else model.heads
 
     def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
-        """Return the lengths at which to measure a model.
-
-        An empty result stands for the default lengths of a model of images.
-        """
+        """Return the lengths at which to measure a model; none stands for the usual ones of images."""
         return self.lengths if model.lengths is None else model.lengths
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that all measurements of one store must share.
-
-        Lengths, samples, layers, heads, scopes, models and texts are not among them, so they can be added
-        later.
-        """
+        """Return the settings that all measurements of one store must share; others can be added later."""
         names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
         given = {name: getattr(self, name) for name in names}
         usual = {"output": ("hidden",), "side": (None, "joint"), "special_tokens": (False,)}
@@ -507,7 +476,6 @@ class InputPlan:
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError if the plan names more than one input."""
         given = [f"--{kind}" for kind in self.inputs]
         if len(given) > 1 or any(len(self.inputs.get(kind, ())) > 1 for kind in ("tokens", "embeddings")):
             raise ArgumentError(
@@ -527,7 +495,6 @@ class InputPlan:
 
 
 def _radius(value: Any, info: Any) -> float | str:
-    """Read a finite number above zero, or "auto"."""
     try:
         found = "auto" if value == "auto" else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -585,9 +552,6 @@ class BoundPlan(InputPlan):
     part: Part = None
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError if the plan names more than one input, or chooses heads in a scope other than
-        ``head``.
-        """
         _check_heads(self.heads, (self.scope,))
         super().__post_init__()
         if self.steps != BoundPlan.steps and not self.search:

@@ -26,15 +26,8 @@ _MOST_DIGITS = 9
 class Ranges:
     """A selection of lengths, layers or heads as a user gave it, such as ``2:100:2``, ``0,6`` or ``all``.
 
-    Attributes
-    ----------
-    text
-        The text that was parsed, for messages and records.
-    argument
-        The name of the argument, for messages.
-    items
-        Triples (start, stop, step) with the stop included; empty for ``all``.
-
+    ``argument`` is the name of the argument, for messages; ``items`` are triples (start, stop, step) with the
+    stop included, none for ``all``.
     """
 
     text: str
@@ -43,16 +36,9 @@ class Ranges:
 
     @classmethod
     def parse(cls, value: Any, argument: str) -> Ranges:
-        """Turn a number, a string such as ``2:100:2``, or a list of numbers and strings into a selection.
-
-        A selection is returned unchanged.
-
-        Raises
-        ------
-        ArgumentError
-            If the value has another type, or a string does not follow the grammar; the error names
-            ``argument``.
-
+        """Turn a number, a string such as ``2:100:2``, or a list of numbers and strings into a selection; a
+        selection is returned unchanged. What does not follow the grammar raises an ArgumentError that names
+        ``argument``.
         """
         if isinstance(value, Ranges):
             return value
@@ -83,13 +69,8 @@ class Ranges:
         return cls(text.strip(), argument, tuple(items))
 
     def values(self) -> tuple[int, ...]:
-        """Return the numbers of a selection of lengths, sorted and without duplicates.
-
-        Raises
-        ------
-        ArgumentError
-            If the selection is ``all``, or contains a number below 1, an empty range, or too many numbers.
-
+        """Return the numbers of a selection of lengths, sorted and without duplicates. ArgumentError is
+        raised for ``all``, a number below 1, an empty range, or too many numbers.
         """
         if not self.items:
             raise ArgumentError(self.argument, expected=_GRAMMAR, got=repr(self.text))
@@ -99,15 +80,9 @@ class Ranges:
         return chosen
 
     def resolve(self, count: int, owner: str, things: str) -> tuple[int, ...]:
-        """Return the selected indices among ``count`` layers or heads, sorted, non-negative and unique.
-
-        ``owner`` is the name of the model and ``things`` the plural noun, such as ``"layers"``, for messages.
-
-        Raises
-        ------
-        ArgumentError
-            If an index does not exist or a range is empty.
-
+        """Return the selected indices among ``count`` layers or heads, sorted, non-negative and unique. For
+        messages, ``owner`` is the name of the model and ``things`` a plural noun. ArgumentError is raised if
+        an index does not exist or a range is empty.
         """
         if not self.items:
             return tuple(range(count))

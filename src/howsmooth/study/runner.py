@@ -1,8 +1,7 @@
 """Carry out the tasks of a study here or on an executor, and write each result to the store.
 
-The runner does not depend on what a task computes. An executor is an object with the interface of
-``concurrent.futures.Executor``. It does not change results: a task carries its data and its seeds, and only
-this process writes.
+An executor is an object with the interface of ``concurrent.futures.Executor``. It does not change results: a
+task carries its data and its seeds, and only this process writes.
 """
 
 from __future__ import annotations
@@ -66,9 +65,7 @@ class Means:
 
 class Runner:
     """Carries out the tasks of a study, and writes each result of a task to the store in one transaction.
-
-    ``models`` is the loader of models in this process; ``None`` if tasks need no model. ``device`` is the
-    device on which tasks compute.
+    ``models`` is the loader of models in this process, None if tasks need no model.
     """
 
     def __init__(self, store: Store, means: Means, models: Models | None = None, device: str = "cpu") -> None:
@@ -84,14 +81,8 @@ class Runner:
     def carry_out(self, work: Work) -> None:
         """Carry out the tasks of one kind, such as measuring constants, and store their results.
 
-        Raises
-        ------
-        WorkerError
-            If the executor loses its workers.
-        howsmooth.errors.HowsmoothError
-            If a task fails and ``keep_going`` is false, after its other results were written; or if the
-            store cannot be written.
-
+        WorkerError is raised if the executor loses its workers; without ``keep_going`` also the error of a
+        task, after its other results were written; and StoreError if the store cannot be written.
         """
         self.outcome.kept[work.kind.table] += work.kept
         for failed in work.failed:
@@ -107,10 +98,7 @@ class Runner:
                     told.advance(task, 0 if found is None else self._write(task, found), ended=found is None)
 
     def finish(self, began: float | None = None) -> Outcome:
-        """Record that the run reached its end, and return its outcome.
-
-        ``began`` is the time at which the checks before the run began.
-        """
+        """Record that the run, whose checks began at a time, reached its end, and return its outcome."""
         # A run that wrote nothing has no number, and leaves no trace in the store.
         if self._number is not None:
             self._store.finish_run(self._number)
@@ -118,9 +106,8 @@ class Runner:
         return self.outcome
 
     def fail(self, failed: Failed, *, ends: bool = True) -> None:
-        """Record a failure in the store, and raise its error if the run must end.
-
-        The run goes on if ``ends`` is false, or if the user asked to keep going.
+        """Record a failure in the store, and raise its error if it ``ends`` the run and the user did not ask
+        to keep going.
         """
         self._store.add(failed.rows, self._run)
         self.outcome.failed += len(failed.rows)
@@ -130,7 +117,6 @@ class Runner:
 
     @property
     def _run(self) -> int:
-        """The number of the run. The run is recorded in the store at the first access."""
         if self._number is None:
             means = self._means
             made_with = environment(self._device, means.executor, means.threads)
@@ -154,7 +140,6 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task]) -> Task | None:
-        """Remove and return the first task whose model can be used, or None if there is none."""
         while left and left[0].model in self._unusable:
             left.popleft()
         return left.popleft() if left else None
@@ -211,9 +196,8 @@ class Runner:
 
 
 class _WorkProgress:
-    """Tells a listener how many results of one kind are there, and how many seconds the others take.
-
-    These follow from the pace of the results after the first one, before which a model is loaded.
+    """Tells a listener how many results of one kind are there, and how many seconds the others take, by the
+    pace after the first one, before which a model is loaded.
     """
 
     def __init__(self, listener: Listener, work: Work) -> None:
@@ -228,7 +212,6 @@ class _WorkProgress:
         listener.phase(f"Computing {self._planned} {work.words}{more}")
 
     def advance(self, task: Task, results: int, *, ended: bool) -> None:
-        """Report to the listener that a task has computed more results, or that it has ended."""
         # Results that a task failed to compute are not left to do either.
         gone = task.size - self._of_task if ended else results
         self._of_task = 0 if ended else self._of_task + results
@@ -286,7 +269,6 @@ def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | N
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return an error that can be pickled: errors of howsmooth as they are, others as a WorkerError."""
     return error if isinstance(error, HowsmoothError) else WorkerError(f"{type(error).__name__}: {error}")
 
 

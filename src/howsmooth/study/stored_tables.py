@@ -27,28 +27,16 @@ _HOW_MADE = ("method", "masking", "site", "start", "input_energy", "output_energ
 def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     """Return the tables of a store by their names, while other processes may write to it.
 
-    Parameters
-    ----------
-    folder
-        The ``--out`` folder of ``howsmooth measure``, the folder of a figure in that of
-        ``howsmooth reproduce``, or the file ``study.sqlite`` in it.
+    ``folder`` is the ``--out`` folder of ``howsmooth measure``, the folder of a figure in that of ``howsmooth
+    reproduce``, or the file ``study.sqlite`` in it. If it has no store, or a damaged one, StoreError is
+    raised.
 
-    Returns
-    -------
-    dict
-        Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
-        ``models``, ``texts``, ``bounds``, ``sequences``, ``failures``, ``figure_rows`` and others. The
-        classes in :mod:`howsmooth.study.records` explain the columns; ``run`` is the number of the run that
-        wrote a row. ``measurements`` has the columns of ``measurements.csv``, followed by ``method``,
-        ``masking``, ``site``, ``start``, ``input_energy``, ``output_energy`` and ``run``. With measurements
-        there is also the table ``exponents``, as in ``exponents.csv``; its ``attrs["howsmooth"]`` has the
-        lines to cite. A table without rows is absent, as ``failures`` mostly is.
-
-    Raises
-    ------
-    StoreError
-        If there is no store in the folder, or it is damaged.
-
+    Tables without rows are absent. The others are ``measurements`` (a row for each constant, with its
+    interval and status), ``models``, ``texts``, ``bounds``, ``sequences``, ``failures``, ``figure_rows`` and
+    others, whose columns the classes in :mod:`howsmooth.study.records` explain; ``run`` is the number of the
+    run that wrote a row. ``measurements`` has the columns of ``measurements.csv``, followed by those that say
+    how a row was made. With measurements there is also the table ``exponents``, as in ``exponents.csv``; its
+    ``attrs["howsmooth"]`` has the lines to cite.
     """
     place = Path(folder)
     if place.name == STORE_NAME and place.is_file():
@@ -90,11 +78,8 @@ def _readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def measurement_table(contents: Contents, *, how_made: bool = False) -> pd.DataFrame:
-    """Return the measurements with the dtype of the stored weights and that of the computation, and with the
-    output and the side if these are not the defaults, as in ``measurements.csv``.
-
-    With ``how_made``, the last columns say how each row was made: its method, masking, module, first token,
-    energies and run.
+    """Return the measurements as in ``measurements.csv``, and ``how_made`` each was: its method, masking,
+    module, first token, energies and run.
     """
     rows = contents.measurements
     stored = rows["model"].map(contents.models.set_index("label")["stored"])

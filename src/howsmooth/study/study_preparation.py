@@ -1,7 +1,6 @@
 """Load the models of a study, check what is to be measured, and capture layers with their inputs.
 
-A plan that cannot be carried out is refused here, before anything is measured. Layers, heads, lengths and
-samples are compared with what exists, and every model is captured once at its shortest length.
+A plan that cannot be carried out is refused here, before anything is measured.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Subject:
     starts: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields to pickle. The input is left out, since each task carries its own sequences."""
+        """Leave the input out when pickled, since each task carries its own sequences."""
         return vars(self) | {"feed": None, "starts": {}}
 
 
@@ -76,9 +75,8 @@ class Models:
         self._model: Any = None
 
     def load(self, spec: ModelSpec, content: str) -> Any:
-        """Load a model, or return it if it is already loaded.
-
-        The tokenizer of an untrained model is trained on the text ``content``.
+        """Load a model, or return it if it is loaded; the tokenizer of an untrained one is trained on
+        ``content``.
         """
         from howsmooth.models import load_model  # imports transformers, which takes seconds
 
@@ -119,10 +117,10 @@ class Models:
 class PreparedStudy:
     """A study that was checked and is ready to run: its plan, its store, its models and its subjects.
 
-    All models of the plan are loaded; layers, heads and lengths are checked on all inputs, and the sequences
-    placed. Models and inputs in the store must be the same, and stored sequences keep their places. The study
-    creates its store when it begins. With ``keep_going``, models and inputs that cannot be used are left out
-    and listed in ``impossible``, and work goes on after failures; otherwise the first error is raised.
+    All models are loaded; layers, heads and lengths are checked on all inputs, and the sequences placed.
+    Models and inputs in the store must be the same, and stored sequences keep their places. With
+    ``keep_going``, models and inputs that cannot be used are left out and listed in ``impossible``, and work
+    goes on after failures; otherwise the first error is raised.
     """
 
     def __init__(
@@ -142,7 +140,6 @@ class PreparedStudy:
                 self.store.add([one.model, one.text, InputRecord(*where, one.feed.count)])
 
     def _checked(self) -> list[Subject]:
-        """Return the models with the inputs on which they can be measured."""
         self.store.check(MEASURE, self.plan.settings())
         sources = open_sources(self.plan)
         subjects = [one for spec in self.plan.models for one in self._subjects(spec, sources)]
@@ -151,7 +148,6 @@ class PreparedStudy:
         return subjects
 
     def _subjects(self, spec: ModelSpec, sources: Sequence[OpenedInput]) -> Iterator[Subject]:
-        """Load a model, and yield it with each input on which it can be measured."""
         for source in sources:
             reached: str | None = source.record.name
             try:
@@ -177,7 +173,6 @@ class PreparedStudy:
                 yield subject
 
     def _check_unchanged(self, subject: Subject) -> None:
-        """Raise StoreError if a model or a text has the same name as in the store, but has changed since."""
         store, label, text = self.store, subject.model.label, subject.text
         for (digest,) in store.keys(TextRecord, ("digest",), name=text.name):
             if digest != text.digest:
@@ -201,9 +196,6 @@ class PreparedStudy:
                 )
 
     def _check_capture(self, subject: Subject, model: Any) -> None:
-        """Run a model at the shortest length, and raise an error if the layers to measure cannot be
-        captured.
-        """
         plan, n = self.plan, min(subject.lengths)
         shortest = SequenceData.of(subject.feed, [0], n, worded=False).inputs(plan.device)
         try:
@@ -308,9 +300,8 @@ def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
 def place_sequences(
     plan: Plan, subject: Subject, held: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
-    """Check the lengths to measure, and choose where the plan's sequences begin in the input.
-
-    Sequences that the store has (``held``) keep their places.
+    """Check the lengths to measure, and choose where the plan's sequences begin in the input; those in the
+    store (``held``) keep their places.
     """
     _check_lengths(subject)
     feed, text = subject.feed, subject.text
@@ -374,10 +365,9 @@ def capture_sites(
 ) -> list[Any]:
     """Run a model once, and return the chosen attention layers with their inputs, ordered by layer and head.
 
-    ``inputs`` are token ids (batch, n), or other inputs of the model. ``scope`` is one of
-    ``howsmooth.scopes.SCOPES``, or ``model``, whose only layer is 0, or ``cross-attention``, with one
-    sequence. The heads are those of the subject. ``output`` is the output of a whole model, and ``side`` says
-    which of two input sequences is perturbed.
+    ``scope`` is one of ``howsmooth.scopes.SCOPES``, or ``model``, whose only layer is 0, or
+    ``cross-attention``. ``output`` is the output of a whole model, and ``side`` says which of two input
+    sequences is perturbed.
     """
     from howsmooth.models import CrossSite, capture
 
@@ -407,9 +397,7 @@ def capture_sites(
 
 
 def _others(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return the layers to choose after ``error``: cross-attention if self-attention was refused, and vice
-    versa.
-    """
+    """Return the layers to choose after ``error``: cross-attention for self-attention, and vice versa."""
     from howsmooth.models import capture
     from howsmooth.models.identification.cross_attention_layer import OneSequence
     from howsmooth.models.identification.self_attention_module import CrossAttention

@@ -1,8 +1,7 @@
 """Place the sequences of a study in a text, as windows of tokens that do not overlap.
 
-A text is tokenised once. A seed determines where the windows lie. The windows of all
-lengths are disjoint, so no two points of a study share a token. Windows that were measured keep their places
-when more are added.
+A seed determines where the windows lie. The windows of all lengths are disjoint, so no two points of a study
+share a token. Windows that were measured keep their places when more are added.
 """
 
 from __future__ import annotations
@@ -30,32 +29,14 @@ def arrange(
     held: Sequences | None = None,
     parts: Sequence[tuple[int, int]] | None = None,
 ) -> dict[tuple[int, int], int]:
-    """Choose where the sequences of a study begin in a text, so that no two overlap.
+    """Choose where ``samples`` sequences of each length begin in a text of so many tokens, so that no two
+    overlap; return the first token of each by (length, sample). If they do not fit, ValueError is raised.
 
     If the text is long enough, all arrangements of the windows are equally likely. In a shorter text, the
-    windows form fewer runs without gaps, in random order. If they do not fit, ValueError is raised.
-
-    Parameters
-    ----------
-    tokens
-        The number of tokens in the text.
-    lengths, samples
-        The numbers of tokens in a window, and the number of windows of each length.
-    seed
-        The seed of the arrangement.
-    held
-        Windows that were measured before, of these or other lengths, which keep their places. If the
-        arrangement for this seed contains them all, it is used. So a study that was interrupted continues
-        with the same windows.
-    parts
-        The parts of the text where windows may lie, as (first token, number of tokens), in order; by default
-        the whole text.
-
-    Returns
-    -------
-    dict
-        The first token of each (length, sample), with sample below ``samples``.
-
+    windows form fewer runs without gaps, in random order. Windows that were measured before (``held``), of
+    these or other lengths, keep their places; if the arrangement of the seed contains them all, it is used,
+    so that a study that was interrupted continues with the same windows. ``parts`` are the parts of the text
+    where windows may lie, as (first token, number of tokens), in order; by default the whole text.
     """
     held = held or {}
     wanted = [(n, sample) for n in sorted(set(lengths)) for sample in range(samples)]
@@ -97,21 +78,17 @@ def _gaps(parts: Sequence[tuple[int, int]], held: Sequences) -> list[tuple[int, 
     windows = sorted((start, n) for (n, _), start in held.items())
     for first, tokens in parts:
         end = first
-        for start, n in windows:
-            if not first <= start < first + tokens:
-                continue
+        inside = [(start, n) for start, n in windows if first <= start < first + tokens]
+        for start, n in [*inside, (first + tokens, 0)]:
             if start > end:
                 gaps.append((end, start - end))
             end = max(end, start + n)
-        if end < first + tokens:
-            gaps.append((end, first + tokens - end))
     return gaps
 
 
 def _fill(
     gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random
 ) -> dict[tuple[int, int], int]:
-    """Place windows of tokens at random in the free gaps of a text; return the first token of each."""
     # Long windows are placed first, because they find room in the fewest places.
     longest_first = sorted(windows, key=lambda window: (-window[0], window[1]))
     # Random gaps can use up room that a later window needs. Then take the tightest gap for each window.

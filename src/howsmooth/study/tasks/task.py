@@ -28,7 +28,7 @@ class Failed:
     @classmethod
     def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
         """Record an error at each of ``places``: tuples with the first values of
-        :data:`~howsmooth.study.records.PLACE`, of which those that are missing or None stand for all values.
+        :data:`~howsmooth.study.records.PLACE`, of which missing ones and None stand for all values.
         """
         told: dict[str, Any] = {
             "kind": type(error).__name__,
@@ -90,7 +90,6 @@ class Task(ABC):
     @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
         """Compute the missing rows, and yield lists of rows, each to be written in one transaction.
-
         ``models`` keeps the loaded models of this process.
         """
 
@@ -152,9 +151,8 @@ class SequenceTask(Task):
         """Compute the missing rows with the loaded model, and yield them."""
 
     def sites(self, model: Any) -> Iterator[Any]:
-        """Run the model once; yield each layer or head of the task as a map, with its input tokens.
-
-        If that fails, try fewer layers, and yield a failure for each layer that cannot be captured.
+        """Run the model once; yield each layer or head of the task as a map, with its input tokens, and a
+        failure for each layer that cannot be captured.
         """
         assert self.data is not None
         inputs = self.data.inputs(self.plan.device)
@@ -180,10 +178,8 @@ class SequenceTask(Task):
 
 
 def each_if_not_all(items: Sequence[Any], take: Any, refused: Any) -> Iterator[Any]:
-    """Try all items together; if that fails, try each half of them, down to single items.
-
-    Yield the results of ``take(some)`` for parts of the items for which it neither fails nor returns nothing,
-    and ``refused(error, item)`` for an item that fails alone.
+    """Yield ``take(items)``; if it fails or is empty, take each half of the items, down to single ones, and
+    yield ``refused(error, item)`` for an item that fails alone.
     """
     try:
         found = take(items)
