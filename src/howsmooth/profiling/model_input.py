@@ -58,8 +58,10 @@ _LONGEST_PATH = 1024
 def shown_progress(
     on_step: Callable[..., None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[..., None]]:
-    """Yield a function to call with the number of finished layers (or other units) and of all: ``on_step`` if
-    it is given, and otherwise one that moves a progress bar.
+    """Yield a function that reports progress. It is ``on_step`` if this is given, and otherwise a function
+    that moves a progress bar.
+
+    The function is called with the number of finished layers (or other units) and the number of all.
     """
     if on_step is not None:
         yield on_step
@@ -77,7 +79,9 @@ def shown_progress(
 
 
 def loaded_if_named(model: Any, load: Callable[..., LoadedModel] = load_model, **options: Any) -> Any:
-    """Load a model that is given by its name or folder, in the dtype of its weights file."""
+    """Load a model that is given by its name or folder, in the dtype of its weights file. Return any other
+    argument unchanged.
+    """
     return load(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
 
 
@@ -151,16 +155,18 @@ class InputResult(Result):
 
     @property
     def precision(self) -> str:
-        """The dtype of the stored weights and that of the computation, in words."""
+        """A phrase that names the dtype of the stored weights and the dtype of the computation."""
         computed = "" if self.stored == self.computed else f", computed in {self.computed}"
         return f"weights in {self.stored}{computed}"
 
     @property
     def _at(self) -> str:
+        """The input and the precision, as the end of a page's first sentence and a sentence after it."""
         return f"{self.input}, {self.length}. {self.precision.capitalize()}."
 
     @property
     def _made_by(self) -> str:
+        """The end of a citation: dtypes, versions of the libraries, and hashes of weights and table."""
         versions = made_by("torch", "transformers")
         return f"{self.precision}; {versions}; weights {self.fingerprint[:12]}, digest {self.digest}."
 
@@ -176,10 +182,11 @@ class InputResult(Result):
 def layers_of(
     given: GivenInputs, layers: Layers, on_layer: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield each self-attention layer of a model with its index, or the error if it cannot be captured.
+    """Yield each self-attention layer of a model with its index, or the error if the layer cannot be
+    captured. Report how many layers are finished.
 
-    ``on_layer`` is called with the number of finished layers and of all, which is zero while it is unknown;
-    if it is None, a progress bar is shown.
+    The function ``on_layer`` is called with the number of finished layers and the number of all layers, which
+    is zero while it is unknown. If ``on_layer`` is None, a progress bar is shown.
     """
     if layers is None or isinstance(layers, str | slice):
         every = (given.model.layers or 0) if isinstance(given.model, LoadedModel) else 0
@@ -205,6 +212,7 @@ def given_inputs(
     longest: int = PROFILE_TOKENS,
 ) -> GivenInputs:
     """Return the inputs of a model, cut to the tokens of ``span`` or to at most ``longest`` tokens.
+
     ``special`` says whether the tokenizer adds its special tokens to a text.
     """
     module = module_of(model)
@@ -290,7 +298,9 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
-    """Return a function from token ids (n,) to their texts; without a tokenizer, "id" and the number."""
+    """Return a function that converts token ids of shape (n,) to their texts. Without a tokenizer, the text
+    of a token is "id" and its number.
+    """
     if tokenizer is None:
         return lambda ids: [f"id {i}" for i in ids.tolist()]
     if hasattr(tokenizer, "decoded"):
@@ -299,6 +309,7 @@ def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
 
 
 def _ids(inputs: object) -> Tensor:
+    """Check token ids, and return them as a tensor (n,)."""
     expected = "a text, token ids (n,) or (1, n), or a dict of tensors"
     try:
         ids = torch.as_tensor(inputs)
@@ -316,6 +327,9 @@ def _ids(inputs: object) -> Tensor:
 
 
 def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
+    """Check a span against the number of tokens. Return the index of its first token, and the index after its
+    last token.
+    """
     expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
     remedy = f"Give 0:{min(length, most)}, for example."
     if span is None:

@@ -11,13 +11,7 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.study.plans import BoundPlan, ModelSpec, Plan
-from howsmooth.study.study_preparation import (
-    Models,
-    capture_sites,
-    open_sources,
-    place_sequences,
-    subject_of,
-)
+from howsmooth.study.study_preparation import Models, capture_sites, open_sources, place_sequences, subject_of
 from howsmooth.words import place_in_words
 
 __all__ = ["AttentionSource", "Ball", "Target"]
@@ -86,12 +80,9 @@ class AttentionSource:
         )
         (text,) = open_sources(self._plan)
         self._model = Models(self._plan).load(spec, text.content)
-        self._subject = subject_of(self._plan, spec, text, self._model)
-        self.label, self.text = self._subject.model.label, self._subject.text.name
-        self.description = self._subject.model.source
-        self.fingerprint = self._subject.fingerprint
-        most = self._subject.model.max_length
-        feed = self._subject.feed
+        self._subject = subject = subject_of(self._plan, spec, text, self._model)
+        self.label, self.text, self.description = subject.model.label, subject.text.name, subject.model.source
+        self.fingerprint, most, feed = subject.fingerprint, subject.model.max_length, subject.feed
         if feed.parts is None:  # whole images
             self.usual_length = max(feed.usual)
             return

@@ -15,12 +15,9 @@ try:
     from distributed import Client
     from distributed.comm.addressing import get_address_host_port
 except ImportError as error:
-    raise ArgumentError(
-        "executor",
-        expected="processes, because Dask is not installed",
-        got="dask",
-        remedy="Install it, here and on the workers, with: pip install 'howsmooth[dask]'",
-    ) from error
+    expected = "processes, because Dask is not installed"
+    remedy = "Install it, here and on the workers, with: pip install 'howsmooth[dask]'"
+    raise ArgumentError("executor", expected=expected, got="dask", remedy=remedy) from error
 
 __all__ = ["connected_cluster"]
 
@@ -104,8 +101,5 @@ def _check_address(scheduler: str) -> None:
     try:
         get_address_host_port(scheduler)
     except ValueError as error:
-        raise ArgumentError(
-            "scheduler",
-            expected="the address that dask scheduler prints, such as tcp://127.0.0.1:8786",
-            got=f"{scheduler} ({error})",
-        ) from error
+        expected = "the address that dask scheduler prints, such as tcp://127.0.0.1:8786"
+        raise ArgumentError("scheduler", expected=expected, got=f"{scheduler} ({error})") from error

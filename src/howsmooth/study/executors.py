@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -21,25 +20,21 @@ __all__ = [
 _PROCESS = 600 << 20
 
 
-@contextmanager
-def opened_executor(how: Execution) -> Iterator[Executor | None]:
-    """Yield an executor for the workers that the user asked for, or None if none were asked for, and close it
-    at the end of the context. After an error, workers that are still busy are stopped too.
+def opened_executor(how: Execution) -> AbstractContextManager[Executor | None]:
+    """Return a context with an executor for the workers that the user asked for, or None if none were asked
+    for. After an error, workers that are still busy are stopped too.
 
     If Dask is not installed, ArgumentError is raised; if its scheduler cannot be reached or has no workers,
     WorkerError.
     """
     if how.executor is None:
-        yield None
-    elif how.executor == "dask":
+        return nullcontext()
+    if how.executor == "dask":
         from howsmooth.study.dask_cluster import connected_cluster
 
         workers = how.workers or (available_cores() if how.scheduler is None else 1)
-        with connected_cluster(how.scheduler, workers) as cluster:
-            yield cluster
-    else:
-        with worker_processes(how.workers or available_cores()) as pool:
-            yield pool
+        return connected_cluster(how.scheduler, workers)
+    return worker_processes(how.workers or available_cores())
 
 
 def are_worth_it(processes: int, constants: int, model: int) -> bool:

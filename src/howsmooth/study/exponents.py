@@ -1,13 +1,14 @@
-"""Fit the power law L = c · n^slope, whose exponent says how fast the constant L grows with the length n.
+"""Fit the power law L = c · n^slope, whose exponent says how fast the constant L grows with the length n, and
+test slope = 1/4.
 
 The fit is by least squares of log L on log n. The interval of the slope uses the standard error HC3, which
 allows the spread of log L to depend on n: on text, log L spreads more at short lengths, which also have the
-most leverage. The module also tests slope = 1/4.
+most leverage.
 
 If longer sequences have larger tokens, an exponent in the length partly measures the effect of the token
-norm, the radius (Appendix E.2 of the paper). So the module also correlates radius and length, and repeats the
-fit for the thirds of the sequences with small, middle and large radius. The documentation page "Sequences,
-exponents, radius and length" explains the choice of the intervals.
+norm, the radius (Appendix E.2 of the paper). So radius and length are correlated, and the fit is repeated for
+the thirds of the sequences with small, middle and large radius. The documentation page "Sequences, exponents,
+radius and length" explains the choice of the intervals.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -104,8 +104,7 @@ def _figures(measurements: pd.DataFrame, kinds: Mapping[str, str], *, overviews:
                 yield stem, title, False, partial(_draw_single, part, kind, title)
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
+class _Part(NamedTuple):
     """The rows of a table that belong to one layer or one head, and the exponent fitted to them."""
 
     layer: int
@@ -167,15 +166,10 @@ def _draw_overview(parts: Sequence[_Part], kind: str, title: str) -> Figure:
     heads = len({part.head for part in parts})
     columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(parts), _FEW_COLUMNS)
     label = "least-squares fit, exponent [95 % interval]"
-    panels = [
-        Panel(
-            [*_points(part.rows, "n", "radius_mean", norm, size=7.0), *_guides(part.fit, label)],
-            part.name,
-            f"length n ({unit})",
-            "",
-        )
-        for part in parts
-    ]
+    panels = []
+    for part in parts:
+        curves = [*_points(part.rows, "n", "radius_mean", norm, size=7.0), *_guides(part.fit, label)]
+        panels.append(Panel(curves, part.name, f"length n ({unit})", ""))
     table = [panels[first : first + columns] for first in range(0, len(panels), columns)]
     width = 2.3 if columns <= _FEW_COLUMNS else 1.7
     size = 1.6 + width * columns, 1.3 + 2.0 * len(table)
@@ -207,10 +201,8 @@ def _guides(fit: Exponent, label: str) -> list[Curve]:
         return []
     ends = np.array([fit.n_min, fit.n_max], dtype=float)
     middle = math.sqrt(fit.n_min * fit.n_max)
-    line = Curve(
-        ends, [fit.at(end) for end in ends], label, _FIT_COLOUR, dashes=SOLID, spans=False, halo=True
-    )
-    return [line] + [
+    fitted = [fit.at(end) for end in ends]
+    return [Curve(ends, fitted, label, _FIT_COLOUR, dashes=SOLID, spans=False, halo=True)] + [
         Curve(ends, fit.at(middle) * (ends / middle) ** slope, f"slope {words}", dashes=dashes, spans=False)
         for slope, words, dashes in _REFERENCE_SLOPES
     ]
@@ -219,9 +211,7 @@ def _guides(fit: Exponent, label: str) -> list[Curve]:
 def _points(
     group: pd.DataFrame, across: str, colour: str, norm: Normalize, size: float = 13.0
 ) -> list[Curve]:
-    """Return the constants as dots, coloured by a column; those that did not converge are hollow, with their
-    intervals.
-    """
+    """Return the constants as dots, coloured by a column; unconverged ones are hollow, with intervals."""
     positive = group[group["lipschitz"] > 0]
     curves = []
     for converged in (True, False):

@@ -85,7 +85,7 @@ class ImageFeed:
 
     @cached_property
     def usual(self) -> tuple[int, ...]:
-        """The default numbers of tokens: that of the usual image size of the model, and smaller ones."""
+        """The number of tokens of the model's usual image size, and some smaller ones."""
         shorter = [n for n in self.lengths if 2 <= n <= self._own]
         if len(shorter) > _MOST_LENGTHS:
             wished = np.geomspace(shorter[0], shorter[-1], _MOST_LENGTHS)

@@ -29,9 +29,9 @@ __all__ = ["Outputs", "write_outputs"]
 class Outputs(Result):
     """The result of a study: its tables, and the files written by :func:`write_outputs`.
 
-    ``contents`` has the tables of the store at the time of writing. ``exponents`` comes from
-    :func:`howsmooth.study.exponents.exponents`; ``compared`` from :func:`howsmooth.study.exponents.compare`,
-    and is empty if the store has no published values. ``parquet`` has the paths of the tables in parquet.
+    ``contents`` has the tables of the store. ``exponents`` and ``compared`` come from the functions of these
+    names in :mod:`howsmooth.study.exponents`; ``compared`` is empty without published values. ``parquet`` has
+    the paths of the tables in parquet.
     """
 
     NAME: ClassVar[str] = "report"

@@ -130,28 +130,24 @@ def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = Fa
         impossible = [(spec.label, text, str(error)) for spec, text, error in study.impossible]
         parts = []
         for (model, text, scope), tasks in groups.items():
-            longest = max(task.n for task in tasks)
+            lengths = {task.n for task in tasks}
             memory = lacking = None
             try:
-                memory, lacking = _memory(study, tasks, longest)
+                memory, lacking = _memory(study, tasks, max(lengths))
             except Exception as error:
                 if not keep_going:
                     raise
                 impossible.append((model, text, str(error)))
-            parts.append(
-                Part(
-                    model,
-                    text,
-                    scope,
-                    layers=len({layer for task in tasks for layer in task.layers}),
-                    lengths=len({task.n for task in tasks}),
-                    longest=longest,
-                    sequences=len({(task.n, sample) for task in tasks for sample in task.starts}),
-                    measurements=sum(task.size for task in tasks),
-                    memory=memory,
-                    lacking=lacking,
-                )
+            layers = {layer for task in tasks for layer in task.layers}
+            sequences = {(task.n, sample) for task in tasks for sample in task.starts}
+            counts = (
+                len(layers),
+                len(lengths),
+                max(lengths),
+                len(sequences),
+                sum(task.size for task in tasks),
             )
+            parts.append(Part(model, text, scope, *counts, memory, lacking))
         reasons = ((label, text, " ".join(error.split())) for label, text, error in impossible)
         return DryRun(tuple(parts), left.kept, tuple(dict.fromkeys(reasons)))
 

@@ -237,21 +237,17 @@ def some_of(*choices: str, elsewhere: Mapping[str, str] = {}) -> Callable[[Any, 
     return read
 
 
-def _ranges(value: Any, info: Any) -> Ranges:
-    return Ranges.parse(value, info.field_name)
-
-
 def _words(value: Any, info: Any) -> tuple[str, ...]:
     return once(tuple(word(each, info) for each in listed(value)), info)
-
-
-def _folder(value: Any, info: Any) -> Path:
-    return Path(word(value, info))
 
 
 Integer = Annotated[int, BeforeValidator(_item)]
 Real = Annotated[float, BeforeValidator(_item)]
 Word = Annotated[str, PlainValidator(word)]
 Words = Annotated[tuple[str, ...], PlainValidator(_words), Told(several=True)]
-Folder = Annotated[Path, PlainValidator(_folder), Told("FOLDER")]
-Selection = Annotated[Ranges, PlainValidator(_ranges), Told("RANGES")]
+Folder = Annotated[Path, PlainValidator(lambda value, info: Path(word(value, info))), Told("FOLDER")]
+Selection = Annotated[
+    Ranges,
+    PlainValidator(lambda value, info: Ranges.parse(value, info.field_name)),
+    Told("RANGES"),
+]

@@ -227,22 +227,17 @@ def _check_special_tokens(asked: bool, kinds: set[str]) -> None:
 
 def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
     if heads.items and "head" not in scopes:
-        raise ArgumentError(
-            "heads",
-            expected="heads only together with the scope head",
-            got=f"{heads.text!r} with the scope {', '.join(scopes)}",
-            remedy="Add the scope head, or leave heads out.",
-        )
+        expected = "heads only together with the scope head"
+        got = f"{heads.text!r} with the scope {', '.join(scopes)}"
+        remedy = "Add the scope head, or leave heads out."
+        raise ArgumentError("heads", expected=expected, got=got, remedy=remedy)
 
 
 def _check_layers(layers: Ranges, scopes: tuple[str, ...]) -> None:
     if layers.items and scopes == ("model",):
-        raise ArgumentError(
-            "layers",
-            expected="all layers with the scope model, which has one constant for the whole model",
-            got=f"{layers.text!r}",
-            remedy="Leave layers out, or choose another scope.",
-        )
+        expected = "all layers with the scope model, which has one constant for the whole model"
+        remedy = "Leave layers out, or choose another scope."
+        raise ArgumentError("layers", expected=expected, got=f"{layers.text!r}", remedy=remedy)
 
 
 # ---- Constants
@@ -366,12 +361,9 @@ class Plan:
         others = self.tokens or self.embeddings or self.images
         if self.models is None:
             if others:
-                raise ArgumentError(
-                    "models",
-                    expected="the name of a model together with images, token ids or embeddings",
-                    got="none",
-                    remedy="The default models are measured on texts only.",
-                )
+                expected = "the name of a model together with images, token ids or embeddings"
+                remedy = "The default models are measured on texts only."
+                raise ArgumentError("models", expected=expected, got="none", remedy=remedy)
             self._set(models=tuple({"name": name} for name in _DEFAULT_MODELS))
         if self.texts is None:
             self._set(texts=() if others else (DEFAULT_TEXT,))
@@ -384,18 +376,13 @@ class Plan:
         _check_heads(self.heads, self.scopes)
         check_output(self.output, self.scopes)
         if self.side is not None and not {"model", CROSS_SCOPE} & {*self.scopes}:
-            raise ArgumentError(
-                "side",
-                expected=f"no side unless the scope is {CROSS_SCOPE} or model",
-                got=f"{self.side} with the scope {', '.join(self.scopes)}",
-            )
+            expected = f"no side unless the scope is {CROSS_SCOPE} or model"
+            got = f"{self.side} with the scope {', '.join(self.scopes)}"
+            raise ArgumentError("side", expected=expected, got=got)
         check_accuracy(self.rtol, self.confidence, self.dtype)
         if self.as_published and "attention" not in self.scopes:
-            raise ArgumentError(
-                "as_published",
-                expected="the scope attention among the scopes, with which published values are compared",
-                got=", ".join(self.scopes),
-            )
+            expected = "the scope attention among the scopes, with which published values are compared"
+            raise ArgumentError("as_published", expected=expected, got=", ".join(self.scopes))
 
     def _model(self, entry: ModelSpec | Mapping[str, Any]) -> ModelSpec:
         if isinstance(entry, ModelSpec):

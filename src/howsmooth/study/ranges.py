@@ -55,14 +55,10 @@ class Ranges:
         for part in text.split(","):
             match = _ITEM.fullmatch(part.strip())
             if match is None or any(len(number) > _MOST_DIGITS for number in part.split(":")):
-                raise ArgumentError(
-                    argument,
-                    expected=f"{_GRAMMAR}, such as 2:100:2 or 0,6",
-                    got=repr(text) if match is None else f"a number of more than {_MOST_DIGITS} digits",
-                )
+                got = repr(text) if match is None else f"a number of more than {_MOST_DIGITS} digits"
+                raise ArgumentError(argument, expected=f"{_GRAMMAR}, such as 2:100:2 or 0,6", got=got)
             start = int(match["start"])
-            stop = start if match["stop"] is None else int(match["stop"])
-            step = 1 if match["step"] is None else int(match["step"])
+            stop, step = int(match["stop"] or start), int(match["step"] or 1)
             if step < 1:
                 raise ArgumentError(argument, expected="ranges with a step of at least 1", got=repr(text))
             items.append((start, stop, step))
@@ -73,10 +69,10 @@ class Ranges:
         raised for ``all``, a number below 1, an empty range, or too many numbers.
         """
         if not self.items:
-            raise ArgumentError(self.argument, expected=_GRAMMAR, got=repr(self.text))
+            raise self._refused(_GRAMMAR)
         chosen = self._expand(self.items)
         if chosen[0] < 1:
-            raise ArgumentError(self.argument, expected="numbers of at least 1", got=repr(self.text))
+            raise self._refused("numbers of at least 1")
         return chosen
 
     def resolve(self, count: int, owner: str, things: str) -> tuple[int, ...]:
@@ -90,27 +86,22 @@ class Ranges:
         for start, stop, step in self.items:
             for index in (start, stop):
                 if not -count <= index < count:
-                    raise ArgumentError(
-                        self.argument,
-                        expected=f"{things} of {owner}, which has {count}: 0 to {count - 1}, -{count} to -1",
-                        got=f"{index} in {self.text!r}" if str(index) != self.text else str(index),
-                    )
+                    expected = f"{things} of {owner}, which has {count}: 0 to {count - 1}, -{count} to -1"
+                    got = f"{index} in {self.text!r}" if str(index) != self.text else str(index)
+                    raise ArgumentError(self.argument, expected=expected, got=got)
             items.append((start % count, stop % count, step))
         return self._expand(items)
 
-    def _expand(
-        self, items: tuple[tuple[int, int, int], ...] | list[tuple[int, int, int]]
-    ) -> tuple[int, ...]:
+    def _expand(self, items: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
         spans = [range(start, stop + 1, step) for start, stop, step in items]
-        if any(not span for span in spans):
-            raise ArgumentError(
-                self.argument, expected="ranges that are not empty (start up to stop)", got=repr(self.text)
-            )
-        if sum(len(span) for span in spans) > _MOST_VALUES:
-            raise ArgumentError(
-                self.argument, expected=f"at most {_MOST_VALUES} numbers", got=repr(self.text)
-            )
+        if not all(spans):
+            raise self._refused("ranges that are not empty (start up to stop)")
+        if sum(map(len, spans)) > _MOST_VALUES:
+            raise self._refused(f"at most {_MOST_VALUES} numbers")
         return tuple(sorted(set().union(*spans)))
+
+    def _refused(self, expected: str) -> ArgumentError:
+        return ArgumentError(self.argument, expected=expected, got=repr(self.text))
 
 
 ALL = Ranges("all", "", ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ MOST_ENERGIES = 200_000
 _MEASURED = "measured"  # the quantity of the store's own measurements
 _HERE = "‖D_X f‖"  # the quantity of a bound on one sequence; others are over all inputs of a ball
 _PLACE = list(PLACE)
-_FIT = ["slope", "intercept", "n_min", "n_max"]
 _USUAL_LENGTH = 64  # of a text that is read at a glance
 # Characters that could end the script element, start another, or break a line of JavaScript.
 _ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
@@ -72,10 +71,13 @@ def render(
         "tokens": sensitivity_data(contents.sensitivities),
     }
     kinds = set(contents.kinds.values())
+    runs = plain_rows(contents.runs)
+    for run in runs:
+        run["environment"] = list(json.loads(run["environment"]).items())
     body = _template(contents).render(
         points=data["scatter"],
         published=plain_rows(compared),
-        items=items_of(compared),
+        items=[one for one in PUBLISHED_ITEMS.items() if one[0] in ",".join(compared["items"]).split(",")],
         sharpest=sharpest(bounds) if bounds else [],
         most_bounds=_MOST_BOUNDS,
         tokens=data["tokens"],
@@ -93,15 +95,12 @@ def render(
         total=len(rows),
         unconverged=int((~rows["converged"]).sum()),
         scopes=[one for one in SCOPE_MEANINGS.items() if one[0] in set(rows["scope"])],
-        models=plain_rows(contents.models),
-        texts=plain_rows(contents.texts),
+        **{name: plain_rows(getattr(contents, name)) for name in ("models", "texts", "inputs", "failures")},
         kinds=kinds,
         windows=kinds != {"images"},
-        inputs=plain_rows(contents.inputs),
-        runs=runs(contents.runs),
-        maskings=maskings(rows),
+        runs=runs,
+        maskings=[(one, ", ".join(sorted(set(names)))) for one, names in rows.groupby("model")["masking"]],
         seconds=float(rows["seconds"].sum()),
-        failures=plain_rows(contents.failures),
         zeros=int((rows["lipschitz"] <= 0).sum()),
     )
     labels = ", ".join(contents.models["label"])
@@ -136,8 +135,8 @@ def _headlines(rows: pd.DataFrame, exponents: pd.DataFrame) -> Iterator[dict[str
     place = ["model", "text", "scope"]
     for names, group in rows.groupby(place, sort=True):
         words = headline(group, exponents[(exponents[place] == list(names)).all(axis=1)])
-        where = {"model": names[0], "text": names[1], "scope_words": scope_in_words(group.iloc[0])}
-        yield where | {"headline": words}
+        scope = scope_in_words(group.iloc[0])
+        yield {"model": names[0], "text": names[1], "scope_words": scope, "headline": words}
 
 
 def _image(picture: Picture) -> dict[str, Any]:
@@ -212,11 +211,8 @@ def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
         row = {name: found["names"][name][place_[name]] for name in ("model", "text", "scope")}
         row |= {"layer": place_["layer"], "n": place_["n"], "head": place_["head"], "measured": value}
         for side, best in (("upper", upper), ("lower", lower)):
-            row[side] = best and {
-                "value": best[2],
-                "name": found["labels"][best[0]],
-                "ratio": best[2] / value if value else None,
-            }
+            ratio = best[2] / value if best and value else None
+            row[side] = best and {"value": best[2], "name": found["labels"][best[0]], "ratio": ratio}
         table.append(row)
     return table
 
@@ -224,37 +220,15 @@ def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
 def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Tabulate how many constants of each model, text and scope converged, and how wide intervals are."""
     width = (rows["upper"] - rows["lower"]) / rows["lipschitz"].where(rows["lipschitz"] > 0)
-    found = (
-        rows.assign(width=width)
-        .groupby(["model", "text", "scope"], sort=True)
-        .agg(
-            total=("converged", "size"),
-            converged=("converged", "sum"),
-            width=("width", "median"),
-            widest=("width", "max"),
-            iterations=("iterations", "median"),
-        )
+    groups = rows.assign(width=width).groupby(["model", "text", "scope"], sort=True)
+    found = groups.agg(
+        total=("converged", "size"),
+        converged=("converged", "sum"),
+        width=("width", "median"),
+        widest=("width", "max"),
+        iterations=("iterations", "median"),
     )
     return plain_rows(found.reset_index())
-
-
-def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return the name of each model with the names of the masks of its layers."""
-    names = rows.groupby("model")["masking"].agg(lambda group: ", ".join(sorted(set(group))))
-    return [(str(model), words) for model, words in names.items()]
-
-
-def runs(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return each run of a study as a dictionary, with its software and hardware as a list of pairs."""
-    return [
-        {**run, "environment": list(json.loads(str(run["environment"])).items())} for run in plain_rows(table)
-    ]
-
-
-def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return the deviations of the published code (items) that occur in a table, with their meanings."""
-    there = {item for items in compared["items"] for item in str(items).split(",")}
-    return [(item, meaning) for item, meaning in PUBLISHED_ITEMS.items() if item in there]
 
 
 # ---- Numbers that the script of the page reads, as JSON
@@ -293,8 +267,9 @@ def scatter_data(
             "group": group.iloc[::step].tolist(),
             "n": kept["n"].tolist(),
             "sample": kept["sample"].tolist(),
-            **{name: _rounded(kept[column]) for name, column in columns.items()},
-            **{end: _rounded(kept[end], upper=end == "upper") for end in ("lower", "upper")},
+            **{name: [_rounded(one) for one in kept[column]] for name, column in columns.items()},
+            "lower": [_rounded(one, upper=False) for one in kept["lower"]],
+            "upper": [_rounded(one, upper=True) for one in kept["upper"]],
             "converged": kept["converged"].astype(int).tolist(),
         },
         "total": len(rows),
@@ -302,12 +277,11 @@ def scatter_data(
 
 
 def _group(row: dict[str, Any]) -> dict[str, Any]:
-    group = {name: row[name] for name in (*GROUP, "quantity")} | {
-        "where": place_in_words(row["layer"], row["head"])
-    }
+    group = {name: row[name] for name in (*GROUP, "quantity")}
+    group["where"] = place_in_words(row["layer"], row["head"])
     if row["note"]:
         return {**group, "fit": None, "exponent": f"no exponent: {row['note']}"}
-    fit = dict(zip(_FIT, _rounded(row[name] for name in _FIT), strict=True))
+    fit = {name: _rounded(row[name]) for name in ("slope", "intercept", "n_min", "n_max")}
     ends = f"{CONFIDENCE} interval {slope(row['low'])} to {slope(row['high'])}"
     words = f"exponent {slope(row['slope'])}, {ends}, p for 1/4 {chance(row['quarter'])}"
     return {**group, "fit": fit, "exponent": words}
@@ -326,31 +300,20 @@ def bounds_data(bounds: pd.DataFrame, measurements: pd.DataFrame) -> dict[str, A
     places = []
     for _, rows in table.groupby(_PLACE, sort=False, dropna=False):
         first, *_ = listed = plain_rows(rows)
-        (value,) = _rounded([first["lipschitz"]])
-        (low,), (high,) = _rounded([first["lower"]], upper=False), _rounded([first["upper"]], upper=True)
-        places.append(
-            {
-                **{name: first[name] for name in _PLACE},
-                "radius": _rounded([first["radius"]])[0],
-                "measured": None if value is None else [value, low, high],
-                "rows": [_bound(row) for row in listed],
-            }
-        )
+        place = {name: first[name] for name in _PLACE} | {"radius": _rounded(first["radius"])}
+        ends = [_rounded(first[end], upper=end == "upper") for end in ("lower", "upper")]
+        value = _rounded(first["lipschitz"])
+        measured = None if value is None else [value, *ends]
+        places.append({**place, "measured": measured, "rows": [_bound(row) for row in listed]})
     labels, sources = names.pop("name"), names.pop("source")
     return {"names": names, "labels": labels, "sources": sources, "places": places}
 
 
 def _bound(row: dict[str, Any]) -> tuple[Any, ...]:
     power = None if row["log_value"] is None else row["log_value"] / math.log(10)
-    numbers = _rounded([row["value"], power], upper=row["side"] == "upper")
-    return (
-        row["name"],
-        row["side"] == "upper",
-        *numbers,
-        bool(row["holds"]),
-        row["source"],
-        row["quantity"] == _HERE,
-    )
+    is_upper = row["side"] == "upper"
+    numbers = [_rounded(one, upper=is_upper) for one in (row["value"], power)]
+    return (row["name"], is_upper, *numbers, bool(row["holds"]), row["source"], row["quantity"] == _HERE)
 
 
 def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
@@ -363,14 +326,17 @@ def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
     """
     if rows.empty:
         return None
-    names, kept = _numbered(_thinned(rows), "model", "text", "scope")
+    # Of too many energies for a page, those of the longest length and of some shorter lengths are kept.
+    step = math.ceil(2 * int(rows["n"].sum()) / MOST_ENERGIES)
+    thinned = rows[rows["n"].isin(sorted(rows["n"].unique(), reverse=True)[::step])]
+    names, kept = _numbered(thinned, "model", "text", "scope")
     by_sequence = kept.groupby(["model", "text", "n", "sample"], sort=False)
     kept["sequence"] = by_sequence.ngroup()
     found = [
         {
             **{name: row[name] for name in (*_PLACE, "converged", "sequence")},
-            "input": _rounded(row["input_energy"], 3),
-            "output": _rounded(row["output_energy"], 3),
+            "input": [_rounded(one, 3) for one in row["input_energy"]],
+            "output": [_rounded(one, 3) for one in row["output_energy"]],
             "half": [_tokens_of_half(row[side]) for side in ("input_energy", "output_energy")],
         }
         for row in plain_rows(kept)
@@ -379,24 +345,13 @@ def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
         {"words": [visible_token(token) for token in row["tokens"]], "apart": row["place"] is None}
         for row in plain_rows(kept[~kept["sequence"].duplicated()])
     ]
-    return {
-        "names": names,
-        "sequences": sequences,
-        "rows": found,
-        "start": _start(found, names["scope"]),
-        "total": len(rows),
-    }
+    start = _start(found, names["scope"])
+    return {"names": names, "sequences": sequences, "rows": found, "start": start, "total": len(rows)}
 
 
 def _tokens_of_half(energies: Sequence[float]) -> int:
     reached = np.cumsum(sorted(energies, reverse=True))
     return int(np.searchsorted(reached, reached[-1] / 2)) + 1
-
-
-def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
-    """Keep the rows of the longest length and of some shorter lengths, so that they fit into the page."""
-    step = math.ceil(2 * int(rows["n"].sum()) / MOST_ENERGIES)
-    return rows[rows["n"].isin(sorted(rows["n"].unique(), reverse=True)[::step])]
 
 
 def _start(rows: Sequence[dict[str, Any]], scopes: Sequence[str]) -> int:
@@ -426,10 +381,8 @@ def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]],
     return names, table.assign(**numbers)
 
 
-def _rounded(values: Iterable[Any], digits: int = 7, *, upper: bool | None = None) -> list[float | None]:
-    """Round numbers, upper limits up and lower ones down; NaN and infinite ones become None."""
-
-    def rounded(value: float) -> float:
-        return float(f"{value:.{digits}g}" if upper is None else limit_in_digits(value, digits, upper=upper))
-
-    return [None if value is None or not np.isfinite(value) else rounded(value) for value in values]
+def _rounded(value: float | None, digits: int = 7, *, upper: bool | None = None) -> float | None:
+    """Round a number, an upper limit up and a lower one down; NaN and infinite ones become None."""
+    if value is None or not np.isfinite(value):
+        return None
+    return float(f"{value:.{digits}g}" if upper is None else limit_in_digits(value, digits, upper=upper))

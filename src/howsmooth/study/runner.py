@@ -11,14 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    BrokenExecutor,
-    CancelledError,
-    Executor,
-    Future,
-    wait,
-)
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -69,10 +62,7 @@ class Runner:
     """
 
     def __init__(self, store: Store, means: Means, models: Models | None = None, device: str = "cpu") -> None:
-        self._store = store
-        self._means = means
-        self._models = models
-        self._device = device
+        self._store, self._means, self._models, self._device = store, means, models, device
         self._unusable: set[str] = set()
         self._number: int | None = None
         self._began = time.monotonic()
@@ -118,9 +108,8 @@ class Runner:
     @property
     def _run(self) -> int:
         if self._number is None:
-            means = self._means
-            made_with = environment(self._device, means.executor, means.threads)
-            self._number = self._store.start_run(means.command, self._device, made_with)
+            made_with = environment(self._device, self._means.executor, self._means.threads)
+            self._number = self._store.start_run(self._means.command, self._device, made_with)
         return self._number
 
     def _write(self, task: Task, found: Found) -> int:
@@ -161,7 +150,11 @@ class Runner:
                 # Submit two tasks for each worker, which keeps it busy. More are not submitted early,
                 # because a task whose model turns out to be unusable is left out.
                 while len(running) < 2 * workers and (task := self._next(left)) is not None:
-                    running[self._submitted(executor, task)] = task
+                    how = (version("howsmooth"), self._means.keep_going, self._means.threads)
+                    try:
+                        running[executor.submit(_worker_results, task.packed(), *how)] = task
+                    except (BrokenExecutor, OSError) as error:
+                        raise _lost(error) from error
                 if not running:
                     return
                 patience: float | None = _SILENCE
@@ -182,15 +175,6 @@ class Runner:
             for future in running:
                 future.cancel()
 
-    def _submitted(self, executor: Executor, task: Task) -> Future[list[Found]]:
-        means = self._means
-        try:
-            return executor.submit(
-                _worker_results, task.packed(), version("howsmooth"), means.keep_going, means.threads
-            )
-        except (BrokenExecutor, OSError) as error:
-            raise _lost(error) from error
-
 
 # ---- Progress
 
@@ -204,10 +188,9 @@ class _WorkProgress:
         self._listener = listener
         self._planned = sum(task.size for task in work.tasks)
         self._left = sum(task.work for task in work.tasks)
-        self._paced = 0.0
         self._made = self._gone = self._of_task = 0
         self._since: float | None = None
-        self._last = -math.inf
+        self._last, self._paced = -math.inf, 0.0
         more = f" ({work.kept} more are in the store already)" if work.kept else ""
         listener.phase(f"Computing {self._planned} {work.words}{more}")
 

@@ -42,14 +42,11 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     if place.name == STORE_NAME and place.is_file():
         place = place.parent
     if place.is_file() or not Store.exists(place):
-        within = next((one.parent for one in sorted(place.glob(f"*/{STORE_NAME}"))), None)
-        table = next(iter(sorted(place.glob("*.csv"))), None)
-        if within is not None:
-            remedy = f"Give a folder in it, such as {within}."
-        elif table is not None:
-            remedy = f"Read {table} with pandas: only measure and reproduce write a store."
-        else:
-            remedy = "Give the folder that --out named."
+        remedy = "Give the folder that --out named."
+        if within := sorted(place.glob(f"*/{STORE_NAME}")):
+            remedy = f"Give a folder in it, such as {within[0].parent}."
+        elif written := sorted(place.glob("*.csv")):
+            remedy = f"Read {written[0]} with pandas: only measure and reproduce write a store."
         raise StoreError(f"folder: expected the output folder of howsmooth measure, got {place}. {remedy}")
     with Store.open(place, write=False) as store:
         tables = store.tables()

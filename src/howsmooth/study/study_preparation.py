@@ -101,7 +101,7 @@ class Models:
     def bytes(self) -> int:
         """The size of the parameters of the loaded model."""
         module = getattr(self._model, "module", None)
-        return sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0
+        return 0 if module is None else sum(p.numel() * p.element_size() for p in module.parameters())
 
     def load_for(self, subject: Subject) -> Any:
         """Load a model that was checked before; raise ModelError if its fingerprint has changed since."""
@@ -129,7 +129,11 @@ class PreparedStudy:
         self.plan, self.store, self.keep_going = plan, store, keep_going
         self.models = models or Models(plan)
         self.impossible = Impossible()
-        self.subjects = self._checked()
+        store.check(MEASURE, plan.settings())
+        sources = open_sources(plan)
+        self.subjects = [one for spec in plan.models for one in self._subjects(spec, sources)]
+        if not self.subjects:
+            raise self.impossible[0][2]
 
     def begin(self) -> None:
         """Create the study's store if needed, and record all models and texts there."""
@@ -138,14 +142,6 @@ class PreparedStudy:
             for one in self.subjects:
                 where = (one.model.label, one.text.name, one.fingerprint, one.tokenizer_source)
                 self.store.add([one.model, one.text, InputRecord(*where, one.feed.count)])
-
-    def _checked(self) -> list[Subject]:
-        self.store.check(MEASURE, self.plan.settings())
-        sources = open_sources(self.plan)
-        subjects = [one for spec in self.plan.models for one in self._subjects(spec, sources)]
-        if not subjects:
-            raise self.impossible[0][2]
-        return subjects
 
     def _subjects(self, spec: ModelSpec, sources: Sequence[OpenedInput]) -> Iterator[Subject]:
         for source in sources:
@@ -203,8 +199,16 @@ class PreparedStudy:
                 layers = layers_of_scope(scope, subject.layers)
                 capture_sites(model, shortest, subject, scope, layers, n, plan.output, plan.side)
         except CaptureError as error:
-            others = _others(error, model, shortest)
-            if not others or plan.layers_of(subject.spec).items:
+            from howsmooth.models import capture
+            from howsmooth.models.identification.cross_attention_layer import OneSequence
+            from howsmooth.models.identification.self_attention_module import CrossAttention
+
+            if plan.layers_of(subject.spec).items or not isinstance(error, CrossAttention | OneSequence):
+                raise
+            # Cross-attention was asked for where layers have self-attention, or the reverse.
+            scope = CROSS_SCOPE if isinstance(error, OneSequence) else "attention"
+            others = sorted({site.layer for site in capture(model, shortest, scope=scope)})
+            if not others:
                 raise
             listed = ",".join(map(str, others))
             raise CaptureError(f"{error} Choose the others: layers {listed}.") from error
@@ -232,12 +236,9 @@ def open_sources(plan: Plan) -> list[OpenedInput]:
         if kind == "text" and not source.content.strip():
             raise TextError(f"text {name!r} is empty. Give a text with words in it.")
         if name in names:
-            raise ArgumentError(
-                kind,
-                expected=f"{'texts' if kind == 'text' else 'files'} of different names",
-                got=f"{name!r} twice",
-                remedy="Rename one of the files, since results stand under the name.",
-            )
+            expected = f"{'texts' if kind == 'text' else 'files'} of different names"
+            remedy = "Rename one of the files, since results stand under the name."
+            raise ArgumentError(kind, expected=expected, got=f"{name!r} twice", remedy=remedy)
         names.add(name)
     return sources
 
@@ -259,9 +260,9 @@ def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
 def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> Subject:
     """Determine the layers, heads and lengths of a model that a plan measures, and prepare the input."""
     label = spec.label
-    layer_count, head_count = layer_and_head_counts(model, label)
-    layers = plan.layers_of(spec).resolve(layer_count, label, "layers")
-    heads = plan.heads_of(spec).resolve(head_count, label, "heads") if "head" in plan.scopes else ()
+    counts = layer_and_head_counts(model, label)
+    layers = plan.layers_of(spec).resolve(counts[0], label, "layers")
+    heads = plan.heads_of(spec).resolve(counts[1], label, "heads") if "head" in plan.scopes else ()
     feed = feed_of(source, model, layers, special_tokens=plan.special_tokens)
     # A worker may have another working directory, so make the path of a folder absolute.
     # Unlike Path.is_dir, os.path.isdir is False for a name that is too long for a path.
@@ -269,14 +270,13 @@ def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> 
     return Subject(
         spec=replace(spec, name=str(Path(spec.name).absolute())) if folder else spec,
         model=ModelRecord(
-            label=label,
-            name=encodable(spec.name),
-            random_init=spec.random_init,
-            as_decoder=spec.as_decoder,
-            source=model.source,
-            layers=layer_count,
-            heads=head_count,
-            max_length=model.max_length,
+            label,
+            encodable(spec.name),
+            spec.random_init,
+            spec.as_decoder,
+            model.source,
+            *counts,
+            model.max_length,
             stored=str(model.stored).removeprefix("torch."),
         ),
         text=source.record,
@@ -372,19 +372,17 @@ def capture_sites(
     from howsmooth.models import CrossSite, capture
 
     heads = list(subject.heads) if scope == "head" else None
-    asked = side is not None and scope in ("model", CROSS_SCOPE)
-    moved: dict[str, Any] = {"side": side} if asked else {}
-    if scope == "model":
-        sites = capture(model, inputs, scope=scope, output=output, **moved)
-    else:
-        sites = capture(model, inputs, layers=list(layers), scope=scope, heads=heads, **moved)
+    whole = scope == "model"
+    how: dict[str, Any] = {"output": output} if whole else {"layers": list(layers), "heads": heads}
+    if side is not None and (whole or scope == CROSS_SCOPE):
+        how["side"] = side
+    sites = capture(model, inputs, scope=scope, **how)
     wanted = [(layer, head) for layer in layers for head in heads or (None,)]
     found = sorted(sites, key=lambda site: (site.layer, -1 if site.head is None else site.head))
-    if [(site.layer, site.head) for site in found] != wanted:
+    if (places := [(site.layer, site.head) for site in found]) != wanted:
         raise CaptureError(
-            f"{subject.model.label}: capturing the scope {scope!r} of layers {list(layers)} gave "
-            f"{[(site.layer, site.head) for site in found]} as (layer, head), so results could not be "
-            "assigned to layers and heads."
+            f"{subject.model.label}: capturing the scope {scope!r} of layers {list(layers)} gave {places} as "
+            "(layer, head), so results could not be assigned to layers and heads."
         )
     for site in found:
         count = len(site.memory) if isinstance(site, CrossSite) else site.x.shape[-2]
@@ -394,15 +392,3 @@ def capture_sites(
                 "were expected, so its constant would be recorded under a wrong length."
             )
     return found
-
-
-def _others(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return the layers to choose after ``error``: cross-attention for self-attention, and vice versa."""
-    from howsmooth.models import capture
-    from howsmooth.models.identification.cross_attention_layer import OneSequence
-    from howsmooth.models.identification.self_attention_module import CrossAttention
-
-    if not isinstance(error, CrossAttention | OneSequence):
-        return []
-    scope = CROSS_SCOPE if isinstance(error, OneSequence) else "attention"
-    return sorted({site.layer for site in capture(model, inputs, scope=scope)})

@@ -47,8 +47,8 @@ class _Item(NamedTuple):
 
     @property
     def seed(self) -> int:
-        task, site = self.task, self.site
-        return start_seed(task.plan, task.subject, task.scope, site.layer, site.head, task.n, self.sample)
+        task, at = self.task, (self.site.layer, self.site.head, self.task.n, self.sample)
+        return start_seed(task.plan, task.subject, task.scope, *at)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,17 +189,8 @@ def start_seed(
     plan: Plan, subject: Subject, scope: str, layer: int, head: int | None, n: int, sample: int
 ) -> int:
     """Return the seed of the solver's random start for one measurement."""
-    return derive_seed(
-        purpose="start",
-        seed=plan.seed,
-        text=subject.text.digest,
-        model=subject.fingerprint,
-        scope=scope,
-        layer=layer,
-        head=head,
-        n=n,
-        sample=sample,
-    )
+    of: dict[str, Any] = {"seed": plan.seed, "text": subject.text.digest, "model": subject.fingerprint}
+    return derive_seed(purpose="start", **of, scope=scope, layer=layer, head=head, n=n, sample=sample)
 
 
 def constants_left(study: PreparedStudy) -> Work:

@@ -37,9 +37,8 @@ class Failed:
             "what": kind.table,
             "happened": now(),
         }
-        everywhere: dict[str, Any] = dict.fromkeys(PLACE)
-        rows = [Failure(**(everywhere | dict(zip(PLACE, one, strict=False)) | told)) for one in places]
-        return cls(rows, error)
+        told = dict.fromkeys(PLACE) | told
+        return cls([Failure(**(told | dict(zip(PLACE, one, strict=False)))) for one in places], error)
 
 
 # Below this number of tokens, a result takes about the same time at all lengths.
@@ -132,9 +131,8 @@ class SequenceTask(Task):
 
     def packed(self) -> Self:
         """Return the task with the inputs of its sequences, ready to be sent to another process."""
-        starts = list(self.starts.values())
-        data = SequenceData.of(self.subject.feed, starts, self.n, worded=0 in self.starts)
-        return replace(self, data=data)
+        at = (self.subject.feed, list(self.starts.values()), self.n)
+        return replace(self, data=SequenceData.of(*at, worded=0 in self.starts))
 
     def found(self, models: Models | None) -> Iterator[Found]:
         """Load the model, compute the rows that are missing in the store, and yield them."""
@@ -155,13 +153,11 @@ class SequenceTask(Task):
         failure for each layer that cannot be captured.
         """
         assert self.data is not None
-        inputs = self.data.inputs(self.plan.device)
-
-        def captured(layers: Sequence[int]) -> list[Any]:
-            at = (self.subject, self.scope, layers, self.n)
-            return capture_sites(model, inputs, *at, self.plan.output, self.plan.side)
-
-        yield from each_if_not_all(self.layers, captured, self._no_layer)
+        given = (model, self.data.inputs(self.plan.device), self.subject, self.scope)
+        how = (self.n, self.plan.output, self.plan.side)
+        yield from each_if_not_all(
+            self.layers, lambda layers: capture_sites(*given, layers, *how), self._no_layer
+        )
 
     def _no_layer(self, error: Exception, layer: int) -> Failed:
         return self.failed(error, (layer, None), [None])
