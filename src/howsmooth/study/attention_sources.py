@@ -72,10 +72,7 @@ class AttentionSource:
             models=(spec,),
             samples=1,
             scopes=(plan.scope,),
-            layers=plan.layers,
-            heads=plan.heads,
-            seed=plan.seed,
-            special_tokens=plan.special_tokens,
+            **{name: getattr(plan, name) for name in ("layers", "heads", "seed", "special_tokens")},
             **{"texts" if kind == "text" else kind: given for kind, given in plan.inputs.items()},
         )
         (text,) = open_sources(self._plan)

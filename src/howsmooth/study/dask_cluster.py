@@ -28,22 +28,19 @@ _PATIENCE = 30.0
 def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]:
     """Connect to a Dask cluster, and yield an executor that runs tasks on its workers.
 
-    ``scheduler`` is the address of a running cluster. It must have ``workers`` workers within half a minute,
-    and it keeps running when the context ends. Without an address, a cluster of ``workers`` processes with
-    one thread each is started on this machine, and stopped at the end.
-
-    The attribute ``workers`` of the executor is the number of worker processes at the time of connection, and
-    its method ``present()`` returns their number now. If a worker is lost, Dask gives its tasks to other
-    workers. A task fails after four workers in a row were lost while they ran it. A scheduler that does not
-    answer, has fewer workers or went away raises WorkerError; an address without a port ArgumentError.
+    The cluster at the address ``scheduler`` must have ``workers`` workers within half a minute, and it keeps
+    running when the context ends. Without an address, a cluster of ``workers`` processes with one thread each
+    is started here, and stopped at the end. The executor's ``workers`` is their number at the time of
+    connection, and its ``present()`` returns it now. If a worker is lost, Dask gives its tasks to others; a
+    task fails after four workers in a row were lost. A scheduler that does not answer, has fewer workers or
+    went away raises WorkerError; an address without a port ArgumentError.
     """
     if scheduler is not None and not scheduler.startswith("inproc:"):  # one in this process has no port
         _check_address(scheduler)
     own = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 40}
     try:
-        client = Client(
-            scheduler, timeout=_PATIENCE, set_as_default=False, **(own if scheduler is None else {})
-        )
+        how = own if scheduler is None else {}
+        client = Client(scheduler, timeout=_PATIENCE, set_as_default=False, **how)
     except (OSError, ValueError) as error:
         if scheduler is None:
             raise WorkerError(f"no Dask cluster can be started on this machine ({error}).") from error

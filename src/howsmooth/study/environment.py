@@ -19,19 +19,15 @@ _SOURCE = Path(__file__).parent
 
 
 def environment(device: str, executor: Executor | None = None, threads: int | None = None) -> dict[str, str]:
-    """Return versions, hardware, threads and workers by name. ``threads`` is the number of CPU threads of
-    each worker, or None if the workers choose it.
-    """
+    """Return versions, hardware, threads and workers; ``threads`` of each worker, None if they choose."""
     found = {"python": platform.python_version(), "platform": platform.platform(), "device": device}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed as a package"
-    found["commit"] = _commit()
-    found["threads"] = str(torch.get_num_threads())
-    found["cores"] = str(os.cpu_count() or "unknown")
-    found["processor"] = _processor()
+    found |= {"commit": _commit(), "threads": str(torch.get_num_threads())}
+    found |= {"cores": str(os.cpu_count() or "unknown"), "processor": _processor()}
     if torch.device(device).type == "cuda":
         found["accelerator"] = torch.cuda.get_device_name(device)
         found["cuda"] = str(torch.version.cuda)

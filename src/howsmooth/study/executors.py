@@ -21,11 +21,8 @@ _PROCESS = 600 << 20
 
 
 def opened_executor(how: Execution) -> AbstractContextManager[Executor | None]:
-    """Return a context with an executor for the workers that the user asked for, or None if none were asked
-    for. After an error, workers that are still busy are stopped too.
-
-    If Dask is not installed, ArgumentError is raised; if its scheduler cannot be reached or has no workers,
-    WorkerError.
+    """Return a context with an executor for the workers that the user asked for, if any, which stops them
+    after an error. Missing Dask raises ArgumentError; a scheduler without an answer or workers WorkerError.
     """
     if how.executor is None:
         return nullcontext()
@@ -38,9 +35,7 @@ def opened_executor(how: Execution) -> AbstractContextManager[Executor | None]:
 
 
 def are_worth_it(processes: int, constants: int, model: int) -> bool:
-    """Say whether processes take less time for so many constants than this process, and fit into half of the
-    free memory, each with a model of so many bytes.
-    """
+    """Say whether processes take less time for so many constants, and fit into half of the free memory."""
     fit = processes * (model + _PROCESS) <= SHARE * free_memory(torch.device("cpu"))
     return processes > 1 and constants >= WORTH and fit
 
@@ -64,18 +59,14 @@ def processes_of(executor: Executor | None) -> int:
 
 
 def threads_each(executor: Executor | None, asked: int | None) -> int | None:
-    """Return how many CPU threads each worker should use: as asked for, or an equal share of this machine's
-    cores for each of its processes. None leaves the number unchanged.
-    """
+    """Return how many CPU threads each worker should use; None leaves the number unchanged."""
     if asked is None and isinstance(executor, ProcessPoolExecutor):
         return max(1, available_cores() // workers_of(executor))
     return asked
 
 
 def memory_each(processes: int, asked: int | None, device: str) -> int | None:
-    """Return how many bytes one task may use: as asked for, or an equal share of half of the device's free
-    memory for each of several ``processes`` of this machine. None leaves it half of the free memory.
-    """
+    """Return how many bytes one task may use: as asked for, or its process's share; None leaves the usual."""
     if asked is None and processes > 1:
         return max(1, memory_budget(None, torch.device(device)) // processes)
     return asked

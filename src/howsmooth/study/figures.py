@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -217,18 +218,9 @@ def _points(
     for converged in (True, False):
         rows = positive[positive["converged"] == converged]
         floor = rows["lipschitz"].min() * 1e-3
-        curves.append(
-            Curve(
-                rows[across],
-                rows["lipschitz"],
-                colour=shades(rows[colour], norm),
-                mark="o",
-                size=size,
-                alpha=0.85,
-                filled=converged,
-                spread=None if converged else (rows["lower"].clip(lower=floor), rows["upper"]),
-            )
-        )
+        spread = None if converged else (rows["lower"].clip(lower=floor), rows["upper"])
+        dots = Curve(rows[across], rows["lipschitz"], colour=shades(rows[colour], norm), mark="o", alpha=0.85)
+        curves.append(replace(dots, size=size, filled=converged, spread=spread))
     return curves
 
 

@@ -23,11 +23,9 @@ _LARGEST_GRID = 64  # patches along one side of an image
 
 
 class ImageFeed:
-    """Images, resized so that they have the requested number of patches.
+    """Images, resized so that they have the requested number of patches, with the attributes of a TokenFeed.
 
-    It has the attributes of :class:`howsmooth.study.input_sequences.TokenFeed`, which holds other inputs.
-    ``lengths`` are the possible numbers of tokens; the layers with the indices ``layers`` (None: all) must
-    have the same number.
+    ``lengths`` are the possible numbers of tokens; the ``layers`` (None: all) must have the same number.
     """
 
     parts = None  # every image is a sequence

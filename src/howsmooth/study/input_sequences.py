@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -38,13 +38,12 @@ Sequences = Mapping[tuple[int, int], int]
 """The index of the first token of each sequence, by (length, sample)."""
 
 
-@dataclass(frozen=True, eq=False)
-class OpenedInput:
+class OpenedInput(NamedTuple):
     """A text or another input of a study after it has been read."""
 
     record: TextRecord
-    content: str = field(default="", repr=False)
-    data: Any = field(default=None, repr=False)  #: The tokens or images of another input than a text.
+    content: str = ""
+    data: Any = None  #: The tokens or images of another input than a text.
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +86,8 @@ class TokenFeed:
         return {self.argument: windows} if self.argument else windows
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return the piece of text for each token of the sequence of n tokens that begins at token ``start``:
-        without the places of the tokens the decoded form of each, as of special tokens; without a text its
-        index.
+        """Return the piece of text for each token of a sequence; without the places of the tokens, and for
+        special tokens, the decoded form; without a text, the index.
         """
         if self.decoded is None:
             return tuple(map(str, range(start, start + n)))
@@ -109,11 +107,8 @@ class TokenFeed:
 
 @dataclass(frozen=True, eq=False)
 class SequenceData:
-    """The inputs of a model for some sequences, by name (a single one is empty), in a form that can be sent
-    to a worker process, and perhaps the token labels of the first sequence.
-
-    NumPy is used because PyTorch sends tensors between processes through shared memory, with one open file
-    for each.
+    """The inputs of a model for some sequences, by name (a single one is empty), to send to a worker process,
+    with labels of the first's tokens. As NumPy, since PyTorch would send tensors by one open file for each.
     """
 
     arrays: Mapping[str, Any]
@@ -156,9 +151,7 @@ def open_data(spec: InputSpec) -> OpenedInput:
 def feed_of(
     source: OpenedInput, model: Any, layers: tuple[int, ...], *, special_tokens: bool = False
 ) -> TokenFeed | ImageFeed:
-    """Prepare an input for a model, of which ``layers`` will be captured, for example by tokenising a text.
-    With ``special_tokens``, those of the tokenizer stand around each sequence of a text.
-    """
+    """Prepare an input for a model, whose ``layers`` will be captured, perhaps with special tokens."""
     if source.data is not None:
         return file_feed(source.data, model, layers)
     ids, places = model.tokenizer.located(source.content)
@@ -205,22 +198,17 @@ def file_feed(
         expected = f"tokens of dimension {d}, as {name}"
         raise ArgumentError("embeddings", expected=expected, got=str(tokens.shape[1]))
     instead = hasattr(model.model, "get_input_embeddings")
-    return TokenFeed(
-        tokens.to(computing_dtype(model.model)),
-        parts,
-        "embedded tokens as given" + instead * ", in place of the model's embedding of ids",
-        argument="inputs_embeds" if instead else "",
-    )
+    said = "embedded tokens as given" + instead * ", in place of the model's embedding of ids"
+    argument = "inputs_embeds" if instead else ""
+    return TokenFeed(tokens.to(computing_dtype(model.model)), parts, said, argument)
 
 
 def sequence_starts(
     feed: TokenFeed | ImageFeed, lengths: Sequence[int], samples: int, seed: int, held: Sequences
 ) -> dict[tuple[int, int], int]:
-    """Choose at random where each sequence of a study begins in its input: the first token of the window or
-    the number of the image, by (length, sample). If the sequences do not fit, ValueError is raised.
+    """Choose where each sequence begins: its first token or the number of its image, by (length, sample).
 
-    :func:`arrange` places windows. Images are drawn in random order, and the
-    same images serve for every length.
+    Images are drawn in random order, and the same serve for every length. ValueError: they do not fit.
     """
     if feed.parts is None:
         if samples > feed.count:
@@ -290,10 +278,7 @@ def arrange(
 
 
 def draw_distinct(samples: int, count: int, generator: random.Random) -> list[int]:
-    """Draw ``samples`` distinct whole numbers from 0 to ``count`` − 1, in random order.
-
-    A larger ``samples`` with a generator of the same seed begins with the same numbers.
-    """
+    """Draw distinct whole numbers below ``count`` in random order; a larger number begins with the same."""
     # The first steps of a Fisher-Yates shuffle that stores only the moved entries. Python guarantees only for
     # `Random.random` that a seed gives the same numbers in all versions, which continued studies need.
     moved: dict[int, int] = {}
@@ -342,9 +327,7 @@ def _fill(
 def _choose(
     gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random | None
 ) -> list[list[tuple[int, int]]] | None:
-    """Choose a gap for each window, or None if one fits nowhere; at random by its places, or the tightest
-    without a generator.
-    """
+    """Choose a gap for each window, at random by its places, or the tightest; None if one fits nowhere."""
     inside: list[list[tuple[int, int]]] = [[] for _ in gaps]
     room = np.array([size for _, size in gaps], dtype=np.int64)
     for window in windows:

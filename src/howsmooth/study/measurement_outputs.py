@@ -27,11 +27,8 @@ __all__ = ["Outputs", "write_outputs"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Outputs(Result):
-    """The result of a study: its tables, and the files written by :func:`write_outputs`.
-
-    ``contents`` has the tables of the store. ``exponents`` and ``compared`` come from the functions of these
-    names in :mod:`howsmooth.study.exponents`; ``compared`` is empty without published values. ``parquet`` has
-    the paths of the tables in parquet.
+    """The result of a study: the tables of its store and those fitted to them, and the files written from
+    them. ``compared`` is empty without published values.
     """
 
     NAME: ClassVar[str] = "report"

@@ -43,15 +43,9 @@ def run(
     measurement, the next run tries it again. Without ``means``, the tasks run in this process, and the first
     failure ends the run. The functions ``beside`` list more work at the same sequences.
 
-    Raises
-    ------
-    WorkerError
-        If the executor loses its workers.
-    howsmooth.errors.HowsmoothError
-        If the plan is impossible, or with ``keep_going`` all of it, before anything is measured; if the
-        store cannot be written; or, without ``keep_going``, if a measurement fails. Finished measurements
-        are in the store then.
-
+    WorkerError is raised if the executor loses its workers; another HowsmoothError if the plan is impossible,
+    or with ``keep_going`` all of it, if the store cannot be written, or, without ``keep_going``, if a
+    measurement fails. Finished measurements are in the store then.
     """
     began = time.monotonic()
     means = means or Means()
@@ -140,13 +134,8 @@ def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = Fa
                 impossible.append((model, text, str(error)))
             layers = {layer for task in tasks for layer in task.layers}
             sequences = {(task.n, sample) for task in tasks for sample in task.starts}
-            counts = (
-                len(layers),
-                len(lengths),
-                max(lengths),
-                len(sequences),
-                sum(task.size for task in tasks),
-            )
+            here = sum(task.size for task in tasks)
+            counts = (len(layers), len(lengths), max(lengths), len(sequences), here)
             parts.append(Part(model, text, scope, *counts, memory, lacking))
         reasons = ((label, text, " ".join(error.split())) for label, text, error in impossible)
         return DryRun(tuple(parts), left.kept, tuple(dict.fromkeys(reasons)))

@@ -132,10 +132,7 @@ def in_words(value: Any) -> str:
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """Raise an ArgumentError of the ``with`` block again, with the argument's name as the user knows it.
-
-    ``name`` turns the name of a field into, for example, the option on the command line.
-    """
+    """Raise an ArgumentError of the ``with`` block again, with the argument's name as the user knows it."""
     try:
         yield
     except ArgumentError as error:

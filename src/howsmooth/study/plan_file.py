@@ -1,8 +1,6 @@
 """Read plan files, which describe studies in TOML.
 
-The keys are the fields of :class:`~howsmooth.study.plans.Plan` and
-:class:`~howsmooth.study.execution_options.Execution`. Paths are relative to the plan
-file, so that a plan and its texts can be moved together.
+Paths are relative to the plan file, so that a plan and its texts can be moved together.
 """
 
 from __future__ import annotations

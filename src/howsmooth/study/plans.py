@@ -233,13 +233,6 @@ def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
         raise ArgumentError("heads", expected=expected, got=got, remedy=remedy)
 
 
-def _check_layers(layers: Ranges, scopes: tuple[str, ...]) -> None:
-    if layers.items and scopes == ("model",):
-        expected = "all layers with the scope model, which has one constant for the whole model"
-        remedy = "Leave layers out, or choose another scope."
-        raise ArgumentError("layers", expected=expected, got=f"{layers.text!r}", remedy=remedy)
-
-
 # ---- Constants
 
 
@@ -388,9 +381,8 @@ class Plan:
         if isinstance(entry, ModelSpec):
             return entry
         usual = {name: getattr(self, name) for name in ("random_init", "as_decoder", "part")}
-        table = usual | dict(entry)
         with renamed(lambda name: f"models: {name}"):
-            return ModelSpec(**table)
+            return ModelSpec(**(usual | dict(entry)))
 
     def _set(self, **values: Any) -> None:
         vars(self).update(values)  # a plan is frozen once it is made
@@ -421,7 +413,10 @@ class Plan:
             raise ArgumentError("models", expected="each only once", got=f"{doubled!r} twice")
         for model in self.models:
             _check_heads(self.heads_of(model), self.scopes)
-            _check_layers(self.layers_of(model), self.scopes)
+            if (layers := self.layers_of(model)).items and self.scopes == ("model",):
+                expected = "all layers with the scope model, which has one constant for the whole model"
+                remedy = "Leave layers out, or choose another scope."
+                raise ArgumentError("layers", expected=expected, got=repr(layers.text), remedy=remedy)
 
     @property
     def sources(self) -> tuple[InputSpec, ...]:
@@ -494,9 +489,7 @@ def _radius(value: Any, info: Any) -> float | str:
 
 @options
 class BoundPlan(InputPlan):
-    """A plan for bounds: the layers and heads of a model to bound, the lengths, the radius of the ball of
-    tokens, and whether to search this ball.
-    """
+    """A plan for bounds on layers and heads of a model, at some lengths, on a ball of tokens."""
 
     special_tokens: SpecialTokens = False
     images: Images = ()

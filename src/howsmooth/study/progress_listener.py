@@ -17,9 +17,7 @@ class Listener:
         """Receive the name of the phase that starts."""
 
     def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
-        """Receive the finished amount and the total amount of work in the current phase, in the same unit.
-        ``left`` are the seconds that the rest takes; without them, they follow from the amounts.
-        """
+        """Receive the finished and the total amount of work, and perhaps the seconds that are ``left``."""
 
     def counter(self, noun: str) -> Callable[[float, int], None]:
         """Return a function that receives the number of finished steps and of all steps, named ``noun``."""

@@ -25,9 +25,9 @@ _MOST_DIGITS = 9
 @dataclass(frozen=True)
 class Ranges:
     """A selection of lengths, layers or heads as a user gave it, such as ``2:100:2``, ``0,6`` or ``all``.
+    What cannot be read or does not exist raises an ArgumentError that names ``argument``.
 
-    ``argument`` is the name of the argument, for messages; ``items`` are triples (start, stop, step) with the
-    stop included, none for ``all``.
+    ``items`` are triples (start, stop, step) with the stop included, none for ``all``.
     """
 
     text: str
@@ -36,10 +36,7 @@ class Ranges:
 
     @classmethod
     def parse(cls, value: Any, argument: str) -> Ranges:
-        """Turn a number, a string such as ``2:100:2``, or a list of numbers and strings into a selection; a
-        selection is returned unchanged. What does not follow the grammar raises an ArgumentError that names
-        ``argument``.
-        """
+        """Read a number, a string such as ``2:100:2``, or a list of both; a selection stays as it is."""
         if isinstance(value, Ranges):
             return value
         words = isinstance(value, str) or not isinstance(value, Sequence)
@@ -65,9 +62,7 @@ class Ranges:
         return cls(text.strip(), argument, tuple(items))
 
     def values(self) -> tuple[int, ...]:
-        """Return the numbers of a selection of lengths, sorted and without duplicates. ArgumentError is
-        raised for ``all``, a number below 1, an empty range, or too many numbers.
-        """
+        """Return the numbers of a selection of lengths, sorted and without duplicates."""
         if not self.items:
             raise self._refused(_GRAMMAR)
         chosen = self._expand(self.items)
@@ -76,10 +71,7 @@ class Ranges:
         return chosen
 
     def resolve(self, count: int, owner: str, things: str) -> tuple[int, ...]:
-        """Return the selected indices among ``count`` layers or heads, sorted, non-negative and unique. For
-        messages, ``owner`` is the name of the model and ``things`` a plural noun. ArgumentError is raised if
-        an index does not exist or a range is empty.
-        """
+        """Return the selected indices among ``count`` layers or heads (``things``) of a model, sorted."""
         if not self.items:
             return tuple(range(count))
         items = []

@@ -58,10 +58,7 @@ _MOST_INLINED = 40  # figures: a page with every head of a large model would be 
 def render(
     contents: Contents, exponents: pd.DataFrame, compared: pd.DataFrame, pictures: Sequence[Picture]
 ) -> str:
-    """Return the report as HTML without references to other files or sites. ``exponents`` are fitted to the
-    measurements of the store, ``compared`` to its published values; the PNG files of ``pictures`` are
-    embedded.
-    """
+    """Return the report of a store, with what was fitted to its measurements and to its published values."""
     rows = contents.measurements
     singles = [picture for picture in pictures if not picture.overview]
     bounds = bounds_data(contents.bounds, rows)
@@ -103,29 +100,21 @@ def render(
         seconds=float(rows["seconds"].sum()),
         zeros=int((rows["lipschitz"] <= 0).sum()),
     )
-    labels = ", ".join(contents.models["label"])
-    return page(
-        f"How smooth is attention? {labels}",
-        [body],
-        style=f"{_asset('uplot/uPlot.min.css')}\n{_asset('report.css')}",
-        script=_script(),
-        data={name: script_json(value) for name, value in data.items() if value is not None},
-    )
+    title = f"How smooth is attention? {', '.join(contents.models['label'])}"
+    style = f"{_asset('uplot/uPlot.min.css')}\n{_asset('report.css')}"
+    written = {name: script_json(value) for name, value in data.items() if value is not None}
+    return page(title, [body], style=style, script=_script(), data=written)
 
 
 def _template(contents: Contents) -> jinja2.Template:
     nouns = {plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
     environment = templates("howsmooth.study")
     environment.globals |= {"amount": amount_in_words, "place": place_in_words, "scope": scope_in_words}
-    environment.filters |= {
-        "number": number,
+    named = {one.__name__: one for one in (number, slope, chance, duration, sentence)}
+    environment.filters |= named | {
         "limit": partial(limit_in_digits, digits=3),
-        "slope": slope,
-        "chance": chance,
         "percent": lambda share: f"{100 * share:.2g} %",
         "head": lambda head: "all" if head is None else head,
-        "duration": duration,
-        "sentence": sentence,
         "noun": lambda text: nouns.get(plain(text), "text"),
     }
     return environment.get_template("report.html.jinja")
@@ -197,10 +186,7 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
 
 
 def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the smallest upper and the largest lower bound on each attention layer or head, of those that
-    :func:`bounds_data` found, with their ratios to the measured constant. Whole layers come before heads, of
-    which there can be very many.
-    """
+    """Return the smallest upper and the largest lower bound of each layer, then of each head."""
     table = []
     for place_ in sorted(found["places"], key=lambda one: one["head"] is not None):
         value = place_["measured"] and place_["measured"][0]
@@ -242,11 +228,8 @@ def script_json(value: object) -> Markup:
 def scatter_data(
     measurements: pd.DataFrame, exponents: pd.DataFrame, published: pd.DataFrame, compared: pd.DataFrame
 ) -> dict[str, Any] | None:
-    """Return the points and fits of the scatter plot of constants against length or radius, if there are
-    points.
-
-    The exponents are fitted to the measurements, ``compared`` to the published values. ``groups`` has an
-    entry for each fitted group, ``total`` is the number of points before thinning.
+    """Return the points and fits of the plot of constants against length or radius, if there are points:
+    ``groups`` has an entry for each fitted group, ``total`` is the number of points before thinning.
     """
     ours = {"quantity": _MEASURED, "items": ""}
     theirs = {"scope": "attention", "head": None}
@@ -317,12 +300,11 @@ def _bound(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
-    """Return the share of each token in the leading singular vectors of Jacobians, if there are rows.
+    """Return each token's energy, its share of the squared norm of a leading singular vector of a Jacobian.
 
-    The energy of a token is its share of the squared norm of a leading singular vector of the Jacobian. A
-    layer or head at a sequence has the energies ``input`` and ``output``, and how many tokens have ``half``
-    of each. ``apart`` says that the tokens of a sequence do not join to the text, ``start`` is the row to
-    show first, and ``total`` the number of rows before thinning.
+    A layer or head at a sequence has the energies ``input`` and ``output``, and how many tokens have ``half``
+    of each. ``apart``: the tokens do not join to the text; ``start``: the row to show first; ``total``:
+    before thinning.
     """
     if rows.empty:
         return None

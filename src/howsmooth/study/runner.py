@@ -34,8 +34,7 @@ __all__ = ["Means", "Runner"]
 # After so many seconds without a result the workers are counted.
 _SILENCE = 30.0
 
-Step = tuple[Task, Found | None]
-"""A task with one of its results; ``None`` instead of a result means that the task has ended."""
+Step = tuple[Task, Found | None]  # a task with one of its results, or None when it has ended
 
 # Seconds between two reports of the progress, and from the first result to the first word on the time left.
 _BETWEEN_TELLING = 0.2
@@ -57,9 +56,7 @@ class Means:
 
 
 class Runner:
-    """Carries out the tasks of a study, and writes each result of a task to the store in one transaction.
-    ``models`` is the loader of models in this process, None if tasks need no model.
-    """
+    """Carries out the tasks of a study, and writes each result of a task to the store in one transaction."""
 
     def __init__(self, store: Store, means: Means, models: Models | None = None, device: str = "cpu") -> None:
         self._store, self._means, self._models, self._device = store, means, models, device
@@ -69,10 +66,8 @@ class Runner:
         self.outcome = Outcome()
 
     def carry_out(self, work: Work) -> None:
-        """Carry out the tasks of one kind, such as measuring constants, and store their results.
-
-        WorkerError is raised if the executor loses its workers; without ``keep_going`` also the error of a
-        task, after its other results were written; and StoreError if the store cannot be written.
+        """Carry out tasks of one kind, and store their results. Lost workers raise WorkerError; without
+        ``keep_going``, a failed task raises its error after its other results were written.
         """
         self.outcome.kept[work.kind.table] += work.kept
         for failed in work.failed:
@@ -96,9 +91,7 @@ class Runner:
         return self.outcome
 
     def fail(self, failed: Failed, *, ends: bool = True) -> None:
-        """Record a failure in the store, and raise its error if it ``ends`` the run and the user did not ask
-        to keep going.
-        """
+        """Record a failure; raise its error if it ``ends`` the run and nobody asked to keep going."""
         self._store.add(failed.rows, self._run)
         self.outcome.failed += len(failed.rows)
         self.outcome.first_failure = self.outcome.first_failure or failed.rows[0].error
@@ -180,9 +173,7 @@ class Runner:
 
 
 class _WorkProgress:
-    """Tells a listener how many results of one kind are there, and how many seconds the others take, by the
-    pace after the first one, before which a model is loaded.
-    """
+    """Tells how many results of one kind are there, and how many seconds the others take by their pace."""
 
     def __init__(self, listener: Listener, work: Work) -> None:
         self._listener = listener

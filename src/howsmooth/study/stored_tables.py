@@ -28,15 +28,14 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     """Return the tables of a store by their names, while other processes may write to it.
 
     ``folder`` is the ``--out`` folder of ``howsmooth measure``, the folder of a figure in that of ``howsmooth
-    reproduce``, or the file ``study.sqlite`` in it. If it has no store, or a damaged one, StoreError is
+    reproduce``, or the file ``study.sqlite`` in it. Without a store, or with a damaged one, StoreError is
     raised.
 
-    Tables without rows are absent. The others are ``measurements`` (a row for each constant, with its
-    interval and status), ``models``, ``texts``, ``bounds``, ``sequences``, ``failures``, ``figure_rows`` and
-    others, whose columns the classes in :mod:`howsmooth.study.records` explain; ``run`` is the number of the
-    run that wrote a row. ``measurements`` has the columns of ``measurements.csv``, followed by those that say
-    how a row was made. With measurements there is also the table ``exponents``, as in ``exponents.csv``; its
-    ``attrs["howsmooth"]`` has the lines to cite.
+    Tables that have rows are ``measurements`` (a row for each constant, with its interval and status),
+    ``models``, ``texts``, ``bounds``, ``sequences``, ``failures``, ``figure_rows`` and others, with the
+    columns of the classes in :mod:`howsmooth.study.records`; ``run`` is the number of the run that wrote a
+    row. ``measurements`` begins with the columns of ``measurements.csv``. With it comes the table
+    ``exponents``, as in ``exponents.csv``; its ``attrs["howsmooth"]`` has the lines to cite.
     """
     place = Path(folder)
     if place.name == STORE_NAME and place.is_file():
@@ -75,9 +74,7 @@ def _readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def measurement_table(contents: Contents, *, how_made: bool = False) -> pd.DataFrame:
-    """Return the measurements as in ``measurements.csv``, and ``how_made`` each was: its method, masking,
-    module, first token, energies and run.
-    """
+    """Return the measurements as in ``measurements.csv``, perhaps with columns on how each was made."""
     rows = contents.measurements
     stored = rows["model"].map(contents.models.set_index("label")["stored"])
     table = rows.loc[:, "model":"seed"].assign(stored=stored, computed=rows["dtype"])

@@ -75,25 +75,16 @@ class Models:
         self._model: Any = None
 
     def load(self, spec: ModelSpec, content: str) -> Any:
-        """Load a model, or return it if it is loaded; the tokenizer of an untrained one is trained on
-        ``content``.
-        """
+        """Load a model if it is not; the tokenizer of an untrained one is trained on ``content``."""
         from howsmooth.models import load_model  # imports transformers, which takes seconds
 
         key = (spec, content if spec.random_init else "")
         if self._model is None or self._key != key:
             self._model = None  # free the old model before loading the new one
-            self._model = load_model(
-                spec.name,
-                random_init=spec.random_init,
-                as_decoder=spec.as_decoder,
-                part=spec.part,
-                seed=self._plan.seed,
-                device=self._plan.device,
-                dtype=getattr(torch, self._plan.dtype),
-                tokenizer_text=key[1] or None,
-                head=self._plan.output != "hidden",
-            )
+            plan, given = self._plan, {n: getattr(spec, n) for n in ("random_init", "as_decoder", "part")}
+            given |= {"seed": plan.seed, "device": plan.device, "dtype": getattr(torch, plan.dtype)}
+            with_head = plan.output != "hidden"
+            self._model = load_model(spec.name, **given, tokenizer_text=key[1] or None, head=with_head)
             self._key = key
         return self._model
 
@@ -226,6 +217,8 @@ def prepared_study(
 
 # ---- Inputs and their sequences
 
+_FEWER = "fewer samples, or fewer or shorter lengths"
+
 
 def open_sources(plan: Plan) -> list[OpenedInput]:
     """Read the inputs of a plan; refuse an empty text, and two inputs with the same name."""
@@ -249,11 +242,11 @@ def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
     needed = plan.samples * sum(lengths)
     # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.
     if text.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
-        fewer = "fewer samples, or fewer or shorter lengths"
+        fewer = "smaller --lengths" if needed == max(lengths) else _FEWER
         raise TextError(
             f"text {text.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
-            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use "
-            f"{'smaller --lengths' if needed == max(lengths) else fewer}, or a longer text."
+            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use {fewer}, or "
+            "a longer text."
         )
 
 
@@ -300,9 +293,7 @@ def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
 def place_sequences(
     plan: Plan, subject: Subject, held: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
-    """Check the lengths to measure, and choose where the plan's sequences begin in the input; those in the
-    store (``held``) keep their places.
-    """
+    """Choose where the plan's sequences begin; those in the store (``held``) keep their places."""
     _check_lengths(subject)
     feed, text = subject.feed, subject.text
     draw = derive_seed(purpose="sequences", seed=plan.seed, text=text.digest, model=subject.fingerprint)
@@ -311,7 +302,7 @@ def place_sequences(
     except ValueError as error:
         more, other = (" for more", ", or another output folder") if held else ("", "")
         longer = "a longer text" if text.kind == "text" else "more of it"
-        fewer = "fewer samples, or fewer or shorter lengths"
+        fewer = _FEWER
         if plan.samples == len(subject.lengths) == 1:
             longest = max(length for _, length in feed.parts or ((0, feed.count),))
             fewer = f"--lengths {longest}, or a smaller one"
@@ -364,10 +355,7 @@ def capture_sites(
     side: str | None = None,
 ) -> list[Any]:
     """Run a model once, and return the chosen attention layers with their inputs, ordered by layer and head.
-
-    ``scope`` is one of ``howsmooth.scopes.SCOPES``, or ``model``, whose only layer is 0, or
-    ``cross-attention``. ``output`` is the output of a whole model, and ``side`` says which of two input
-    sequences is perturbed.
+    ``output`` is the output of a whole model, and ``side`` the input sequence of two that is perturbed.
     """
     from howsmooth.models import CrossSite, capture
 

@@ -66,9 +66,7 @@ def open_tokens(source: str | os.PathLike[str], kind: str) -> np.ndarray:
 
 
 def load_tokens(source: str | os.PathLike[str], kind: str) -> TokenStream:
-    """Read token ids or embedded tokens from a ``.npy`` file, as :func:`open_tokens` finds them. Numbers that
-    are no ids raise ArgumentError; NaN and infinity NonFiniteError.
-    """
+    """Read what :func:`open_tokens` finds; refuse numbers that are no ids, and NaN and infinity."""
     import torch  # takes seconds, and a wrong file is told before
 
     array, ids = open_tokens(source, kind), kind == "tokens"

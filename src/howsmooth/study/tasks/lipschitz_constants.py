@@ -53,9 +53,7 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ConstantsTask(SequenceTask):
-    """The task of measuring constants at some sequences of one model, input and scope, together with the
-    tasks of ``longer`` sequences.
-    """
+    """The task of measuring constants at sequences of one length, and those of the ``longer`` tasks."""
 
     longer: tuple[ConstantsTask, ...] = ()
 
@@ -120,15 +118,10 @@ def _measured(items: Sequence[_Item]) -> list[Found]:
         return []
     began = time.perf_counter()
     plan, tokens = items[0].task.plan, [item.site.x[item.slot] for item in items]
-    estimate = lipschitz.local_lipschitz(
-        items[-1].site.map,
-        torch.stack(tokens) if len({item.task.n for item in items}) == 1 else tokens,
-        rtol=plan.rtol,
-        confidence=plan.confidence,
-        max_iterations=plan.max_iterations,
-        seed=[item.seed for item in items],
-        memory=plan.memory,
-    )
+    given = torch.stack(tokens) if len({item.task.n for item in items}) == 1 else tokens
+    how = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations", "memory")}
+    seeds = [item.seed for item in items]
+    estimate = lipschitz.local_lipschitz(items[-1].site.map, given, seed=seeds, **how)
     a_token = (time.perf_counter() - began) / sum(item.task.n for item in items)
     rows: list[Row] = []
     for place, item in enumerate(items):
@@ -225,9 +218,7 @@ def batch_size(heads: int, n: int, dtype: str) -> int:
 
 
 def joined(work: Work, workers: int = 1) -> Work:
-    """Join the measuring tasks of one model, input and scope into tasks of several lengths each, so many that
-    each of the ``workers`` has work to the end.
-    """
+    """Join tasks of one model, input and scope, so that each of the ``workers`` has work to the end."""
     tokens = sum(len(task.starts) * task.n for task in work.tasks if isinstance(task, ConstantsTask))
     each = tokens // (_TASKS_EACH * workers) if workers > 1 else tokens
     groups: list[list[ConstantsTask]] = []

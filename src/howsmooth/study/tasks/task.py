@@ -27,9 +27,7 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
-        """Record an error at each of ``places``: tuples with the first values of
-        :data:`~howsmooth.study.records.PLACE`, of which missing ones and None stand for all values.
-        """
+        """Record an error at each of ``places``: first values of PLACE, where None stands for all values."""
         told: dict[str, Any] = {
             "kind": type(error).__name__,
             "error": encodable(" ".join(str(error).split())) or "no reason given",
@@ -88,9 +86,7 @@ class Task(ABC):
 
     @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the missing rows, and yield lists of rows, each to be written in one transaction.
-        ``models`` keeps the loaded models of this process.
-        """
+        """Compute the missing rows, and yield lists of rows, each to be written in one transaction."""
 
     def failed(self, error: Exception) -> Failed:
         """Record an error in one row, which stands for all missing rows of the task."""
@@ -149,9 +145,7 @@ class SequenceTask(Task):
         """Compute the missing rows with the loaded model, and yield them."""
 
     def sites(self, model: Any) -> Iterator[Any]:
-        """Run the model once; yield each layer or head of the task as a map, with its input tokens, and a
-        failure for each layer that cannot be captured.
-        """
+        """Run the model once; yield each layer or head with its input tokens, or why it is not captured."""
         assert self.data is not None
         given = (model, self.data.inputs(self.plan.device), self.subject, self.scope)
         how = (self.n, self.plan.output, self.plan.side)
@@ -174,9 +168,7 @@ class SequenceTask(Task):
 
 
 def each_if_not_all(items: Sequence[Any], take: Any, refused: Any) -> Iterator[Any]:
-    """Yield ``take(items)``; if it fails or is empty, take each half of the items, down to single ones, and
-    yield ``refused(error, item)`` for an item that fails alone.
-    """
+    """Yield ``take(items)``, or of halves where it fails, and ``refused(error, item)`` of single items."""
     try:
         found = take(items)
     except Exception as error:
