@@ -66,7 +66,7 @@ def threads_each(executor: Executor | None, asked: int | None) -> int | None:
 
 
 def memory_each(processes: int, asked: int | None, device: str) -> int | None:
-    """Return how many bytes one task may use: as asked for, or its process's share; None leaves the usual."""
+    """Return how many bytes a task may use: as asked for, or a share for each process; None: the usual."""
     if asked is None and processes > 1:
         return max(1, memory_budget(None, torch.device(device)) // processes)
     return asked

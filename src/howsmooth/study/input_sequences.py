@@ -108,7 +108,7 @@ class TokenFeed:
 @dataclass(frozen=True, eq=False)
 class SequenceData:
     """The inputs of a model for some sequences, by name (a single one is empty), to send to a worker process,
-    with labels of the first's tokens. As NumPy, since PyTorch would send tensors by one open file for each.
+    with labels of the first's tokens. In NumPy, since each tensor of PyTorch would need an open file.
     """
 
     arrays: Mapping[str, Any]
@@ -143,7 +143,7 @@ def open_data(spec: InputSpec) -> OpenedInput:
     else:
         found = load_tokens(spec.places[0], spec.kind)
     content, data = (found.content, None) if spec.kind == "text" else ("", found)
-    size = len(data or content)
+    size = len(content if data is None else data)
     record = TextRecord(encodable(found.name), found.digest, encodable(found.source), size, spec.kind)
     return OpenedInput(record, content, data)
 
@@ -207,8 +207,8 @@ def sequence_starts(
     feed: TokenFeed | ImageFeed, lengths: Sequence[int], samples: int, seed: int, held: Sequences
 ) -> dict[tuple[int, int], int]:
     """Choose where each sequence begins: its first token or the number of its image, by (length, sample).
-
-    Images are drawn in random order, and the same serve for every length. ValueError: they do not fit.
+    Images are drawn in random order, and the same serve for every length. What does not fit raises
+    ValueError.
     """
     if feed.parts is None:
         if samples > feed.count:
