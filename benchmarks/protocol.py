@@ -55,8 +55,8 @@ from howsmooth import spectral
 from howsmooth.attention import SelfAttention
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.models import LoadedModel
+from howsmooth.study.input_sequences import arrange
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.window_placement import arrange
 from howsmooth.texts import load_text
 
 RTOL = 1e-4

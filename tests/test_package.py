@@ -218,7 +218,7 @@ VIOLATIONS = {
         ("study.plans", "from transformers import AutoModel", "transformers"),
         ("lipschitz.local", "import tokenizers", "tokenizers"),
     ],
-    "matplotlib": [("study.report.page", "from matplotlib.figure import Figure", "matplotlib")],
+    "matplotlib": [("study.report", "from matplotlib.figure import Figure", "matplotlib")],
     "Optimal transport": [("spectral.lanczos", "import ot", "ot")],
     "typer and rich": [("study.measurement_run", "import rich", "rich")],
     "Dask": [("study.runner", "import distributed", "distributed")],

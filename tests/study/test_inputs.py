@@ -20,13 +20,12 @@ from howsmooth.errors import ArgumentError, CaptureError, StoreError, TextError
 from howsmooth.models import image_inputs, load_model
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.study.image_sequences import ImageFeed
-from howsmooth.study.input_sequences import OpenedInput, TokenFeed, feed_of, sequence_starts
+from howsmooth.study.input_sequences import OpenedInput, TokenFeed, arrange, feed_of, sequence_starts
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import TextRecord
-from howsmooth.study.window_placement import arrange
 from howsmooth.texts import load_text
 from tests._study import contents_of, make_plan, overlapping, rows_of
 

@@ -21,21 +21,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from howsmooth.study import report
 from howsmooth.study.exponents import compare, exponents
 from howsmooth.study.figures import draw_all
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.records import PLACE, Bounding, Contents, PublishedValue
-from howsmooth.study.report import chart_data
-from howsmooth.study.report.chart_data import (
+from howsmooth.study.report import (
     MOST_ENERGIES,
     MOST_POINTS,
     bounds_data,
+    render,
     scatter_data,
     script_json,
     sensitivity_data,
+    sharpest,
 )
-from howsmooth.study.report.page import render
-from howsmooth.study.report.tables import sharpest
 from howsmooth.words import decimal, visible_token
 from tests._browser import Complaints, chromium, opened
 
@@ -295,7 +295,7 @@ def test_a_very_large_store_is_thinned_evenly_and_the_page_says_so(
     contents: Contents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MOST_POINTS == 50_000
-    monkeypatch.setattr(chart_data, "MOST_POINTS", 500)
+    monkeypatch.setattr(report, "MOST_POINTS", 500)
     fits = exponents(contents.measurements)
     total = len(contents.measurements) + len(contents.published)
     found = scatter_data(contents.measurements, fits, contents.published, compare(contents.published))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.study.window_placement import arrange, draw_distinct
+from howsmooth.study.input_sequences import arrange, draw_distinct
 from howsmooth.texts import load_text
 from tests._shared import shared_data
 

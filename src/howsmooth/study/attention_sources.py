@@ -11,13 +11,7 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.study.plans import BoundPlan, ModelSpec, Plan
-from howsmooth.study.study_preparation import (
-    Models,
-    capture_sites,
-    open_sources,
-    place_sequences,
-    subject_of,
-)
+from howsmooth.study.study_preparation import Models, capture_sites, open_sources, place_sequences, subject_of
 from howsmooth.words import place_in_words
 
 __all__ = ["AttentionSource", "Ball", "Target"]
@@ -46,14 +40,12 @@ class Target:
 
     @property
     def place(self) -> str:
-        """A phrase that names the layer and the head of this attention, such as "layer 3, head 1"."""
+        """The layer and the head in words, such as "layer 3, head 1"."""
         return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> Ball:
-        """Return the ball of tokens around zero on which to bound the attention.
-
-        A number is the radius itself. ``"auto"`` takes the radius from the norm layer before the attention,
-        if there is one, and otherwise the norm of the longest token.
+        """Return the ball of tokens around zero on which to bound the attention. With the radius ``"auto"``
+        it is that of the norm layer before the attention, or else the norm of the longest token.
         """
         if not isinstance(radius, str):
             return Ball(float(radius), "given")
@@ -71,8 +63,7 @@ class AttentionSource:
     """The attention layers of a model, each with the tokens that it receives when the model reads a text.
 
     For each length there is one sequence, the one that ``howsmooth measure`` takes for this length and one
-    sample. It does not depend on the other lengths, so lengths can be added. ``usual_length`` is the default
-    length: 64, or less if the model or the text is shorter.
+    sample. ``usual_length`` is the default length: 64, or less if the model or the text is shorter.
     """
 
     def __init__(self, plan: BoundPlan) -> None:
@@ -81,20 +72,14 @@ class AttentionSource:
             models=(spec,),
             samples=1,
             scopes=(plan.scope,),
-            layers=plan.layers,
-            heads=plan.heads,
-            seed=plan.seed,
-            special_tokens=plan.special_tokens,
+            **{name: getattr(plan, name) for name in ("layers", "heads", "seed", "special_tokens")},
             **{"texts" if kind == "text" else kind: given for kind, given in plan.inputs.items()},
         )
         (text,) = open_sources(self._plan)
         self._model = Models(self._plan).load(spec, text.content)
-        self._subject = subject_of(self._plan, spec, text, self._model)
-        self.label, self.text = self._subject.model.label, self._subject.text.name
-        self.description = self._subject.model.source
-        self.fingerprint = self._subject.fingerprint
-        most = self._subject.model.max_length
-        feed = self._subject.feed
+        self._subject = subject = subject_of(self._plan, spec, text, self._model)
+        self.label, self.text, self.description = subject.model.label, subject.text.name, subject.model.source
+        self.fingerprint, most, feed = subject.fingerprint, subject.model.max_length, subject.feed
         if feed.parts is None:  # whole images
             self.usual_length = max(feed.usual)
             return

@@ -15,12 +15,9 @@ try:
     from distributed import Client
     from distributed.comm.addressing import get_address_host_port
 except ImportError as error:
-    raise ArgumentError(
-        "executor",
-        expected="processes, because Dask is not installed",
-        got="dask",
-        remedy="Install it, here and on the workers, with: pip install 'howsmooth[dask]'",
-    ) from error
+    expected = "processes, because Dask is not installed"
+    remedy = "Install it, here and on the workers, with: pip install 'howsmooth[dask]'"
+    raise ArgumentError("executor", expected=expected, got="dask", remedy=remedy) from error
 
 __all__ = ["connected_cluster"]
 
@@ -31,31 +28,19 @@ _PATIENCE = 30.0
 def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]:
     """Connect to a Dask cluster, and yield an executor that runs tasks on its workers.
 
-    ``scheduler`` is the address of a running cluster. It must have ``workers`` workers within half a minute,
-    and it keeps running when the context ends. Without an address, a cluster of ``workers`` processes with
-    one thread each is started on this machine, and stopped at the end.
-
-    The attribute ``workers`` of the executor is the number of worker processes at the time of connection, and
-    its method ``present()`` returns their number now. If
-    a worker is lost, Dask gives its tasks to other workers. A task fails after four workers in a row were
-    lost while they ran it.
-
-    Raises
-    ------
-    ArgumentError
-        If ``scheduler`` is no address with a port.
-    WorkerError
-        If no scheduler answers within half a minute, or it has fewer workers; or if it went away before
-        the context ended with a WorkerError.
-
+    The cluster at the address ``scheduler`` must have ``workers`` workers within half a minute, and it keeps
+    running when the context ends. Without an address, a cluster of ``workers`` processes with one thread each
+    is started here, and stopped at the end. The executor's ``workers`` is their number at the time of
+    connection, and its ``present()`` returns it now. If a worker is lost, Dask gives its tasks to others; a
+    task fails after four workers in a row were lost. A scheduler that does not answer, has fewer workers or
+    went away raises WorkerError; an address without a port ArgumentError.
     """
     if scheduler is not None and not scheduler.startswith("inproc:"):  # one in this process has no port
         _check_address(scheduler)
     own = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 40}
     try:
-        client = Client(
-            scheduler, timeout=_PATIENCE, set_as_default=False, **(own if scheduler is None else {})
-        )
+        how = own if scheduler is None else {}
+        client = Client(scheduler, timeout=_PATIENCE, set_as_default=False, **how)
     except (OSError, ValueError) as error:
         if scheduler is None:
             raise WorkerError(f"no Dask cluster can be started on this machine ({error}).") from error
@@ -84,7 +69,6 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
 
 
 def _wait_for_workers(client: Client, scheduler: str | None, workers: int) -> None:
-    """Wait until a cluster has so many workers, and raise WorkerError if it has fewer after half a minute."""
     try:
         client.wait_for_workers(workers, timeout=_PATIENCE)
     except TimeoutError as error:
@@ -111,12 +95,8 @@ def _present(client: Client) -> int:
 
 
 def _check_address(scheduler: str) -> None:
-    """Raise ArgumentError if a scheduler's address has no port, or a form that Dask does not know."""
     try:
         get_address_host_port(scheduler)
     except ValueError as error:
-        raise ArgumentError(
-            "scheduler",
-            expected="the address that dask scheduler prints, such as tcp://127.0.0.1:8786",
-            got=f"{scheduler} ({error})",
-        ) from error
+        expected = "the address that dask scheduler prints, such as tcp://127.0.0.1:8786"
+        raise ArgumentError("scheduler", expected=expected, got=f"{scheduler} ({error})") from error

@@ -19,21 +19,15 @@ _SOURCE = Path(__file__).parent
 
 
 def environment(device: str, executor: Executor | None = None, threads: int | None = None) -> dict[str, str]:
-    """Return a description of the computing environment: versions, hardware, threads and workers.
-
-    ``device`` is the PyTorch device. Without an executor, this process computes. ``threads`` is the number of
-    CPU threads of each worker, or None if the workers choose it.
-    """
+    """Return versions, hardware, threads and workers; ``threads`` of each worker, None if they choose."""
     found = {"python": platform.python_version(), "platform": platform.platform(), "device": device}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed as a package"
-    found["commit"] = _commit()
-    found["threads"] = str(torch.get_num_threads())
-    found["cores"] = str(os.cpu_count() or "unknown")
-    found["processor"] = _processor()
+    found |= {"commit": _commit(), "threads": str(torch.get_num_threads())}
+    found |= {"cores": str(os.cpu_count() or "unknown"), "processor": _processor()}
     if torch.device(device).type == "cuda":
         found["accelerator"] = torch.cuda.get_device_name(device)
         found["cuda"] = str(torch.version.cuda)
@@ -54,7 +48,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Return the git commit of howsmooth: the commit of its checkout, or the commit that pip installed."""
+    """Return the git commit of howsmooth's checkout, or the one that pip installed."""
     try:
         # Check that git tracks this file: a virtual environment inside another repository is not part of it.
         _git("ls-files", "--error-unmatch", "environment.py")

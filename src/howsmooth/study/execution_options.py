@@ -53,7 +53,6 @@ class Execution:
     threads: Threads = None
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError for workers or a scheduler that the chosen executor cannot use."""
         got = f"the executor {self.executor}" if self.executor else "no executor"
         if self.workers is not None and self.executor is None:
             raise ArgumentError("workers", expected="it together with the executor processes", got=got)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -13,52 +12,30 @@ from howsmooth.study.execution_options import Execution
 from howsmooth.study.worker_processes import WORTH, available_cores, worker_processes
 
 __all__ = [
-    "are_worth_it",
-    "memory_each",
-    "opened_executor",
-    "processes_of",
-    "threads_each",
-    "workers_left",
+    "are_worth_it", "memory_each", "opened_executor", "processes_of", "threads_each", "workers_left",
     "workers_of",
-]
+]  # fmt: skip
 
 # Bytes of a process without a model
 _PROCESS = 600 << 20
 
 
-@contextmanager
-def opened_executor(how: Execution) -> Iterator[Executor | None]:
-    """Yield an executor for the workers that the user asked for, and close it at the end of the context.
-
-    Yield None if the user asked for no workers.
-
-    After an error, workers that are still busy are stopped too.
-
-    Raises
-    ------
-    ArgumentError
-        If Dask is asked for and not installed.
-    WorkerError
-        If the Dask scheduler cannot be reached, or has no workers.
-
+def opened_executor(how: Execution) -> AbstractContextManager[Executor | None]:
+    """Return a context with an executor for the workers that the user asked for, if any, which stops them
+    after an error. Missing Dask raises ArgumentError; a scheduler without an answer or workers WorkerError.
     """
     if how.executor is None:
-        yield None
-    elif how.executor == "dask":
+        return nullcontext()
+    if how.executor == "dask":
         from howsmooth.study.dask_cluster import connected_cluster
 
         workers = how.workers or (available_cores() if how.scheduler is None else 1)
-        with connected_cluster(how.scheduler, workers) as cluster:
-            yield cluster
-    else:
-        with worker_processes(how.workers or available_cores()) as pool:
-            yield pool
+        return connected_cluster(how.scheduler, workers)
+    return worker_processes(how.workers or available_cores())
 
 
 def are_worth_it(processes: int, constants: int, model: float) -> bool:
-    """Say whether processes take less time for so many constants than this process, and fit into half of the
-    free memory, each with a model of so many bytes.
-    """
+    """Say whether processes take less time for so many constants, and fit into half of the free memory."""
     fit = processes * (model + _PROCESS) <= SHARE * free_memory(torch.device("cpu"))
     return processes > 1 and constants >= WORTH and fit
 
@@ -82,21 +59,14 @@ def processes_of(executor: Executor | None) -> int:
 
 
 def threads_each(executor: Executor | None, asked: int | None) -> int | None:
-    """Return how many CPU threads each worker should use; ``None`` leaves the number unchanged.
-
-    It is the number that the user asked for, if any; else processes of this machine share its cores equally.
-    """
+    """Return how many CPU threads each worker should use; None leaves the number unchanged."""
     if asked is None and isinstance(executor, ProcessPoolExecutor):
         return max(1, available_cores() // workers_of(executor))
     return asked
 
 
 def memory_each(processes: int, asked: int | None, device: str) -> int | None:
-    """Return how many bytes one task may use; ``None`` leaves it half of the free memory.
-
-    It is the number that the user asked for, if any; else ``processes`` of this machine share half of the
-    free memory of the device equally.
-    """
+    """Return how many bytes a task may use: as asked for, or a share for each process; None: the usual."""
     if asked is None and processes > 1:
         return max(1, memory_budget(None, torch.device(device)) // processes)
     return asked

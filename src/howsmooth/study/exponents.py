@@ -1,13 +1,10 @@
 """Fit the power law L = c · n^slope, whose exponent says how fast the constant L grows with the length n.
 
 The fit is by least squares of log L on log n. The interval of the slope uses the standard error HC3, which
-allows the spread of log L to depend on n: on text, log L spreads more at short lengths, which also have the
-most leverage. The module also tests slope = 1/4.
-
-If longer sequences have larger tokens, an exponent in the length partly measures the effect of the token
-norm, the radius (Appendix E.2 of the paper). So the module also correlates radius and length, and repeats the
-fit for the thirds of the sequences with small, middle and large radius. The documentation page "Sequences,
-exponents, radius and length" explains the choice of the intervals.
+allows the spread of log L to depend on n. If longer sequences have larger tokens, an exponent in the length
+partly measures the effect of the token norm, the radius (Appendix E.2 of the paper). So radius and length are
+correlated, and the fit is repeated for the thirds of the sequences with small, middle and large radius. The
+documentation page "Sequences, exponents, radius and length" explains the choice of the intervals.
 """
 
 from __future__ import annotations
@@ -55,43 +52,21 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Exponent:
-    """The power law L = exp(intercept) · n^slope fitted to constants L at lengths n.
+    """The power law L = exp(intercept) · n^slope fitted to constants L at lengths n; NaN where it is not."""
 
-    Attributes
-    ----------
-    slope, low, high
-        The exponent with its 95 % interval; NaN if it could not be fitted.
-    quarter
-        The p value of the hypothesis that the exponent is 1/4. It is below 0.05 exactly if the interval does
-        not contain 1/4. NaN without a fit.
-    n_points, n_min, n_max
-        The number of fitted points, and their smallest and largest length.
-    spread
-        The standard deviation of the residuals of log L.
-    intercept
-        log L at n = 1.
-    interval
-        The method of the interval: ``"HC3"``, ``"exact"`` if all points lie on the line up to rounding, or
-        ``""`` without a fit.
-    left_out
-        The number of points that are not fitted, because they did not converge or are zero.
-    note
-        The reason why there is no fit; empty if there is one.
-
-    """
-
-    slope: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
+    slope: float = math.nan  #: The exponent.
+    low: float = math.nan  #: The lower end of its 95 % interval.
+    high: float = math.nan  #: The upper end.
+    #: The p value of the exponent 1/4, which is below 0.05 exactly if the interval does not contain it.
     quarter: float = math.nan
-    n_points: int = 0
-    n_min: int = 0
-    n_max: int = 0
-    spread: float = math.nan
-    intercept: float = math.nan
-    interval: str = ""
-    left_out: int = 0
-    note: str = ""
+    n_points: int = 0  #: The number of fitted points.
+    n_min: int = 0  #: Their smallest length.
+    n_max: int = 0  #: Their largest length.
+    spread: float = math.nan  #: The standard deviation of the residuals of log L.
+    intercept: float = math.nan  #: log L at n = 1.
+    interval: str = ""  #: The method, ``HC3``, or ``exact`` if all points lie on the line up to rounding.
+    left_out: int = 0  #: The number of points that are not fitted: they did not converge or are zero.
+    note: str = ""  #: The reason why there is no fit; empty if there is one.
 
     def at(self, n: float) -> float:
         """Return the fitted constant at a length."""
@@ -102,14 +77,13 @@ class Exponent:
         return f"[{decimal(self.low, 3)}, {decimal(self.high, 3)}]"
 
 
-EXPONENT_COLUMNS = (
-    "model", "layer", "head", "scope", "text", *(field.name for field in fields(Exponent)),
+_OF_RADIUS = (
     "radius_correlation", "radius_correlation_low", "radius_correlation_high",
-    *(
-        f"{stratum}_radius_{name}"
-        for stratum in STRATA
-        for name in ("from", "to", "slope", "low", "high", "points")
-    ),
+    *(f"{one}_radius_{name}" for one in STRATA for name in ("from", "to", "slope", "low", "high", "points")),
+)  # fmt: skip
+
+EXPONENT_COLUMNS = (
+    "model", "layer", "head", "scope", "text", *(field.name for field in fields(Exponent)), *_OF_RADIUS,
 )  # fmt: skip
 """The columns of ``exponents.csv``.
 
@@ -176,7 +150,6 @@ def fit_exponent(n: ArrayLike, lipschitz: ArrayLike, usable: ArrayLike = True) -
 def _checked(
     n: ArrayLike, lipschitz: ArrayLike, usable: ArrayLike
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the arguments of :func:`fit_exponent` as arrays of one shape (points,)."""
     try:
         lengths, values = np.asarray(n, dtype=np.float64), np.asarray(lipschitz, dtype=np.float64)
         chosen = np.broadcast_to(np.asarray(usable, dtype=bool), lengths.shape)
@@ -195,16 +168,14 @@ def _checked(
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
-    """Fit a line; return slope, intercept, deviation of the residuals, and the slope's HC3 standard error
-    (MacKinnon and White, 1985).
-    """
+    """Fit a line; return slope, intercept, deviation of the residuals, and the HC3 error of the slope."""
     centred = x - x.mean()
     square = float(centred @ centred)
     slope = float(centred @ y) / square
     intercept = float(y.mean() - slope * x.mean())
     residuals = y - intercept - slope * x
-    # HC3 divides each residual by 1 - leverage. The result is the distance of the point from the line that
-    # is fitted without this point.
+    # HC3 (MacKinnon and White, 1985) divides each residual by 1 - leverage, which gives the distance of the
+    # point from the line that is fitted without this point.
     leverage = 1 / len(x) + centred**2 / square
     left_out = residuals / np.maximum(1 - leverage, np.finfo(np.float64).eps)
     spread = math.sqrt(float(residuals @ residuals) / (len(x) - 2))
@@ -214,19 +185,14 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
 def fitted_groups(
     table: pd.DataFrame, by: Sequence[str], usable: str = "converged"
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame, Exponent]]:
-    """Fit an exponent to each group of rows of a table; yield the group's key, its rows and the fit.
-
-    ``usable`` is the column that says which constants may be fitted.
-    """
+    """Fit an exponent to the ``usable`` rows of each group of a table; yield key, rows and fit."""
     for key, rows in table.groupby(list(by), dropna=False, sort=True):
         fit = fit_exponent(rows["n"].to_numpy(), rows["lipschitz"].to_numpy(), rows[usable].to_numpy(bool))
         yield dict(zip(by, key, strict=True)), rows, fit
 
 
 def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Fit the exponent with which the constant grows with the length, for each model, text, scope, layer and
-    head. The table has :data:`EXPONENT_COLUMNS`.
-    """
+    """Fit the exponent of each model, text, scope, layer and head; see :data:`EXPONENT_COLUMNS`."""
     rows = [
         {**names, **asdict(fit), **_by_radius(group[group["converged"] & (group["lipschitz"] > 0)])}
         for names, group, fit in fitted_groups(measurements, GROUP)
@@ -237,10 +203,9 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
 def compare(rows: pd.DataFrame) -> pd.DataFrame:
     """Fit powers of the length to the values of the paper's published code, and to the correct constants.
 
-    There is one row for each model, text, layer and quantity, the quantities in the order in which they were
-    measured. ``ratio`` is the median over the sequences of the quantity divided by the corrected constant.
-    Corrected constants that did not converge are left out of the fits. Values of the published iteration are
-    never left out, since the published code does not check whether it converged.
+    There is one row for each model, text, layer and quantity, in the order of measurement. ``ratio`` is the
+    median of the quantity divided by the corrected constant. Corrected constants that did not converge are
+    left out of the fits, but no published ones, since the published code does not check whether it converged.
     """
     usable = (rows["settled"] | rows["lower"].isna()) & np.isfinite(rows["lipschitz"])
     place = ["model", "text", "layer", "n", "sample"]
@@ -267,23 +232,13 @@ class Correlation(NamedTuple):
 
 
 def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
-    """Correlate the radius with the length, and fit an exponent to each third of the sequences by radius."""
     n, lipschitz, radius = (rows[name].to_numpy() for name in ("n", "lipschitz", "radius_mean"))
-    found = radius_correlation(n, radius)
-    names = ("radius_correlation", "radius_correlation_low", "radius_correlation_high")
-    columns: dict[str, float] = dict(zip(names, found, strict=True))
-    for stratum, inside in zip(STRATA, terciles(radius), strict=True):
+    values: list[float] = [*radius_correlation(n, radius)]
+    for inside in terciles(radius):
         fit = fit_exponent(n[inside], lipschitz[inside])
         ends = (radius[inside].min(), radius[inside].max()) if inside.any() else (math.nan, math.nan)
-        columns |= {
-            f"{stratum}_radius_from": float(ends[0]),
-            f"{stratum}_radius_to": float(ends[1]),
-            f"{stratum}_radius_slope": fit.slope,
-            f"{stratum}_radius_low": fit.low,
-            f"{stratum}_radius_high": fit.high,
-            f"{stratum}_radius_points": fit.n_points,
-        }
-    return columns
+        values += [*map(float, ends), fit.slope, fit.low, fit.high, fit.n_points]
+    return dict(zip(_OF_RADIUS, values, strict=True))
 
 
 def radius_correlation(n: np.ndarray, radius: np.ndarray) -> Correlation:
@@ -291,9 +246,8 @@ def radius_correlation(n: np.ndarray, radius: np.ndarray) -> Correlation:
     sequences, both of shape (points,). Radii of zero are left out, since they have no logarithm.
 
     The interval, of level :data:`LEVEL`, uses the jackknife of Fisher's arctanh transform, because Fisher's
-    own interval assumes normal radii with the same spread at all lengths, and is far off where they are not
-    (documentation page "Sequences, exponents, radius and length"). All is NaN if there are fewer than three
-    lengths or four points, or if all radii are equal up to rounding.
+    own interval assumes normal radii with the same spread at all lengths. All is NaN if there are fewer than
+    three lengths or four points, or if all radii are equal up to rounding.
     """
     n, radius = n[radius > 0], radius[radius > 0]
     count = len(n)
@@ -324,10 +278,8 @@ def radius_correlation(n: np.ndarray, radius: np.ndarray) -> Correlation:
 
 
 def terciles(radius: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Divide sequences into three groups of about equal size, by their token norm (radius).
-
-    The result are three boolean masks of shape (points,). Equal radii are in the same third, so the thirds
-    may differ in size. The masks select no point if all radii are equal up to rounding.
+    """Divide sequences into thirds by their token norm (radius), as boolean masks of shape (points,). Equal
+    radii are in the same third; the masks select no point if all radii are equal up to rounding.
     """
     if len(radius) == 0 or _is_steady(radius):
         nothing = np.zeros(len(radius), dtype=bool)

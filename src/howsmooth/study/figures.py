@@ -1,8 +1,6 @@
-"""Draw figures of measurements in the style of the paper, from the rows in the store of a study.
-
-Each figure shows the constant against the length, coloured by the radius, with the fitted exponent and lines
-of slope 1/4 and 1/2; and the constant against the radius, coloured by the length. Axes are logarithmic. The
-viridis colours do not depend on colour vision. Unconverged measurements are hollow, with their interval.
+"""Draw figures of measurements in the style of the paper: the constant against the length, coloured by the
+radius, with the fitted exponent and lines of slope 1/4 and 1/2, and the constant against the radius, coloured
+by the length. Unconverged measurements are hollow, with their interval.
 """
 
 from __future__ import annotations
@@ -10,9 +8,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -61,38 +60,28 @@ def draw_all(
     *,
     overviews: bool = False,
 ) -> list[Picture]:
-    """Draw a figure of the constants for each layer or head, and overviews of several layers or heads.
-
-    There is an overview for each model, text and scope with several layers or heads; it comes before the
-    figures of its layers. With ``overviews`` there is one figure for each model: of its first text, in the
-    scope ``attention`` if that was measured.
-    ``kinds`` maps the name of each input that is not a text to its kind, one of
-    :data:`howsmooth.study.plans.KINDS`.
+    """Draw a figure of the constants for each layer or head, after an overview for each model, text and scope
+    with several of them. With ``overviews`` there is one figure for each model: of its first text, in the
+    scope ``attention`` if that was measured. ``kinds`` maps the name of each input to its kind.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     figures = list(_figures(measurements, kinds, overviews=overviews))
     drawn = []
-    for one in figures:
-        figure = one.draw()
-        drawn.append(picture(figure, folder, one.stem, one.title, dots=_DOTS_AN_INCH, overview=one.overview))
+    for stem, title, several, draw_it in figures:
+        drawn.append(picture(draw_it(), folder, stem, title, dots=_DOTS_AN_INCH, overview=several))
         listener.advance(float(len(drawn)), float(len(figures)), f"{len(drawn)} of {len(figures)}")
     return drawn
 
 
 def overview(measurements: pd.DataFrame, kinds: Mapping[str, str] = {}) -> Figure:
     """Return the figure of the first model that :func:`draw_all` draws as an overview."""
-    return next(_figures(measurements, kinds, overviews=True)).draw()
+    *_, draw_it = next(_figures(measurements, kinds, overviews=True))
+    return draw_it()
 
 
-@dataclass(frozen=True)
-class _Drawing:
-    """A figure that is still to be drawn, and the stem of its files."""
-
-    stem: str
-    title: str
-    overview: bool
-    draw: Callable[[], Figure]
+# The stem of the files of a figure, its title, whether it is an overview, and what draws it
+_Drawing = tuple[str, str, bool, Callable[[], Figure]]
 
 
 def _figures(measurements: pd.DataFrame, kinds: Mapping[str, str], *, overviews: bool) -> Iterator[_Drawing]:
@@ -109,15 +98,14 @@ def _figures(measurements: pd.DataFrame, kinds: Mapping[str, str], *, overviews:
         if len(parts) > 1:
             every = "every layer and head" if parts[0].head is not None else "every layer"
             stem, title = file_stem(model, text, scope, "overview"), f"{what}: {every}"
-            yield _Drawing(stem, title, True, partial(_draw_overview, parts, kind, title))
+            yield stem, title, True, partial(_draw_overview, parts, kind, title)
         if len(parts) == 1 or not overviews:
             for part in parts:
                 stem, title = file_stem(model, text, scope, *part.stem), f"{what}: {part.name}"
-                yield _Drawing(stem, title, False, partial(_draw_single, part, kind, title))
+                yield stem, title, False, partial(_draw_single, part, kind, title)
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
+class _Part(NamedTuple):
     """The rows of a table that belong to one layer or one head, and the exponent fitted to them."""
 
     layer: int
@@ -135,7 +123,6 @@ class _Part:
 
 
 def _parts_of(table: pd.DataFrame) -> list[_Part]:
-    """Split a table of measurements by layer and head, and fit the exponents of the constants."""
     return [
         _Part(int(names["layer"]), None if pd.isna(names["head"]) else int(names["head"]), rows, fit)
         for names, rows, fit in fitted_groups(table, ("layer", "head"))
@@ -180,15 +167,10 @@ def _draw_overview(parts: Sequence[_Part], kind: str, title: str) -> Figure:
     heads = len({part.head for part in parts})
     columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(parts), _FEW_COLUMNS)
     label = "least-squares fit, exponent [95 % interval]"
-    panels = [
-        Panel(
-            [*_points(part.rows, "n", "radius_mean", norm, size=7.0), *_guides(part.fit, label)],
-            part.name,
-            f"length n ({unit})",
-            "",
-        )
-        for part in parts
-    ]
+    panels = []
+    for part in parts:
+        curves = [*_points(part.rows, "n", "radius_mean", norm, size=7.0), *_guides(part.fit, label)]
+        panels.append(Panel(curves, part.name, f"length n ({unit})", ""))
     table = [panels[first : first + columns] for first in range(0, len(panels), columns)]
     width = 2.3 if columns <= _FEW_COLUMNS else 1.7
     size = 1.6 + width * columns, 1.3 + 2.0 * len(table)
@@ -220,10 +202,8 @@ def _guides(fit: Exponent, label: str) -> list[Curve]:
         return []
     ends = np.array([fit.n_min, fit.n_max], dtype=float)
     middle = math.sqrt(fit.n_min * fit.n_max)
-    line = Curve(
-        ends, [fit.at(end) for end in ends], label, _FIT_COLOUR, dashes=SOLID, spans=False, halo=True
-    )
-    return [line] + [
+    fitted = [fit.at(end) for end in ends]
+    return [Curve(ends, fitted, label, _FIT_COLOUR, dashes=SOLID, spans=False, halo=True)] + [
         Curve(ends, fit.at(middle) * (ends / middle) ** slope, f"slope {words}", dashes=dashes, spans=False)
         for slope, words, dashes in _REFERENCE_SLOPES
     ]
@@ -232,26 +212,15 @@ def _guides(fit: Exponent, label: str) -> list[Curve]:
 def _points(
     group: pd.DataFrame, across: str, colour: str, norm: Normalize, size: float = 13.0
 ) -> list[Curve]:
-    """Return the constants as dots, coloured by a column; those that did not converge are hollow, with their
-    intervals.
-    """
+    """Return the constants as dots, coloured by a column; unconverged ones are hollow, with intervals."""
     positive = group[group["lipschitz"] > 0]
     curves = []
     for converged in (True, False):
         rows = positive[positive["converged"] == converged]
         floor = rows["lipschitz"].min() * 1e-3
-        curves.append(
-            Curve(
-                rows[across],
-                rows["lipschitz"],
-                colour=shades(rows[colour], norm),
-                mark="o",
-                size=size,
-                alpha=0.85,
-                filled=converged,
-                spread=None if converged else (rows["lower"].clip(lower=floor), rows["upper"]),
-            )
-        )
+        spread = None if converged else (rows["lower"].clip(lower=floor), rows["upper"])
+        dots = Curve(rows[across], rows["lipschitz"], colour=shades(rows[colour], norm), mark="o", alpha=0.85)
+        curves.append(replace(dots, size=size, filled=converged, spread=spread))
     return curves
 
 

@@ -1,7 +1,4 @@
-"""Images as sequences of tokens: their patches, and the tokens that a vision model adds.
-
-The number of tokens of an image is counted at the captured layers.
-"""
+"""Images as sequences of tokens: their patches, and the tokens that a vision model adds."""
 
 from __future__ import annotations
 
@@ -26,11 +23,9 @@ _LARGEST_GRID = 64  # patches along one side of an image
 
 
 class ImageFeed:
-    """Images, resized so that they have the requested number of patches.
+    """Images, resized so that they have the requested number of patches, with the attributes of a TokenFeed.
 
-    It has the attributes of :class:`howsmooth.study.input_sequences.TokenFeed`, which holds other inputs.
-    ``lengths`` are the possible numbers of tokens; the model takes no others. The layers with the indices
-    ``layers`` (None: all) must have the same number of tokens.
+    ``lengths`` are the possible numbers of tokens; the ``layers`` (None: all) must have the same number.
     """
 
     parts = None  # every image is a sequence
@@ -61,7 +56,6 @@ class ImageFeed:
         self.preparation = f"images of {own} pixels for {n} tokens{others}; {made.sentence}"
 
     def _tokens_at(self, layers: Sequence[int] | None) -> int:
-        """Return the number of tokens that each selected attention layer has for an image."""
         chosen = None if layers is None else list(layers)
         groups: dict[int, list[int]] = {}
         for site in capture(self._model, self._inputs([0], self._preparation.size), chosen):
@@ -75,7 +69,6 @@ class ImageFeed:
         return next(iter(groups))
 
     def _takes(self, size: tuple[int, int]) -> bool:
-        """Return whether the processor makes images of this size (height, width) and the model takes them."""
         model = self._model.model
         try:
             with measurement_mode(model), float32_layers(model):
@@ -90,7 +83,7 @@ class ImageFeed:
 
     @cached_property
     def usual(self) -> tuple[int, ...]:
-        """The default numbers of tokens: that of the usual image size of the model, and smaller ones."""
+        """The number of tokens of the model's usual image size, and some smaller ones."""
         shorter = [n for n in self.lengths if 2 <= n <= self._own]
         if len(shorter) > _MOST_LENGTHS:
             wished = np.geomspace(shorter[0], shorter[-1], _MOST_LENGTHS)
@@ -102,9 +95,7 @@ class ImageFeed:
         return self._inputs(starts, self._sizes[n])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return the row and column of the patch of each token, or the index of each token if the model adds
-        more than one to the patches.
-        """
+        """Return the row and column of each token's patch, or its index if the model adds more than one."""
         if self._added not in (0, 1) or self._preparation.patch is None:
             return tuple(map(str, range(n)))
         columns = self._sizes[n][1] // self._preparation.patch[1]

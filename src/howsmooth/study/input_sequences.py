@@ -1,15 +1,16 @@
-"""Read the inputs of a study (texts, token ids, embedded tokens and images), and cut them into sequences for
-a model.
+"""Read the inputs of a study (texts, token ids, embedded tokens and images), and cut them into sequences.
 
-For all of these inputs, this module chooses where the sequences begin.
+Sequences of tokens are windows that do not overlap, whatever their lengths, so that no two points of a study
+share a token. A seed determines where they lie. Windows that were measured keep their places when more are
+added.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.study.plans import InputSpec
 from howsmooth.study.records import TextRecord
 from howsmooth.study.token_files import TokenStream, load_tokens
-from howsmooth.study.window_placement import Sequences, arrange, draw_distinct
 from howsmooth.words import encodable
 
 if TYPE_CHECKING:
@@ -27,27 +27,23 @@ if TYPE_CHECKING:
     from howsmooth.study.image_sequences import ImageFeed
 
 __all__ = [
-    "Inputs",
-    "OpenedInput",
-    "SequenceData",
-    "TokenFeed",
-    "feed_of",
-    "file_feed",
-    "open_data",
-    "sequence_starts",
-]
+    "Inputs", "OpenedInput", "SequenceData", "Sequences", "TokenFeed", "arrange", "draw_distinct", "feed_of",
+    "file_feed", "open_data", "sequence_starts",
+]  # fmt: skip
 
 Inputs = torch.Tensor | dict[str, torch.Tensor]
 """The inputs of a model: token ids of shape (batch, n), or tensors by argument name."""
 
+Sequences = Mapping[tuple[int, int], int]
+"""The index of the first token of each sequence, by (length, sample)."""
 
-@dataclass(frozen=True, eq=False)
-class OpenedInput:
-    """A text or another input of a study after it has been read: its name, its digest and its content."""
+
+class OpenedInput(NamedTuple):
+    """A text or another input of a study after it has been read."""
 
     record: TextRecord
-    content: str = field(default="", repr=False)
-    data: Any = field(default=None, repr=False)  #: The tokens or images of another input than a text.
+    content: str = ""
+    data: Any = None  #: The tokens or images of another input than a text.
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +86,8 @@ class TokenFeed:
         return {self.argument: windows} if self.argument else windows
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return the piece of text for each token of the sequence of n tokens that begins at token ``start``.
-
-        Without the places of the tokens, it is the decoded form of each token, as it is of special tokens;
-        without a text, its index.
+        """Return the piece of text for each token of a sequence; without the places of the tokens, and for
+        special tokens, the decoded form; without a text, the index.
         """
         if self.decoded is None:
             return tuple(map(str, range(start, start + n)))
@@ -107,17 +101,14 @@ class TokenFeed:
         return (*before, *pieces, *after)
 
     def place(self, start: int) -> int | None:
-        """Return the index of the first character of token ``start`` in the text; None if it is not known."""
+        """Return the index of the first character of token ``start`` in the text, if it is known."""
         return self.places[start] if self.places else None
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceData:
-    """The inputs of a model for some sequences, in a form that can be sent to a worker process.
-
-    The token labels of the first sequence may come with them. ``arrays`` has the model's inputs by name, of
-    which a single one is empty. NumPy is used because PyTorch sends tensors between processes through shared
-    memory, with one open file for each.
+    """The inputs of a model for some sequences, by name (a single one is empty), to send to a worker process,
+    with labels of the first's tokens. In NumPy, since each tensor of PyTorch would need an open file.
     """
 
     arrays: Mapping[str, Any]
@@ -145,15 +136,14 @@ def open_data(spec: InputSpec) -> OpenedInput:
     found: Any
     if spec.kind == "text":
         found = texts.load_text(spec.places[0])
-        content, size, data = found.content, len(found.content), None
     elif spec.kind == "images":
         from howsmooth.models.inputs.image_sources import load_images
 
         found = load_images(list(spec.places))
-        content, size, data = "", len(found), found
     else:
         found = load_tokens(spec.places[0], spec.kind)
-        content, size, data = "", found.size, found
+    content, data = (found.content, None) if spec.kind == "text" else ("", found)
+    size = len(content if data is None else data)
     record = TextRecord(encodable(found.name), found.digest, encodable(found.source), size, spec.kind)
     return OpenedInput(record, content, data)
 
@@ -161,11 +151,7 @@ def open_data(spec: InputSpec) -> OpenedInput:
 def feed_of(
     source: OpenedInput, model: Any, layers: tuple[int, ...], *, special_tokens: bool = False
 ) -> TokenFeed | ImageFeed:
-    """Prepare a text or another input for a model, for example by tokenising a text.
-
-    ``layers`` are the layers that will be captured. With ``special_tokens``, the special tokens of the
-    tokenizer stand around each sequence of a text.
-    """
+    """Prepare an input for a model, whose ``layers`` will be captured, perhaps with special tokens."""
     if source.data is not None:
         return file_feed(source.data, model, layers)
     ids, places = model.tokenizer.located(source.content)
@@ -212,22 +198,17 @@ def file_feed(
         expected = f"tokens of dimension {d}, as {name}"
         raise ArgumentError("embeddings", expected=expected, got=str(tokens.shape[1]))
     instead = hasattr(model.model, "get_input_embeddings")
-    return TokenFeed(
-        tokens.to(computing_dtype(model.model)),
-        parts,
-        "embedded tokens as given" + instead * ", in place of the model's embedding of ids",
-        argument="inputs_embeds" if instead else "",
-    )
+    said = "embedded tokens as given" + instead * ", in place of the model's embedding of ids"
+    argument = "inputs_embeds" if instead else ""
+    return TokenFeed(tokens.to(computing_dtype(model.model)), parts, said, argument)
 
 
 def sequence_starts(
     feed: TokenFeed | ImageFeed, lengths: Sequence[int], samples: int, seed: int, held: Sequences
 ) -> dict[tuple[int, int], int]:
-    """Choose at random where each sequence of a study begins in its text or other input.
-
-    Windows do not overlap; :func:`howsmooth.study.window_placement.arrange` places them. Images are drawn in
-    random order, and the same images serve for every length. The result has the first token of the window or
-    the number of the image by (length, sample). If the sequences do not fit, ValueError is raised.
+    """Choose where each sequence begins: its first token or the number of its image, by (length, sample).
+    Images are drawn in random order, and the same serve for every length. What does not fit raises
+    ValueError.
     """
     if feed.parts is None:
         if samples > feed.count:
@@ -240,16 +221,144 @@ def sequence_starts(
 
 
 def token_pieces(content: str, places: Sequence[int], first: int, n: int) -> list[str]:
-    """Cut the text of a sequence of n tokens into one piece for each token.
+    """Cut the text of a sequence of n tokens into one piece for each token; joined, they are the text from
+    token ``first`` up to the token after the last.
 
-    ``places`` has the index of the first character of each token of the whole text ``content``; ``first`` is
-    the first token of the sequence. Joined, the pieces are the text from the first token up to the token
-    after the last. Characters that the tokenizer drops between two tokens, such as a space, belong to the
-    first of the two. If several tokens share one character, it belongs to the first, and the pieces of the
-    others are empty.
+    ``places`` has the index of the first character of each token of the whole text. Characters that the
+    tokenizer drops between two tokens, such as a space, belong to the first of the two. If several tokens
+    share one character, it belongs to the first, and the pieces of the others are empty.
     """
     # Make the cuts monotone from the end: a tokenizer may report positions out of order.
     cuts = np.minimum.accumulate([*places[first : first + n + 1], len(content)][n::-1])[::-1]
     ends = np.append(cuts, cuts[-1])[np.searchsorted(cuts, cuts, side="right")]
     begins = np.diff(cuts, prepend=-1) > 0
     return [content[a:b] if new else "" for a, b, new in zip(cuts[:n], ends, begins, strict=False)]
+
+
+# ---- Places of windows
+
+# The free gaps between windows are on average at least this many times as long as the longest window, or
+# there are fewer gaps. So sequences that are added later, even longer ones, find room.
+_ROOM = 8
+
+
+def arrange(
+    tokens: int,
+    lengths: Iterable[int],
+    samples: int,
+    seed: int,
+    held: Sequences | None = None,
+    parts: Sequence[tuple[int, int]] | None = None,
+) -> dict[tuple[int, int], int]:
+    """Choose where ``samples`` sequences of each length begin in a text of so many tokens, so that no two
+    overlap; return the first token of each by (length, sample). If they do not fit, ValueError is raised.
+
+    If the text is long enough, all arrangements of the windows are equally likely. In a shorter text, the
+    windows form fewer runs without gaps, in random order. Windows that were measured before (``held``), of
+    these or other lengths, keep their places; if the arrangement of the seed contains them all, it is used,
+    so that a study that was interrupted continues with the same windows. ``parts`` are the parts of the text
+    where windows may lie, as (first token, number of tokens), in order; by default the whole text.
+    """
+    held = held or {}
+    wanted = [(n, sample) for n in sorted(set(lengths)) for sample in range(samples)]
+    missing = [window for window in wanted if window not in held]
+    if not missing:
+        return {window: held[window] for window in wanted}
+    parts = [(0, tokens)] if parts is None else parts
+    # First arrange all windows as if none was held: a study that was interrupted gets its arrangement again.
+    # Otherwise the held windows stay, and the missing ones go into the gaps between them.
+    try:
+        whole = _fill(parts, wanted, random.Random(seed))
+    except ValueError:  # the held windows may lie more tightly than a new arrangement
+        whole = {}
+    if whole and all(whole.get(window) == start for window, start in held.items()):
+        return whole
+    placed = _fill(_gaps(parts, held), missing, random.Random(seed))
+    return {window: held[window] if window in held else placed[window] for window in wanted}
+
+
+def draw_distinct(samples: int, count: int, generator: random.Random) -> list[int]:
+    """Draw distinct whole numbers below ``count`` in random order; a larger number begins with the same."""
+    # The first steps of a Fisher-Yates shuffle that stores only the moved entries. Python guarantees only for
+    # `Random.random` that a seed gives the same numbers in all versions, which continued studies need.
+    moved: dict[int, int] = {}
+    picked = []
+    for place in range(samples):
+        other = place + int(generator.random() * (count - place))
+        picked.append(moved.get(other, other))
+        moved[other] = moved.get(place, place)
+    return picked
+
+
+def _gaps(parts: Sequence[tuple[int, int]], held: Sequences) -> list[tuple[int, int]]:
+    """Return the gaps between windows in parts of a text, each as (first token, number of tokens)."""
+    gaps = []
+    windows = sorted((start, n) for (n, _), start in held.items())
+    for first, tokens in parts:
+        end = first
+        inside = [(start, n) for start, n in windows if first <= start < first + tokens]
+        for start, n in [*inside, (first + tokens, 0)]:
+            if start > end:
+                gaps.append((end, start - end))
+            end = max(end, start + n)
+    return gaps
+
+
+def _fill(
+    gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random
+) -> dict[tuple[int, int], int]:
+    # Long windows are placed first, because they find room in the fewest places.
+    longest_first = sorted(windows, key=lambda window: (-window[0], window[1]))
+    # Random gaps can use up room that a later window needs. Then take the tightest gap for each window.
+    chosen = _choose(gaps, longest_first, generator) or _choose(gaps, longest_first, None)
+    if chosen is None:
+        needed, free = sum(n for n, _ in windows), [size for _, size in gaps]
+        raise ValueError(
+            f"{len(windows)} windows of {needed} tokens do not fit into {sum(free)} free tokens, in pieces "
+            f"of at most {max(free, default=0)}"
+        )
+    placed: dict[tuple[int, int], int] = {}
+    for (start, room), inside in zip(gaps, chosen, strict=True):
+        order = [inside[place] for place in draw_distinct(len(inside), len(inside), generator)]
+        placed |= _lay_out(start, room, order, longest_first[0][0], generator)
+    return placed
+
+
+def _choose(
+    gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random | None
+) -> list[list[tuple[int, int]]] | None:
+    """Choose a gap for each window, at random by its places, or the tightest; None if one fits nowhere."""
+    inside: list[list[tuple[int, int]]] = [[] for _ in gaps]
+    room = np.array([size for _, size in gaps], dtype=np.int64)
+    for window in windows:
+        places = np.maximum(room - window[0] + 1, 0)
+        total = int(places.sum())
+        if total == 0:
+            return None
+        if generator is None:
+            gap = int(np.where(places > 0, room, np.iinfo(np.int64).max).argmin())
+        else:
+            gap = int(np.searchsorted(places.cumsum(), int(generator.random() * total), side="right"))
+        inside[gap].append(window)
+        room[gap] -= window[0]
+    return inside
+
+
+def _lay_out(
+    start: int, room: int, windows: Sequence[tuple[int, int]], longest: int, generator: random.Random
+) -> dict[tuple[int, int], int]:
+    """Place windows in one gap, in a few groups, with the spare tokens at random between them."""
+    spare = room - sum(n for n, _ in windows)
+    runs = min(len(windows), spare // (_ROOM * longest))
+    # Split `spare` into runs + 1 parts, uniformly among all ways; the last part lies after the last run.
+    cuts = [cut - index for index, cut in enumerate(sorted(draw_distinct(runs, spare + runs, generator)))]
+    # The index of the first window of each run, with the number of the run.
+    heads = {len(windows) * run // runs: run for run in range(runs)}
+    placed = {}
+    used = shift = 0
+    for index, window in enumerate(windows):
+        if index in heads:
+            shift = cuts[heads[index]]
+        placed[window] = start + shift + used
+        used += window[0]
+    return placed

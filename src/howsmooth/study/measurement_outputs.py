@@ -18,7 +18,7 @@ from howsmooth.study.exponents import compare, exponents
 from howsmooth.study.figures import draw_all, overview
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.records import Contents, plain_rows
-from howsmooth.study.report.page import render
+from howsmooth.study.report import render
 from howsmooth.study.store import Store
 from howsmooth.study.stored_tables import citations, measurement_table
 
@@ -27,11 +27,8 @@ __all__ = ["Outputs", "write_outputs"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Outputs(Result):
-    """The result of a study: its tables, and the files written by :func:`write_outputs`.
-
-    ``contents`` has the tables of the store at the time of writing. ``exponents`` comes from
-    :func:`howsmooth.study.exponents.exponents`; ``compared`` from :func:`howsmooth.study.exponents.compare`,
-    and is empty if the store has no published values. ``parquet`` has the paths of the tables in parquet.
+    """The result of a study: the tables of its store and those fitted to them, and the files written from
+    them. ``compared`` is empty without published values.
     """
 
     NAME: ClassVar[str] = "report"
@@ -76,18 +73,10 @@ def write_outputs(
     """Write ``measurements.csv``, ``exponents.csv`` and ``report.html`` beside a store.
 
     If the store has published values, also write ``published.csv`` and ``published-exponents.csv``. Draw one
-    overview for each model into the folder ``figures``, as PNG and PDF, and show it in the report, which also
-    draws all points when it is opened; with ``figures="all"``, draw all overviews and a figure of each layer
-    and head. With ``parquet``, also write ``measurements.parquet`` and ``exponents.parquet``, with the lines
-    to cite in their metadata.
-
-    Raises
-    ------
-    ArgumentError
-        If ``figures`` is neither, or ``parquet`` is asked for and pandas has no engine for it.
-    StoreError
-        If the store cannot be read or a file cannot be written.
-
+    overview for each model into the folder ``figures``, as PNG and PDF; with ``figures="all"``, all overviews
+    and a figure of each layer and head. With ``parquet``, also write ``measurements.parquet`` and
+    ``exponents.parquet``, with the lines to cite in their metadata; without an engine of pandas for it,
+    ArgumentError is raised. A store that cannot be read, or a file that cannot be written, raises StoreError.
     """
     if figures not in ("page", "all"):
         raise ArgumentError("figures", expected="one of page, all", got=repr(figures))

@@ -1,8 +1,5 @@
 """Run a plan of measurements: first constants, then values of the published code if asked for, then bounds.
 Or only count what a run would measure, and predict in what memory.
-
-Rows that the store already has are skipped. Results are written step by step, so a run can be interrupted at
-any moment and continued later.
 """
 
 from __future__ import annotations
@@ -50,15 +47,9 @@ def run(
     measurement, the next run tries it again. Without ``means``, the tasks run in this process, and the first
     failure ends the run. The functions ``beside`` list more work at the same sequences.
 
-    Raises
-    ------
-    WorkerError
-        If the executor loses its workers.
-    howsmooth.errors.HowsmoothError
-        If the plan is impossible, or with ``keep_going`` all of it, before anything is measured; if the
-        store cannot be written; or, without ``keep_going``, if a measurement fails. Finished measurements
-        are in the store then.
-
+    WorkerError is raised if the executor loses its workers; another HowsmoothError if the plan is impossible,
+    or with ``keep_going`` all of it, if the store cannot be written, or, without ``keep_going``, if a
+    measurement fails. Finished measurements are in the store then.
     """
     began = time.monotonic()
     means = means or Means()
@@ -143,14 +134,7 @@ class DryRun:
 
 
 def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = False) -> DryRun:
-    """Load and check all that a run of a plan would, and count what the store in ``folder`` lacks.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        The errors that ``run`` raises before it measures.
-
-    """
+    """Load and check all that a run of a plan would, with its errors, and count what the store lacks."""
     with prepared_study(plan, folder, write=False, keep_going=keep_going) as study:
         left = constants_left(study)
         groups: dict[tuple[str, str, str], list[ConstantsTask]] = {}
@@ -160,29 +144,19 @@ def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = Fa
         impossible = [(spec.label, text, str(error)) for spec, text, error in study.impossible]
         parts = []
         for (model, text, scope), tasks in groups.items():
-            longest = max(task.n for task in tasks)
-            memory: float | None = None
-            lacking: float | None = None
+            lengths = {task.n for task in tasks}
+            memory = lacking = None
             try:
-                memory, lacking = _memory(study, tasks, longest)
+                memory, lacking = _memory(study, tasks, max(lengths))
             except Exception as error:
                 if not keep_going:
                     raise
                 impossible.append((model, text, str(error)))
-            parts.append(
-                Part(
-                    model,
-                    text,
-                    scope,
-                    layers=len({layer for task in tasks for layer in task.layers}),
-                    lengths=len({task.n for task in tasks}),
-                    longest=longest,
-                    sequences=len({(task.n, sample) for task in tasks for sample in task.starts}),
-                    measurements=sum(task.size for task in tasks),
-                    memory=memory,
-                    lacking=lacking,
-                )
-            )
+            layers = {layer for task in tasks for layer in task.layers}
+            sequences = {(task.n, sample) for task in tasks for sample in task.starts}
+            here = sum(task.size for task in tasks)
+            counts = (len(layers), len(lengths), max(lengths), len(sequences), here)
+            parts.append(Part(model, text, scope, *counts, memory, lacking))
         reasons = ((label, text, " ".join(error.split())) for label, text, error in impossible)
         return DryRun(tuple(parts), left.kept, tuple(dict.fromkeys(reasons)))
 
@@ -190,9 +164,6 @@ def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = Fa
 def _memory(
     study: PreparedStudy, tasks: Sequence[ConstantsTask], longest: int
 ) -> tuple[float | None, float | None]:
-    """Return the bytes of the longest sequences measured together, and those that one needs if it does not
-    fit.
-    """
     plan, first = study.plan, min(tasks, key=lambda task: task.n)
     sample = next(iter(first.starts))
     missing = frozenset(key for key in first.missing if key[1] == first.layers[0])

@@ -132,10 +132,7 @@ def in_words(value: Any) -> str:
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """Raise an ArgumentError of the ``with`` block again, with the argument's name as the user knows it.
-
-    ``name`` turns the name of a field into, for example, the option on the command line.
-    """
+    """Raise an ArgumentError of the ``with`` block again, with the argument's name as the user knows it."""
     try:
         yield
     except ArgumentError as error:
@@ -237,21 +234,17 @@ def some_of(*choices: str, elsewhere: Mapping[str, str] = {}) -> Callable[[Any, 
     return read
 
 
-def _ranges(value: Any, info: Any) -> Ranges:
-    return Ranges.parse(value, info.field_name)
-
-
 def _words(value: Any, info: Any) -> tuple[str, ...]:
     return once(tuple(word(each, info) for each in listed(value)), info)
-
-
-def _folder(value: Any, info: Any) -> Path:
-    return Path(word(value, info))
 
 
 Integer = Annotated[int, BeforeValidator(_item)]
 Real = Annotated[float, BeforeValidator(_item)]
 Word = Annotated[str, PlainValidator(word)]
 Words = Annotated[tuple[str, ...], PlainValidator(_words), Told(several=True)]
-Folder = Annotated[Path, PlainValidator(_folder), Told("FOLDER")]
-Selection = Annotated[Ranges, PlainValidator(_ranges), Told("RANGES")]
+Folder = Annotated[Path, PlainValidator(lambda value, info: Path(word(value, info))), Told("FOLDER")]
+Selection = Annotated[
+    Ranges,
+    PlainValidator(lambda value, info: Ranges.parse(value, info.field_name)),
+    Told("RANGES"),
+]

@@ -1,8 +1,6 @@
 """Read plan files, which describe studies in TOML.
 
-The keys are the fields of :class:`~howsmooth.study.plans.Plan` and
-:class:`~howsmooth.study.execution_options.Execution`. Paths are relative to the plan
-file, so that a plan and its texts can be moved together.
+Paths are relative to the plan file, so that a plan and its texts can be moved together.
 """
 
 from __future__ import annotations
@@ -37,21 +35,10 @@ class Study(NamedTuple):
 def read_plan(path: str | os.PathLike[str], **typed: Any) -> Study:
     """Read a TOML plan file; return the plan of what to measure and the options for carrying it out.
 
-    Parameters
-    ----------
-    path
-        A TOML file with keys in :data:`KEYS`, of which only ``models`` is required. The default of ``out`` is
-        a folder beside the file, named like the file with ``-out`` in place of the suffix.
-    **typed
-        Fields of :class:`~howsmooth.study.plans.Plan` and
-        :class:`~howsmooth.study.execution_options.Execution` that replace those of the file.
-
-    Raises
-    ------
-    ArgumentError
-        If the file cannot be read, a key is unknown, or a value is not allowed; the error names the key, and
-        the file unless the value is one of ``typed``.
-
+    The keys of the file are in :data:`KEYS`, of which only ``models`` is required; ``typed`` are fields that
+    replace them. The default of ``out`` is a folder beside the file, named like the file with ``-out`` in
+    place of the suffix. If the file cannot be read, a key is unknown, or a value is not allowed, an
+    ArgumentError names the key, and the file unless the value was ``typed``.
     """
     path = Path(path)
     with renamed(lambda name: name if name in typed else f"{path.name}: {name}" if name else path.name):

@@ -49,21 +49,9 @@ else:
     Scope = Literal["head", "heads", "attention", "residual", "block", "model", "cross-attention"]
 
 __all__ = [
-    "DEFAULT_TEXT",
-    "INFLUENCE_RTOL",
-    "KINDS",
-    "PROFILE_RTOL",
-    "PROFILE_TOKENS",
-    "PUBLISHED_ITEMS",
-    "RADIUS_TOKENS",
-    "SPAN",
-    "BoundPlan",
-    "InputPlan",
-    "InputSpec",
-    "ModelSpec",
-    "Plan",
-    "check_output",
-]
+    "DEFAULT_TEXT", "INFLUENCE_RTOL", "KINDS", "PROFILE_RTOL", "PROFILE_TOKENS", "PUBLISHED_ITEMS",
+    "RADIUS_TOKENS", "SPAN", "BoundPlan", "InputPlan", "InputSpec", "ModelSpec", "Plan", "check_output",
+]  # fmt: skip
 
 KINDS = ("text", "tokens", "embeddings", "images")
 """The kinds of input: text, token ids, embedded tokens and images."""
@@ -111,7 +99,6 @@ _MOST_SEARCH_STEPS = 1_000_000
 
 
 def _one_word(value: Any, info: Any) -> str | None:
-    """Read a word that may be given only once; None stays None."""
     if value is None:
         return None
     values = listed(value)
@@ -227,7 +214,7 @@ Bounds = Annotated[
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
-    """Raise ArgumentError if the plan has an ``output`` other than "hidden" without the scope ``model``."""
+    """Refuse an ``output`` other than "hidden" without the scope ``model``."""
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
@@ -240,32 +227,17 @@ def _check_special_tokens(asked: bool, kinds: set[str]) -> None:
 
 def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
     if heads.items and "head" not in scopes:
-        raise ArgumentError(
-            "heads",
-            expected="heads only together with the scope head",
-            got=f"{heads.text!r} with the scope {', '.join(scopes)}",
-            remedy="Add the scope head, or leave heads out.",
-        )
-
-
-def _check_layers(layers: Ranges, scopes: tuple[str, ...]) -> None:
-    if layers.items and scopes == ("model",):
-        raise ArgumentError(
-            "layers",
-            expected="all layers with the scope model, which has one constant for the whole model",
-            got=f"{layers.text!r}",
-            remedy="Leave layers out, or choose another scope.",
-        )
+        expected = "heads only together with the scope head"
+        got = f"{heads.text!r} with the scope {', '.join(scopes)}"
+        remedy = "Add the scope head, or leave heads out."
+        raise ArgumentError("heads", expected=expected, got=got, remedy=remedy)
 
 
 # ---- Constants
 
 
 class InputSpec(NamedTuple):
-    """An input of a study as the user gave it: the kind of data, one of :data:`KINDS`, and the name or path.
-
-    Images can have several paths.
-    """
+    """An input of a study as the user gave it: its kind, one of :data:`KINDS`, and its name or paths."""
 
     kind: str
     places: tuple[str, ...]
@@ -294,7 +266,6 @@ class ModelSpec:
 
 
 def _models(value: Any, info: Any) -> tuple[Any, ...]:
-    """Read names, tables and specifications; the plan completes names and tables."""
     entries = []
     for entry in listed(value):
         if not isinstance(entry, str | os.PathLike | ModelSpec | Mapping):
@@ -380,16 +351,12 @@ class Plan:
     memory: Memory = None
 
     def __post_init__(self) -> None:
-        """Choose defaults that depend on other fields, and refuse plans that no model or text can satisfy."""
         others = self.tokens or self.embeddings or self.images
         if self.models is None:
             if others:
-                raise ArgumentError(
-                    "models",
-                    expected="the name of a model together with images, token ids or embeddings",
-                    got="none",
-                    remedy="The default models are measured on texts only.",
-                )
+                expected = "the name of a model together with images, token ids or embeddings"
+                remedy = "The default models are measured on texts only."
+                raise ArgumentError("models", expected=expected, got="none", remedy=remedy)
             self._set(models=tuple({"name": name} for name in _DEFAULT_MODELS))
         if self.texts is None:
             self._set(texts=() if others else (DEFAULT_TEXT,))
@@ -402,26 +369,20 @@ class Plan:
         _check_heads(self.heads, self.scopes)
         check_output(self.output, self.scopes)
         if self.side is not None and not {"model", CROSS_SCOPE} & {*self.scopes}:
-            raise ArgumentError(
-                "side",
-                expected=f"no side unless the scope is {CROSS_SCOPE} or model",
-                got=f"{self.side} with the scope {', '.join(self.scopes)}",
-            )
+            expected = f"no side unless the scope is {CROSS_SCOPE} or model"
+            got = f"{self.side} with the scope {', '.join(self.scopes)}"
+            raise ArgumentError("side", expected=expected, got=got)
         check_accuracy(self.rtol, self.confidence, self.dtype)
         if self.as_published and "attention" not in self.scopes:
-            raise ArgumentError(
-                "as_published",
-                expected="the scope attention among the scopes, with which published values are compared",
-                got=", ".join(self.scopes),
-            )
+            expected = "the scope attention among the scopes, with which published values are compared"
+            raise ArgumentError("as_published", expected=expected, got=", ".join(self.scopes))
 
     def _model(self, entry: ModelSpec | Mapping[str, Any]) -> ModelSpec:
         if isinstance(entry, ModelSpec):
             return entry
         usual = {name: getattr(self, name) for name in ("random_init", "as_decoder", "part")}
-        table = usual | dict(entry)
         with renamed(lambda name: f"models: {name}"):
-            return ModelSpec(**table)
+            return ModelSpec(**(usual | dict(entry)))
 
     def _set(self, **values: Any) -> None:
         vars(self).update(values)  # a plan is frozen once it is made
@@ -452,14 +413,14 @@ class Plan:
             raise ArgumentError("models", expected="each only once", got=f"{doubled!r} twice")
         for model in self.models:
             _check_heads(self.heads_of(model), self.scopes)
-            _check_layers(self.layers_of(model), self.scopes)
+            if (layers := self.layers_of(model)).items and self.scopes == ("model",):
+                expected = "all layers with the scope model, which has one constant for the whole model"
+                remedy = "Leave layers out, or choose another scope."
+                raise ArgumentError("layers", expected=expected, got=repr(layers.text), remedy=remedy)
 
     @property
     def sources(self) -> tuple[InputSpec, ...]:
-        """The inputs of the study, texts first.
-
-        All images together are one input. Every other file is one input.
-        """
+        """The inputs of the study, texts first; all images together are one input, as is every other file."""
         apart = {"text": self.texts, "tokens": self.tokens, "embeddings": self.embeddings}
         single = [InputSpec(kind, (place,)) for kind, places in apart.items() for place in places or ()]
         return (*single, *([InputSpec("images", self.images)] if self.images else []))
@@ -469,25 +430,15 @@ class Plan:
         return self.layers if model.layers is None else model.layers
 
     def heads_of(self, model: ModelSpec) -> Ranges:
-        """Return which heads of a model to measure, as the model or else the plan selects them.
-
-        The selection applies to the scope ``head``, which measures single heads.
-        """
+        """Return which heads of a model to measure in the scope ``head``."""
         return self.heads if model.heads is None else model.heads
 
     def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
-        """Return the lengths at which to measure a model.
-
-        An empty result stands for the default lengths of a model of images.
-        """
+        """Return the lengths at which to measure a model; none stands for the usual ones of images."""
         return self.lengths if model.lengths is None else model.lengths
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that all measurements of one store must share.
-
-        Lengths, samples, layers, heads, scopes, models and texts are not among them, so they can be added
-        later.
-        """
+        """Return the settings that all measurements of one store must share; others can be added later."""
         names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
         given = {name: getattr(self, name) for name in names}
         usual = {"output": ("hidden",), "side": (None, "joint"), "special_tokens": (False,)}
@@ -507,7 +458,6 @@ class InputPlan:
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError if the plan names more than one input."""
         given = [f"--{kind}" for kind in self.inputs]
         if len(given) > 1 or any(len(self.inputs.get(kind, ())) > 1 for kind in ("tokens", "embeddings")):
             raise ArgumentError(
@@ -527,7 +477,6 @@ class InputPlan:
 
 
 def _radius(value: Any, info: Any) -> float | str:
-    """Read a finite number above zero, or "auto"."""
     try:
         found = "auto" if value == "auto" else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -540,9 +489,7 @@ def _radius(value: Any, info: Any) -> float | str:
 
 @options
 class BoundPlan(InputPlan):
-    """A plan for bounds: the layers and heads of a model to bound, the lengths, the radius of the ball of
-    tokens, and whether to search this ball.
-    """
+    """A plan for bounds on layers and heads of a model, at some lengths, on a ball of tokens."""
 
     special_tokens: SpecialTokens = False
     images: Images = ()
@@ -585,9 +532,6 @@ class BoundPlan(InputPlan):
     part: Part = None
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError if the plan names more than one input, or chooses heads in a scope other than
-        ``head``.
-        """
         _check_heads(self.heads, (self.scope,))
         super().__post_init__()
         if self.steps != BoundPlan.steps and not self.search:

@@ -11,25 +11,16 @@ __all__ = ["SILENT", "Listener", "Outcome"]
 
 
 class Listener:
-    """A receiver of progress reports from long computations.
-
-    This base class ignores the reports; subclasses show them.
-    """
+    """A receiver of progress reports from long computations, which this base class ignores."""
 
     def phase(self, words: str) -> None:
         """Receive the name of the phase that starts."""
 
     def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
-        """Receive the finished amount and the total amount of work in the current phase, in the same unit.
-
-        ``left`` are the seconds that the rest takes; without them, they follow from the amounts.
-        """
+        """Receive the finished and the total amount of work, and perhaps the seconds that are ``left``."""
 
     def counter(self, noun: str) -> Callable[[float, int], None]:
-        """Return a function that receives the number of finished steps and of all steps, and reports them.
-
-        ``noun`` is the name of a step.
-        """
+        """Return a function that receives the number of finished steps and of all steps, named ``noun``."""
         return lambda done, total: self.advance(done, float(total), f"{noun} {math.ceil(done)} of {total}")
 
 

@@ -25,16 +25,9 @@ _MOST_DIGITS = 9
 @dataclass(frozen=True)
 class Ranges:
     """A selection of lengths, layers or heads as a user gave it, such as ``2:100:2``, ``0,6`` or ``all``.
+    What cannot be read or does not exist raises an ArgumentError that names ``argument``.
 
-    Attributes
-    ----------
-    text
-        The text that was parsed, for messages and records.
-    argument
-        The name of the argument, for messages.
-    items
-        Triples (start, stop, step) with the stop included; empty for ``all``.
-
+    ``items`` are triples (start, stop, step) with the stop included, none for ``all``.
     """
 
     text: str
@@ -43,17 +36,7 @@ class Ranges:
 
     @classmethod
     def parse(cls, value: Any, argument: str) -> Ranges:
-        """Turn a number, a string such as ``2:100:2``, or a list of numbers and strings into a selection.
-
-        A selection is returned unchanged.
-
-        Raises
-        ------
-        ArgumentError
-            If the value has another type, or a string does not follow the grammar; the error names
-            ``argument``.
-
-        """
+        """Read a number, a string such as ``2:100:2``, or a list of both; a selection stays as it is."""
         if isinstance(value, Ranges):
             return value
         words = isinstance(value, str) or not isinstance(value, Sequence)
@@ -69,73 +52,48 @@ class Ranges:
         for part in text.split(","):
             match = _ITEM.fullmatch(part.strip())
             if match is None or any(len(number) > _MOST_DIGITS for number in part.split(":")):
-                raise ArgumentError(
-                    argument,
-                    expected=f"{_GRAMMAR}, such as 2:100:2 or 0,6",
-                    got=repr(text) if match is None else f"a number of more than {_MOST_DIGITS} digits",
-                )
+                got = repr(text) if match is None else f"a number of more than {_MOST_DIGITS} digits"
+                raise ArgumentError(argument, expected=f"{_GRAMMAR}, such as 2:100:2 or 0,6", got=got)
             start = int(match["start"])
-            stop = start if match["stop"] is None else int(match["stop"])
-            step = 1 if match["step"] is None else int(match["step"])
+            stop, step = int(match["stop"] or start), int(match["step"] or 1)
             if step < 1:
                 raise ArgumentError(argument, expected="ranges with a step of at least 1", got=repr(text))
             items.append((start, stop, step))
         return cls(text.strip(), argument, tuple(items))
 
     def values(self) -> tuple[int, ...]:
-        """Return the numbers of a selection of lengths, sorted and without duplicates.
-
-        Raises
-        ------
-        ArgumentError
-            If the selection is ``all``, or contains a number below 1, an empty range, or too many numbers.
-
-        """
+        """Return the numbers of a selection of lengths, sorted and without duplicates."""
         if not self.items:
-            raise ArgumentError(self.argument, expected=_GRAMMAR, got=repr(self.text))
+            raise self._refused(_GRAMMAR)
         chosen = self._expand(self.items)
         if chosen[0] < 1:
-            raise ArgumentError(self.argument, expected="numbers of at least 1", got=repr(self.text))
+            raise self._refused("numbers of at least 1")
         return chosen
 
     def resolve(self, count: int, owner: str, things: str) -> tuple[int, ...]:
-        """Return the selected indices among ``count`` layers or heads, sorted, non-negative and unique.
-
-        ``owner`` is the name of the model and ``things`` the plural noun, such as ``"layers"``, for messages.
-
-        Raises
-        ------
-        ArgumentError
-            If an index does not exist or a range is empty.
-
-        """
+        """Return the selected indices among ``count`` layers or heads (``things``) of a model, sorted."""
         if not self.items:
             return tuple(range(count))
         items = []
         for start, stop, step in self.items:
             for index in (start, stop):
                 if not -count <= index < count:
-                    raise ArgumentError(
-                        self.argument,
-                        expected=f"{things} of {owner}, which has {count}: 0 to {count - 1}, -{count} to -1",
-                        got=f"{index} in {self.text!r}" if str(index) != self.text else str(index),
-                    )
+                    expected = f"{things} of {owner}, which has {count}: 0 to {count - 1}, -{count} to -1"
+                    got = f"{index} in {self.text!r}" if str(index) != self.text else str(index)
+                    raise ArgumentError(self.argument, expected=expected, got=got)
             items.append((start % count, stop % count, step))
         return self._expand(items)
 
-    def _expand(
-        self, items: tuple[tuple[int, int, int], ...] | list[tuple[int, int, int]]
-    ) -> tuple[int, ...]:
+    def _expand(self, items: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
         spans = [range(start, stop + 1, step) for start, stop, step in items]
-        if any(not span for span in spans):
-            raise ArgumentError(
-                self.argument, expected="ranges that are not empty (start up to stop)", got=repr(self.text)
-            )
-        if sum(len(span) for span in spans) > _MOST_VALUES:
-            raise ArgumentError(
-                self.argument, expected=f"at most {_MOST_VALUES} numbers", got=repr(self.text)
-            )
+        if not all(spans):
+            raise self._refused("ranges that are not empty (start up to stop)")
+        if sum(map(len, spans)) > _MOST_VALUES:
+            raise self._refused(f"at most {_MOST_VALUES} numbers")
         return tuple(sorted(set().union(*spans)))
+
+    def _refused(self, expected: str) -> ArgumentError:
+        return ArgumentError(self.argument, expected=expected, got=repr(self.text))
 
 
 ALL = Ranges("all", "", ())

@@ -1,8 +1,7 @@
 """Carry out the tasks of a study here or on an executor, and write each result to the store.
 
-The runner does not depend on what a task computes. An executor is an object with the interface of
-``concurrent.futures.Executor``. It does not change results: a task carries its data and its seeds, and only
-this process writes.
+An executor is an object with the interface of ``concurrent.futures.Executor``. It does not change results: a
+task carries its data and its seeds, and only this process writes.
 """
 
 from __future__ import annotations
@@ -12,14 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    BrokenExecutor,
-    CancelledError,
-    Executor,
-    Future,
-    wait,
-)
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -42,8 +34,7 @@ __all__ = ["Means", "Runner", "load_early"]
 # After so many seconds without a result the workers are counted.
 _SILENCE = 30.0
 
-Step = tuple[Task, Found | None]
-"""A task with one of its results; ``None`` instead of a result means that the task has ended."""
+Step = tuple[Task, Found | None]  # a task with one of its results, or None when it has ended
 
 # Seconds between two reports of the progress, and from the first result to the first word on the time left.
 _BETWEEN_TELLING = 0.2
@@ -65,33 +56,18 @@ class Means:
 
 
 class Runner:
-    """Carries out the tasks of a study, and writes each result of a task to the store in one transaction.
-
-    ``models`` is the loader of models in this process; ``None`` if tasks need no model. ``device`` is the
-    device on which tasks compute.
-    """
+    """Carries out the tasks of a study, and writes each result of a task to the store in one transaction."""
 
     def __init__(self, store: Store, means: Means, models: Models | None = None, device: str = "cpu") -> None:
-        self._store = store
-        self._means = means
-        self._models = models
-        self._device = device
+        self._store, self._means, self._models, self._device = store, means, models, device
         self._unusable: set[str] = set()
         self._number: int | None = None
         self._began = time.monotonic()
         self.outcome = Outcome()
 
     def carry_out(self, work: Work) -> None:
-        """Carry out the tasks of one kind, such as measuring constants, and store their results.
-
-        Raises
-        ------
-        WorkerError
-            If the executor loses its workers.
-        howsmooth.errors.HowsmoothError
-            If a task fails and ``keep_going`` is false, after its other results were written; or if the
-            store cannot be written.
-
+        """Carry out tasks of one kind, and store their results. Lost workers raise WorkerError; without
+        ``keep_going``, a failed task raises its error after its other results were written.
         """
         self.outcome.kept[work.kind.table] += work.kept
         for failed in work.failed:
@@ -107,10 +83,7 @@ class Runner:
                     told.advance(task, 0 if found is None else self._write(task, found), ended=found is None)
 
     def finish(self, began: float | None = None) -> Outcome:
-        """Record that the run reached its end, and return its outcome.
-
-        ``began`` is the time at which the checks before the run began.
-        """
+        """Record that the run, whose checks began at a time, reached its end, and return its outcome."""
         # A run that wrote nothing has no number, and leaves no trace in the store.
         if self._number is not None:
             self._store.finish_run(self._number)
@@ -118,10 +91,7 @@ class Runner:
         return self.outcome
 
     def fail(self, failed: Failed, *, ends: bool = True) -> None:
-        """Record a failure in the store, and raise its error if the run must end.
-
-        The run goes on if ``ends`` is false, or if the user asked to keep going.
-        """
+        """Record a failure; raise its error if it ``ends`` the run and nobody asked to keep going."""
         self._store.add(failed.rows, self._run)
         self.outcome.failed += len(failed.rows)
         self.outcome.first_failure = self.outcome.first_failure or failed.rows[0].error
@@ -130,11 +100,9 @@ class Runner:
 
     @property
     def _run(self) -> int:
-        """The number of the run. The run is recorded in the store at the first access."""
         if self._number is None:
-            means = self._means
-            made_with = environment(self._device, means.executor, means.threads)
-            self._number = self._store.start_run(means.command, self._device, made_with)
+            made_with = environment(self._device, self._means.executor, self._means.threads)
+            self._number = self._store.start_run(self._means.command, self._device, made_with)
         return self._number
 
     def _write(self, task: Task, found: Found) -> int:
@@ -154,7 +122,6 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task]) -> Task | None:
-        """Remove and return the first task whose model can be used, or None if there is none."""
         while left and left[0].model in self._unusable:
             left.popleft()
         return left.popleft() if left else None
@@ -176,7 +143,11 @@ class Runner:
                 # Submit two tasks for each worker, which keeps it busy. More are not submitted early,
                 # because a task whose model turns out to be unusable is left out.
                 while len(running) < 2 * workers and (task := self._next(left)) is not None:
-                    running[self._submitted(executor, task)] = task
+                    how = (version("howsmooth"), self._means.keep_going, self._means.threads)
+                    try:
+                        running[executor.submit(_worker_results, task.packed(), *how)] = task
+                    except (BrokenExecutor, OSError) as error:
+                        raise _lost(error) from error
                 if not running:
                     return
                 patience: float | None = _SILENCE
@@ -197,15 +168,6 @@ class Runner:
             for future in running:
                 future.cancel()
 
-    def _submitted(self, executor: Executor, task: Task) -> Future[list[Found]]:
-        means = self._means
-        try:
-            return executor.submit(
-                _worker_results, task.packed(), version("howsmooth"), means.keep_going, means.threads
-            )
-        except (BrokenExecutor, OSError) as error:
-            raise _lost(error) from error
-
 
 def load_early(executor: Executor, plan: Plan, threads: int | None) -> None:
     """Let workers load the first model of a plan, which is trained, before they get a task. Errors are left
@@ -220,24 +182,19 @@ def load_early(executor: Executor, plan: Plan, threads: int | None) -> None:
 
 
 class _WorkProgress:
-    """Tells a listener how many results of one kind are there, and how many seconds the others take.
-
-    These follow from the pace of the results after the first one, before which a model is loaded.
-    """
+    """Tells how many results of one kind are there, and how many seconds the others take by their pace."""
 
     def __init__(self, listener: Listener, work: Work) -> None:
         self._listener = listener
         self._planned = sum(task.size for task in work.tasks)
         self._left = sum(task.work for task in work.tasks)
-        self._paced = 0.0
         self._made = self._gone = self._of_task = 0
         self._since: float | None = None
-        self._last = -math.inf
+        self._last, self._paced = -math.inf, 0.0
         more = f" ({work.kept} more are in the store already)" if work.kept else ""
         listener.phase(f"Computing {self._planned} {work.words}{more}")
 
     def advance(self, task: Task, results: int, *, ended: bool) -> None:
-        """Report to the listener that a task has computed more results, or that it has ended."""
         # Results that a task failed to compute are not left to do either.
         gone = task.size - self._of_task if ended else results
         self._of_task = 0 if ended else self._of_task + results
@@ -306,7 +263,6 @@ def _load_first(plan: Plan, spec: ModelSpec, threads: int | None) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return an error that can be pickled: errors of howsmooth as they are, others as a WorkerError."""
     return error if isinstance(error, HowsmoothError) else WorkerError(f"{type(error).__name__}: {error}")
 
 

@@ -27,41 +27,25 @@ _HOW_MADE = ("method", "masking", "site", "start", "input_energy", "output_energ
 def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     """Return the tables of a store by their names, while other processes may write to it.
 
-    Parameters
-    ----------
-    folder
-        The ``--out`` folder of ``howsmooth measure``, the folder of a figure in that of
-        ``howsmooth reproduce``, or the file ``study.sqlite`` in it.
+    ``folder`` is the ``--out`` folder of ``howsmooth measure``, the folder of a figure in that of ``howsmooth
+    reproduce``, or the file ``study.sqlite`` in it. Without a store, or with a damaged one, StoreError is
+    raised.
 
-    Returns
-    -------
-    dict
-        Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
-        ``models``, ``texts``, ``bounds``, ``sequences``, ``failures``, ``figure_rows`` and others. The
-        classes in :mod:`howsmooth.study.records` explain the columns; ``run`` is the number of the run that
-        wrote a row. ``measurements`` has the columns of ``measurements.csv``, followed by ``method``,
-        ``masking``, ``site``, ``start``, ``input_energy``, ``output_energy`` and ``run``. With measurements
-        there is also the table ``exponents``, as in ``exponents.csv``; its ``attrs["howsmooth"]`` has the
-        lines to cite. A table without rows is absent, as ``failures`` mostly is.
-
-    Raises
-    ------
-    StoreError
-        If there is no store in the folder, or it is damaged.
-
+    Tables that have rows are ``measurements`` (a row for each constant, with its interval and status),
+    ``models``, ``texts``, ``bounds``, ``sequences``, ``failures``, ``figure_rows`` and others, with the
+    columns of the classes in :mod:`howsmooth.study.records`; ``run`` is the number of the run that wrote a
+    row. ``measurements`` begins with the columns of ``measurements.csv``. With it comes the table
+    ``exponents``, as in ``exponents.csv``; its ``attrs["howsmooth"]`` has the lines to cite.
     """
     place = Path(folder)
     if place.name == STORE_NAME and place.is_file():
         place = place.parent
     if place.is_file() or not Store.exists(place):
-        within = next((one.parent for one in sorted(place.glob(f"*/{STORE_NAME}"))), None)
-        table = next(iter(sorted(place.glob("*.csv"))), None)
-        if within is not None:
-            remedy = f"Give a folder in it, such as {within}."
-        elif table is not None:
-            remedy = f"Read {table} with pandas: only measure and reproduce write a store."
-        else:
-            remedy = "Give the folder that --out named."
+        remedy = "Give the folder that --out named."
+        if within := sorted(place.glob(f"*/{STORE_NAME}")):
+            remedy = f"Give a folder in it, such as {within[0].parent}."
+        elif written := sorted(place.glob("*.csv")):
+            remedy = f"Read {written[0]} with pandas: only measure and reproduce write a store."
         raise StoreError(f"folder: expected the output folder of howsmooth measure, got {place}. {remedy}")
     with Store.open(place, write=False) as store:
         tables = store.tables()
@@ -90,12 +74,7 @@ def _readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def measurement_table(contents: Contents, *, how_made: bool = False) -> pd.DataFrame:
-    """Return the measurements with the dtype of the stored weights and that of the computation, and with the
-    output and the side if these are not the defaults, as in ``measurements.csv``.
-
-    With ``how_made``, the last columns say how each row was made: its method, masking, module, first token,
-    energies and run.
-    """
+    """Return the measurements as in ``measurements.csv``, perhaps with columns on how each was made."""
     rows = contents.measurements
     stored = rows["model"].map(contents.models.set_index("label")["stored"])
     table = rows.loc[:, "model":"seed"].assign(stored=stored, computed=rows["dtype"])

@@ -1,7 +1,6 @@
 """Load the models of a study, check what is to be measured, and capture layers with their inputs.
 
-A plan that cannot be carried out is refused here, before anything is measured. Layers, heads, lengths and
-samples are compared with what exists, and every model is captured once at its shortest length.
+A plan that cannot be carried out is refused here, before anything is measured.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Subject:
     starts: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields to pickle. The input is left out, since each task carries its own sequences."""
+        """Leave the input out when pickled, since each task carries its own sequences."""
         return vars(self) | {"feed": None, "starts": {}}
 
 
@@ -77,26 +76,16 @@ class Models:
         self._model: Any = None
 
     def load(self, spec: ModelSpec, content: str) -> Any:
-        """Load a model, or return it if it is already loaded.
-
-        The tokenizer of an untrained model is trained on the text ``content``.
-        """
+        """Load a model if it is not; the tokenizer of an untrained one is trained on ``content``."""
         from howsmooth.models import load_model  # imports transformers, which takes seconds
 
         key = (spec, content if spec.random_init else "")
         if self._model is None or self._key != key:
             self._model = None  # free the old model before loading the new one
-            self._model = load_model(
-                spec.name,
-                random_init=spec.random_init,
-                as_decoder=spec.as_decoder,
-                part=spec.part,
-                seed=self._plan.seed,
-                device=self._plan.device,
-                dtype=getattr(torch, self._plan.dtype),
-                tokenizer_text=key[1] or None,
-                head=self._plan.output != "hidden",
-            )
+            plan, given = self._plan, {n: getattr(spec, n) for n in ("random_init", "as_decoder", "part")}
+            given |= {"seed": plan.seed, "device": plan.device, "dtype": getattr(torch, plan.dtype)}
+            with_head = plan.output != "hidden"
+            self._model = load_model(spec.name, **given, tokenizer_text=key[1] or None, head=with_head)
             self._key = key
         return self._model
 
@@ -104,7 +93,7 @@ class Models:
     def bytes(self) -> int:
         """The size of the parameters of the loaded model."""
         module = getattr(self._model, "model", None)
-        return sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0
+        return 0 if module is None else sum(p.numel() * p.element_size() for p in module.parameters())
 
     def load_for(self, subject: Subject) -> Any:
         """Load a model that was checked before; raise ModelError if its fingerprint has changed since."""
@@ -120,10 +109,10 @@ class Models:
 class PreparedStudy:
     """A study that was checked and is ready to run: its plan, its store, its models and its subjects.
 
-    All models of the plan are loaded; layers, heads and lengths are checked on all inputs, and the sequences
-    placed. Models and inputs in the store must be the same, and stored sequences keep their places. The study
-    creates its store when it begins. With ``keep_going``, models and inputs that cannot be used are left out
-    and listed in ``impossible``, and work goes on after failures; otherwise the first error is raised.
+    All models are loaded; layers, heads and lengths are checked on all inputs, and the sequences placed.
+    Models and inputs in the store must be the same, and stored sequences keep their places. With
+    ``keep_going``, models and inputs that cannot be used are left out and listed in ``impossible``, and work
+    goes on after failures; otherwise the first error is raised.
     """
 
     def __init__(
@@ -132,7 +121,11 @@ class PreparedStudy:
         self.plan, self.store, self.keep_going = plan, store, keep_going
         self.models = models or Models(plan)
         self.impossible = Impossible()
-        self.subjects = self._checked()
+        store.check(MEASURE, plan.settings())
+        sources = open_sources(plan)
+        self.subjects = [one for spec in plan.models for one in self._subjects(spec, sources)]
+        if not self.subjects:
+            raise self.impossible[0][2]
 
     def begin(self) -> None:
         """Create the study's store if needed, and record all models and texts there."""
@@ -142,17 +135,7 @@ class PreparedStudy:
                 where = (one.model.label, one.text.name, one.fingerprint, one.tokenizer_source)
                 self.store.add([one.model, one.text, InputRecord(*where, one.feed.count)])
 
-    def _checked(self) -> list[Subject]:
-        """Return the models with the inputs on which they can be measured."""
-        self.store.check(MEASURE, self.plan.settings())
-        sources = open_sources(self.plan)
-        subjects = [one for spec in self.plan.models for one in self._subjects(spec, sources)]
-        if not subjects:
-            raise self.impossible[0][2]
-        return subjects
-
     def _subjects(self, spec: ModelSpec, sources: Sequence[OpenedInput]) -> Iterator[Subject]:
-        """Load a model, and yield it with each input on which it can be measured."""
         for source in sources:
             reached: str | None = source.record.name
             try:
@@ -178,7 +161,6 @@ class PreparedStudy:
                 yield subject
 
     def _check_unchanged(self, subject: Subject) -> None:
-        """Raise StoreError if a model or a text has the same name as in the store, but has changed since."""
         store, label, text = self.store, subject.model.label, subject.text
         for (digest,) in store.keys(TextRecord, ("digest",), name=text.name):
             if digest != text.digest:
@@ -202,9 +184,6 @@ class PreparedStudy:
                 )
 
     def _check_capture(self, subject: Subject, model: Any) -> None:
-        """Run a model at the shortest length, and raise an error if the layers to measure cannot be
-        captured.
-        """
         plan, n = self.plan, min(subject.lengths)
         shortest = SequenceData.of(subject.feed, [0], n, worded=False).inputs(plan.device)
         try:
@@ -212,8 +191,16 @@ class PreparedStudy:
                 layers = layers_of_scope(scope, subject.layers)
                 capture_sites(model, shortest, subject, scope, layers, n, plan.output, plan.side)
         except CaptureError as error:
-            others = _others(error, model, shortest)
-            if not others or plan.layers_of(subject.spec).items:
+            from howsmooth.models import capture
+            from howsmooth.models.identification.cross_attention_layer import OneSequence
+            from howsmooth.models.identification.self_attention_module import CrossAttention
+
+            if plan.layers_of(subject.spec).items or not isinstance(error, CrossAttention | OneSequence):
+                raise
+            # Cross-attention was asked for where layers have self-attention, or the reverse.
+            scope = CROSS_SCOPE if isinstance(error, OneSequence) else "attention"
+            others = sorted({site.layer for site in capture(model, shortest, scope=scope)})
+            if not others:
                 raise
             listed = ",".join(map(str, others))
             raise CaptureError(f"{error} Choose the others: layers {listed}.") from error
@@ -231,6 +218,8 @@ def prepared_study(
 
 # ---- Inputs and their sequences
 
+_FEWER = "fewer samples, or fewer or shorter lengths"
+
 
 def open_sources(plan: Plan) -> list[OpenedInput]:
     """Read the inputs of a plan; refuse an empty text, and two inputs with the same name."""
@@ -241,12 +230,9 @@ def open_sources(plan: Plan) -> list[OpenedInput]:
         if kind == "text" and not source.content.strip():
             raise TextError(f"text {name!r} is empty. Give a text with words in it.")
         if name in names:
-            raise ArgumentError(
-                kind,
-                expected=f"{'texts' if kind == 'text' else 'files'} of different names",
-                got=f"{name!r} twice",
-                remedy="Rename one of the files, since results stand under the name.",
-            )
+            expected = f"{'texts' if kind == 'text' else 'files'} of different names"
+            remedy = "Rename one of the files, since results stand under the name."
+            raise ArgumentError(kind, expected=expected, got=f"{name!r} twice", remedy=remedy)
         names.add(name)
     return sources
 
@@ -257,32 +243,31 @@ def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
     needed = plan.samples * sum(lengths)
     # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.
     if text.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
-        fewer = "fewer samples, or fewer or shorter lengths"
+        fewer = "smaller --lengths" if needed == max(lengths) else _FEWER
         raise TextError(
             f"text {text.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
-            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use "
-            f"{'smaller --lengths' if needed == max(lengths) else fewer}, or a longer text."
+            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use {fewer}, or "
+            "a longer text."
         )
 
 
 def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> Subject:
     """Determine the layers, heads and lengths of a model that a plan measures, and prepare the input."""
     label = spec.label
-    layer_count, head_count = layer_and_head_counts(model, label)
-    layers = plan.layers_of(spec).resolve(layer_count, label, "layers")
-    heads = plan.heads_of(spec).resolve(head_count, label, "heads") if "head" in plan.scopes else ()
+    counts = layer_and_head_counts(model, label)
+    layers = plan.layers_of(spec).resolve(counts[0], label, "layers")
+    heads = plan.heads_of(spec).resolve(counts[1], label, "heads") if "head" in plan.scopes else ()
     feed = feed_of(source, model, layers, special_tokens=plan.special_tokens)
     return Subject(
         spec=placed(spec),
         model=ModelRecord(
-            label=label,
-            name=encodable(spec.name),
-            random_init=spec.random_init,
-            as_decoder=spec.as_decoder,
-            source=model.source,
-            layers=layer_count,
-            heads=head_count,
-            max_length=model.max_length,
+            label,
+            encodable(spec.name),
+            spec.random_init,
+            spec.as_decoder,
+            model.source,
+            *counts,
+            model.max_length,
             stored=str(model.stored).removeprefix("torch."),
         ),
         text=source.record,
@@ -315,10 +300,7 @@ def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
 def place_sequences(
     plan: Plan, subject: Subject, held: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
-    """Check the lengths to measure, and choose where the plan's sequences begin in the input.
-
-    Sequences that the store has (``held``) keep their places.
-    """
+    """Choose where the plan's sequences begin; those in the store (``held``) keep their places."""
     _check_lengths(subject)
     feed, text = subject.feed, subject.text
     draw = derive_seed(purpose="sequences", seed=plan.seed, text=text.digest, model=subject.fingerprint)
@@ -327,7 +309,7 @@ def place_sequences(
     except ValueError as error:
         more, other = (" for more", ", or another output folder") if held else ("", "")
         longer = "a longer text" if text.kind == "text" else "more of it"
-        fewer = "fewer samples, or fewer or shorter lengths"
+        fewer = _FEWER
         if plan.samples == len(subject.lengths) == 1:
             longest = max(length for _, length in feed.parts or ((0, feed.count),))
             fewer = f"--lengths {longest}, or a smaller one"
@@ -375,28 +357,22 @@ def capture_sites(
     side: str | None = None,
 ) -> list[Any]:
     """Run a model once, and return the chosen attention layers with their inputs, ordered by layer and head.
-
-    ``inputs`` are token ids (batch, n), or other inputs of the model. ``scope`` is one of
-    ``howsmooth.scopes.SCOPES``, or ``model``, whose only layer is 0, or ``cross-attention``, with one
-    sequence. The heads are those of the subject. ``output`` is the output of a whole model, and ``side`` says
-    which of two input sequences is perturbed.
+    ``output`` is the output of a whole model, and ``side`` the input sequence of two that is perturbed.
     """
     from howsmooth.models import CrossSite, capture
 
     heads = list(subject.heads) if scope == "head" else None
-    asked = side is not None and scope in ("model", CROSS_SCOPE)
-    moved: dict[str, Any] = {"side": side} if asked else {}
-    if scope == "model":
-        sites = capture(model, inputs, scope=scope, output=output, **moved)
-    else:
-        sites = capture(model, inputs, layers=list(layers), scope=scope, heads=heads, **moved)
+    whole = scope == "model"
+    how: dict[str, Any] = {"output": output} if whole else {"layers": list(layers), "heads": heads}
+    if side is not None and (whole or scope == CROSS_SCOPE):
+        how["side"] = side
+    sites = capture(model, inputs, scope=scope, **how)
     wanted = [(layer, head) for layer in layers for head in heads or (None,)]
     found = sorted(sites, key=lambda site: (site.layer, -1 if site.head is None else site.head))
-    if [(site.layer, site.head) for site in found] != wanted:
+    if (places := [(site.layer, site.head) for site in found]) != wanted:
         raise CaptureError(
-            f"{subject.model.label}: capturing the scope {scope!r} of layers {list(layers)} gave "
-            f"{[(site.layer, site.head) for site in found]} as (layer, head), so results could not be "
-            "assigned to layers and heads."
+            f"{subject.model.label}: capturing the scope {scope!r} of layers {list(layers)} gave {places} as "
+            "(layer, head), so results could not be assigned to layers and heads."
         )
     for site in found:
         count = len(site.memory) if isinstance(site, CrossSite) else site.x.shape[-2]
@@ -406,17 +382,3 @@ def capture_sites(
                 "were expected, so its constant would be recorded under a wrong length."
             )
     return found
-
-
-def _others(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return the layers to choose after ``error``: cross-attention if self-attention was refused, and vice
-    versa.
-    """
-    from howsmooth.models import capture
-    from howsmooth.models.identification.cross_attention_layer import OneSequence
-    from howsmooth.models.identification.self_attention_module import CrossAttention
-
-    if not isinstance(error, CrossAttention | OneSequence):
-        return []
-    scope = CROSS_SCOPE if isinstance(error, OneSequence) else "attention"
-    return sorted({site.layer for site in capture(model, inputs, scope=scope)})

@@ -30,28 +30,14 @@ class TokenStream:
     #: The length of each sequence. A study never cuts a sequence across their boundaries.
     lengths: tuple[int, ...]
 
-    @property
-    def size(self) -> int:
-        """Number of tokens in all sequences together."""
+    def __len__(self) -> int:
         return len(self.tokens)
 
 
 def open_tokens(source: str | os.PathLike[str], kind: str) -> np.ndarray:
-    """Open the array of token ids or embedded tokens in a ``.npy`` file, and check its dtype and its shape.
-
-    Parameters
-    ----------
-    source
-        The path of the file.
-    kind
-        ``"tokens"`` for an integer array (tokens,) or (sequences, tokens) of ids; ``"embeddings"`` for an
-        array (n, d) or (sequences, n, d) in float32 or float64.
-
-    Raises
-    ------
-    ArgumentError
-        If the file cannot be read, or its array is of another dtype or shape.
-
+    """Open the array of a ``.npy`` file: of ids (tokens,) or (sequences, tokens) for the kind ``"tokens"``,
+    and (n, d) or (sequences, n, d) in float32 or float64 for ``"embeddings"``. A file that cannot be read, or
+    an array of another dtype or shape, raises ArgumentError.
     """
     path = Path(source).expanduser()
     where = _shortened(path)
@@ -80,16 +66,7 @@ def open_tokens(source: str | os.PathLike[str], kind: str) -> np.ndarray:
 
 
 def load_tokens(source: str | os.PathLike[str], kind: str) -> TokenStream:
-    """Read token ids or embedded tokens from a ``.npy`` file, as :func:`open_tokens` finds them.
-
-    Raises
-    ------
-    ArgumentError
-        As :func:`open_tokens`, and if numbers are no ids.
-    NonFiniteError
-        If embedded tokens contain NaN or infinity.
-
-    """
+    """Read what :func:`open_tokens` finds; refuse numbers that are no ids, and NaN and infinity."""
     import torch  # takes seconds, and a wrong file is told before
 
     array, ids = open_tokens(source, kind), kind == "tokens"

@@ -38,9 +38,7 @@ _TASKS_EACH = 6
 
 
 class _Item(NamedTuple):
-    """One layer or head at one sequence, whose constant is not measured yet; ``slot`` is its place in the
-    batch that the site was captured with.
-    """
+    """One layer or head at one sequence to measure, at place ``slot`` of the batch of the site."""
 
     task: ConstantsTask
     site: Any
@@ -49,17 +47,13 @@ class _Item(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """The seed of the solver's random start."""
-        task, site = self.task, self.site
-        return start_seed(task.plan, task.subject, task.scope, site.layer, site.head, task.n, self.sample)
+        task, at = self.task, (self.site.layer, self.site.head, self.task.n, self.sample)
+        return start_seed(task.plan, task.subject, task.scope, *at)
 
 
 @dataclass(frozen=True, eq=False)
 class ConstantsTask(SequenceTask):
-    """The task of measuring constants at some sequences of one model, input and scope.
-
-    ``longer`` are the tasks of longer sequences that are carried out together with this one.
-    """
+    """The task of measuring constants at sequences of one length, and those of the ``longer`` tasks."""
 
     longer: tuple[ConstantsTask, ...] = ()
 
@@ -90,10 +84,8 @@ class ConstantsTask(SequenceTask):
         return replace(super().packed(), longer=tuple(part.packed() for part in self.longer))
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Yield the rows that are missing in the store, layer by layer.
-
-        If one call for all sequences of a layer fails, it is tried with fewer. Errors of layers that cannot
-        be captured are yielded last, because such an error may end the study.
+        """Yield the missing rows, layer by layer. If one call for all sequences of a layer fails, it is tried
+        with fewer. Errors of layers that cannot be captured come last, because they may end the study.
         """
         failures: list[Failed] = []
         groups: dict[tuple[int | None, ...], list[_Item]] = {}
@@ -122,20 +114,14 @@ def _refused(error: Exception, item: _Item) -> Failed:
 
 
 def _measured(items: Sequence[_Item]) -> list[Found]:
-    """Measure one map at some sequences in one call, and return a list with the list of their rows."""
     if not items:
         return []
     began = time.perf_counter()
     plan, tokens = items[0].task.plan, [item.site.x[item.slot] for item in items]
-    estimate = lipschitz.local_lipschitz(
-        items[-1].site.map,
-        torch.stack(tokens) if len({item.task.n for item in items}) == 1 else tokens,
-        rtol=plan.rtol,
-        confidence=plan.confidence,
-        max_iterations=plan.max_iterations,
-        seed=[item.seed for item in items],
-        memory=plan.memory,
-    )
+    given = torch.stack(tokens) if len({item.task.n for item in items}) == 1 else tokens
+    how = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations", "memory")}
+    seeds = [item.seed for item in items]
+    estimate = lipschitz.local_lipschitz(items[-1].site.map, given, seed=seeds, **how)
     a_token = (time.perf_counter() - began) / sum(item.task.n for item in items)
     rows: list[Row] = []
     for place, item in enumerate(items):
@@ -144,9 +130,7 @@ def _measured(items: Sequence[_Item]) -> list[Found]:
 
 
 def _rows(item: _Item, estimate: Any, place: int, seconds: float) -> Iterator[Row]:
-    """Yield the row of one sequence, whose results stand at a place of ``estimate``; for the first sample,
-    also the tokens of the sequence.
-    """
+    """Yield the row of the sequence at a place of the estimate; for the first sample, also its tokens."""
     task, site, sample, slot = item
     n = task.n
     energies: tuple[tuple[float, ...] | None, ...] = (None, None)
@@ -198,17 +182,8 @@ def start_seed(
     plan: Plan, subject: Subject, scope: str, layer: int, head: int | None, n: int, sample: int
 ) -> int:
     """Return the seed of the solver's random start for one measurement."""
-    return derive_seed(
-        purpose="start",
-        seed=plan.seed,
-        text=subject.text.digest,
-        model=subject.fingerprint,
-        scope=scope,
-        layer=layer,
-        head=head,
-        n=n,
-        sample=sample,
-    )
+    of: dict[str, Any] = {"seed": plan.seed, "text": subject.text.digest, "model": subject.fingerprint}
+    return derive_seed(purpose="start", **of, scope=scope, layer=layer, head=head, n=n, sample=sample)
 
 
 def constants_left(study: PreparedStudy) -> Work:
@@ -243,9 +218,7 @@ def batch_size(heads: int, n: int, dtype: str) -> int:
 
 
 def joined(work: Work, workers: int = 1) -> Work:
-    """Join the measuring tasks of one model, input and scope into tasks that each have several lengths, and
-    are so many that each of the ``workers`` has work to the end.
-    """
+    """Join tasks of one model, input and scope, so that each of the ``workers`` has work to the end."""
     tokens = sum(len(task.starts) * task.n for task in work.tasks if isinstance(task, ConstantsTask))
     each = tokens // (_TASKS_EACH * workers) if workers > 1 else tokens
     groups: list[list[ConstantsTask]] = []

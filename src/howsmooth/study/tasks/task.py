@@ -27,9 +27,7 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
-        """Record an error at each of ``places``: tuples with the first values of
-        :data:`~howsmooth.study.records.PLACE`, of which those that are missing or None stand for all values.
-        """
+        """Record an error at each of ``places``: first values of PLACE, where None stands for all values."""
         told: dict[str, Any] = {
             "kind": type(error).__name__,
             "error": encodable(" ".join(str(error).split())) or "no reason given",
@@ -37,9 +35,8 @@ class Failed:
             "what": kind.table,
             "happened": now(),
         }
-        everywhere: dict[str, Any] = dict.fromkeys(PLACE)
-        rows = [Failure(**(everywhere | dict(zip(PLACE, one, strict=False)) | told)) for one in places]
-        return cls(rows, error)
+        told = dict.fromkeys(PLACE) | told
+        return cls([Failure(**(told | dict(zip(PLACE, one, strict=False)))) for one in places], error)
 
 
 # Below this number of tokens, a result takes about the same time at all lengths.
@@ -89,10 +86,7 @@ class Task(ABC):
 
     @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the missing rows, and yield lists of rows, each to be written in one transaction.
-
-        ``models`` keeps the loaded models of this process.
-        """
+        """Compute the missing rows, and yield lists of rows, each to be written in one transaction."""
 
     def failed(self, error: Exception) -> Failed:
         """Record an error in one row, which stands for all missing rows of the task."""
@@ -133,9 +127,8 @@ class SequenceTask(Task):
 
     def packed(self) -> Self:
         """Return the task with the inputs of its sequences, ready to be sent to another process."""
-        starts = list(self.starts.values())
-        data = SequenceData.of(self.subject.feed, starts, self.n, worded=0 in self.starts)
-        return replace(self, data=data)
+        at = (self.subject.feed, list(self.starts.values()), self.n)
+        return replace(self, data=SequenceData.of(*at, worded=0 in self.starts))
 
     def found(self, models: Models | None) -> Iterator[Found]:
         """Load the model, compute the rows that are missing in the store, and yield them."""
@@ -152,18 +145,13 @@ class SequenceTask(Task):
         """Compute the missing rows with the loaded model, and yield them."""
 
     def sites(self, model: Any) -> Iterator[Any]:
-        """Run the model once; yield each layer or head of the task as a map, with its input tokens.
-
-        If that fails, try fewer layers, and yield a failure for each layer that cannot be captured.
-        """
+        """Run the model once; yield each layer or head with its input tokens, or why it is not captured."""
         assert self.data is not None
-        inputs = self.data.inputs(self.plan.device)
-
-        def captured(layers: Sequence[int]) -> list[Any]:
-            at = (self.subject, self.scope, layers, self.n)
-            return capture_sites(model, inputs, *at, self.plan.output, self.plan.side)
-
-        yield from each_if_not_all(self.layers, captured, self._no_layer)
+        given = (model, self.data.inputs(self.plan.device), self.subject, self.scope)
+        how = (self.n, self.plan.output, self.plan.side)
+        yield from each_if_not_all(
+            self.layers, lambda layers: capture_sites(*given, layers, *how), self._no_layer
+        )
 
     def _no_layer(self, error: Exception, layer: int) -> Failed:
         return self.failed(error, (layer, None), [None])
@@ -180,11 +168,7 @@ class SequenceTask(Task):
 
 
 def each_if_not_all(items: Sequence[Any], take: Any, refused: Any) -> Iterator[Any]:
-    """Try all items together; if that fails, try each half of them, down to single items.
-
-    Yield the results of ``take(some)`` for parts of the items for which it neither fails nor returns nothing,
-    and ``refused(error, item)`` for an item that fails alone.
-    """
+    """Yield ``take(items)``, or of halves where it fails, and ``refused(error, item)`` of single items."""
     try:
         found = take(items)
     except Exception as error:
