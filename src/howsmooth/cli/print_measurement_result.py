@@ -27,32 +27,22 @@ _INTERVAL = f"{LEVEL * 100:.0f} % interval"
 
 
 def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> str:
-    """Return the exponents, counts, settings and files of a study as one JSON object.
-
-    The entries ``measurements``, ``bounds`` and ``published`` count the rows that this command asked for. The
-    entries ``failures``, ``exponents``, ``models`` and ``texts`` describe all rows in the folder.
-    """
+    """Return the exponents, counts, settings and files of a study as one JSON object."""
     contents = published.contents
-    values = _counts(outcome, PublishedValue) | {
-        "in_store": len(contents.published),
-        "exponents": plain_rows(published.compared),
-    }
+    values = _counts(outcome, PublishedValue) | {"in_store": len(contents.published)}
+    values["exponents"] = plain_rows(published.compared)
+    counts = _counts(outcome, Measurement) | {"in_store": len(contents.measurements)}
+    counts["unconverged_in_store"] = int((~contents.measurements["converged"]).sum())
     return as_json(
         out=folder,
         seconds=round(outcome.seconds, 3),
         failed=outcome.failed,
         failures=plain_rows(contents.failures.drop(columns="detail")),
-        measurements=_counts(outcome, Measurement)
-        | {
-            "in_store": len(contents.measurements),
-            "unconverged_in_store": int((~contents.measurements["converged"]).sum()),
-        },
+        measurements=counts,
         bounds=_counts(outcome, Bounding),
         published=None if published.compared.empty else values,
         settings=described(plan),
-        models=plain_rows(contents.models),
-        texts=plain_rows(contents.texts),
-        inputs=plain_rows(contents.inputs),
+        **{name: plain_rows(getattr(contents, name)) for name in ("models", "texts", "inputs")},
         exponents=plain_rows(published.exponents),
         exponent_confidence=LEVEL,
         citations=list(citations(contents, plain_rows(published.exponents))),
@@ -97,7 +87,6 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
 
 
 def _count_sentences(outcome: Outcome) -> Iterator[str]:
-    """Yield sentences on new, stored and unconverged measurements."""
     kept, unsettled = outcome.kept[Measurement.table], sum(outcome.unsettled.values())
     made = counted(outcome.made[Measurement.table], "measurement")
     words = f"\n{made} made in {outcome.seconds:.1f} s"
@@ -111,7 +100,6 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
 
 
 def _exponent(row: dict[str, Any]) -> tuple[str, str]:
-    """Return an exponent and its interval as text, or the reason why there is none."""
     if row["note"]:
         return row["note"], ""
     return decimal(row["slope"], 3), f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"
