@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 import shlex
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
-
-from typing import get_args, get_origin, get_type_hints  # isort: skip
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -140,7 +139,7 @@ def _parameters(plan: Any) -> Iterator[inspect.Parameter]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    members = get_args(annotation) if get_origin(annotation) in (typing.Union, UnionType) else (annotation,)
     return [get_args(one)[0] if get_origin(one) is Annotated else one for one in members]
 
 

@@ -100,13 +100,11 @@ class DepthProfile(ResultWithInfluence):
     def plot(self) -> Figure:
         """Draw ``own``, ``until``, ``beyond`` and ``product`` as curves with a point for each stage."""
         table = self.table.assign(place=range(len(self.table)))
-        product = Curve(
-            table["place"], table["product"], "product of the stages", GREY, mark="o", size=9, dashes=DASHED
-        )
-        curves = [product] + [
-            intervals(table, "place", label, column, colour=colour, dashes=dashes, size=9)
-            for column, (label, colour, dashes) in _CURVES.items()
-        ]
+        look: dict[str, Any] = {"mark": "o", "size": 9, "dashes": DASHED}
+        curves = [Curve(table["place"], table["product"], "product of the stages", GREY, **look)]
+        for column, (label, colour, dashes) in _CURVES.items():
+            look = {"colour": colour, "dashes": dashes, "size": 9}
+            curves.append(intervals(table, "place", label, column, **look))
         width = max(4.6, 2.4 + 0.3 * len(table))
         title = titled(f"{self.model}, {self.length}, to the {self.output}", width - 0.8)
         names = [stage.removeprefix("block ") for stage in table["stage"]]
@@ -177,17 +175,12 @@ def depth_profile(
         raise ArgumentError("output", expected=f"one of {', '.join(OUTPUTS)}", got=repr(output))
     given = given_inputs(loaded_if_named(model, head=output != "hidden"), inputs, span, tokenizer)
     check_accuracy(rtol, confidence, given.computed)
-    settings: dict[str, Any] = {
-        "rtol": rtol,
-        "confidence": confidence,
-        "max_iterations": max_iterations,
-        "memory": memory,
-    }
+    few: dict[str, Any] = {"confidence": confidence, "max_iterations": max_iterations}
 
     def measured(kind: str, stage: int, site: Site) -> dict[str, Any]:
         start = derive_seed(purpose="depth", seed=seed, layer=stage, scope=kind)
-        found = local_lipschitz(site.map, site.x[:1], seed=start, **settings).table
-        (row,) = plain_rows(found[["value", "lower", "upper", "converged"]])
+        found = local_lipschitz(site.map, site.x[:1], seed=start, rtol=rtol, memory=memory, **few)
+        (row,) = plain_rows(found.table[["value", "lower", "upper", "converged"]])
         return {kind + f"_{name}".removesuffix("_value"): value for name, value in row.items()}
 
     rows: list[dict[str, Any]] = []
@@ -206,9 +199,8 @@ def depth_profile(
                 row = {"stage": f"block {stage}", "name": parts.blocks[layer].module}
                 row |= measured("own", stage, parts.span(layer, layer))
                 row |= measured("until", stage, parts.until(layer))
-                rows.append(
-                    row | measured("beyond", stage, parts.beyond(layer, output, last_token=last_token))
-                )
+                row |= measured("beyond", stage, parts.beyond(layer, output, last_token=last_token))
+                rows.append(row)
                 told(stage + 2, total)
             own = _as("own", rows[-1], "beyond")
             whole = parts.whole(output, last_token=last_token)
@@ -216,9 +208,8 @@ def depth_profile(
             rows.append({"stage": "output", "name": "", **own, **measured("until", len(blocks), whole)})
             told(total, total)
         if influence:
-            how = {name: settings[name] for name in ("confidence", "max_iterations")}
-            how["seed"] = derive_seed(purpose="depth", seed=seed, layer=len(blocks), scope="influence")
-            how |= {"outputs": [-1], "on_output": as_last_step(on_layer, total)}
+            start = derive_seed(purpose="depth", seed=seed, layer=len(blocks), scope="influence")
+            how = few | {"seed": start, "outputs": [-1], "on_output": as_last_step(on_layer, total)}
             of_tokens = influence_at(whole, given.words, f"whole model to the {read}", read, **how)
     table = PrintedTable(rows)
     table["product"] = table["own"].cumprod()
