@@ -70,9 +70,12 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
         kind = kind_in_words(published.contents.kinds.get(text, "text"))
         group = list(family)
         heading(f"\n{readable(model)}, {scope_in_words(group[0])}, {kind} {readable(text)}")
-        _show_exponents(group)
-    hidden = len(published.exponents) - len(rows)
-    if hidden:
+        places = ["layer", "head"] if any(row["head"] is not None for row in group) else ["layer"]
+        table = [
+            [*(str(row[name]) for name in places), *_exponent(row), str(row["n_points"])] for row in group
+        ]
+        show_table([*places, "exponent", _INTERVAL, "points"], table)
+    if hidden := len(published.exponents) - len(rows):
         say(f"\nThe folder also holds {hidden} exponents of other models.")
     if plan.as_published:
         _show_compared(published.compared)
@@ -92,8 +95,7 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
     words = f"\n{made} made in {outcome.seconds:.1f} s"
     words += f", {kept} were already there" if kept else ""
     yield words + (f"; {unsettled} did not converge." if unsettled else ".")
-    values = outcome.made[PublishedValue.table]
-    if values:
+    if values := outcome.made[PublishedValue.table]:
         yield f"{values} published values made; their exponents are in published-exponents.csv."
     if unsettled:
         yield "To narrow their intervals, measure with a larger --max-iterations into another --out."
@@ -103,14 +105,6 @@ def _exponent(row: dict[str, Any]) -> tuple[str, str]:
     if row["note"]:
         return row["note"], ""
     return decimal(row["slope"], 3), f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"
-
-
-def _show_exponents(rows: list[dict[str, Any]]) -> None:
-    places = ["layer", "head"] if any(row["head"] is not None for row in rows) else ["layer"]
-    show_table(
-        [*places, "exponent", _INTERVAL, "points"],
-        [[*(str(row[name]) for name in places), *_exponent(row), str(row["n_points"])] for row in rows],
-    )
 
 
 def _show_compared(compared: pd.DataFrame) -> None:

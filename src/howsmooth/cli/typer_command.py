@@ -114,12 +114,15 @@ def _parameters(plan: Any) -> Iterator[inspect.Parameter]:
     """Yield a typer parameter for each option, of which the default is None: the help has the dataclass's."""
     for name, option in options_of(plan).items():
         field = plan.__pydantic_fields__[name]
-        kind = _typed(field.annotation)
+        members = _members(field.annotation)
+        choices = [word for one in members if get_origin(one) is Literal for word in get_args(one)]
+        # The type to which the command line converts a word.
+        kind = next((one for one in (bool, int, float) if one in members and str not in members), str)
         needed = field.is_required()
         usual = "" if needed or not field.default else f" Default: {in_words(field.default)}."
         told: dict[str, Any] = {
             "help": option.help + usual,
-            "metavar": option.metavar or "|".join(_choices(field.annotation)) or _KINDS[kind],
+            "metavar": option.metavar or "|".join(choices) or _KINDS[kind],
             "show_default": False,
         }
         if option.positional:
@@ -141,16 +144,6 @@ def _parameters(plan: Any) -> Iterator[inspect.Parameter]:
 def _members(annotation: Any) -> list[Any]:
     members = get_args(annotation) if get_origin(annotation) in (typing.Union, UnionType) else (annotation,)
     return [get_args(one)[0] if get_origin(one) is Annotated else one for one in members]
-
-
-def _choices(annotation: Any) -> list[str]:
-    return [word for one in _members(annotation) if get_origin(one) is Literal for word in get_args(one)]
-
-
-def _typed(annotation: Any) -> type:
-    """Return the type to which the command line converts a word: bool, int, float or str."""
-    plain = _members(annotation)
-    return next((one for one in (bool, int, float) if one in plain and str not in plain), str)
 
 
 def _above(paragraph: str) -> str:

@@ -41,8 +41,7 @@ def checked_bits(bits: object) -> tuple[int, ...]:
 
 def group_of(quantiser: str, dim: int) -> str:
     """Return the quantiser, or "token" if each of its groups has all ``dim`` channels of a token."""
-    size = _SIZES.get(quantiser)
-    return "token" if size is not None and size >= dim else quantiser
+    return "token" if _SIZES.get(quantiser, 0) >= dim else quantiser
 
 
 def absmax_steps(t: Float[Tensor, "*lead n dim"], bits: int, quantiser: str) -> Float[Tensor, "*lead n dim"]:

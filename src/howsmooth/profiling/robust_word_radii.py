@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -264,14 +265,19 @@ def word_radii(
     read = [at.network.digest(), origin["fingerprint"], digest]
     content = [version("howsmooth"), read, options, moved if jointly else None]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    kept = _Kept(None if file is None else Path(file), key)
+    file = None if file is None else Path(file)
+    kept = _kept(file, key)
 
     def radius(position: int | None, of_order: int, guess: float) -> float:
-        row = kept.rows.get((position, of_order))
+        row = kept.get((position, of_order))
         if row is None:
             tokens, on_step = (moved, told) if position is None else (position, None)
             row = _row(at.radius(tokens, order=of_order, guess=guess, on_step=on_step, **how), position)
-            kept.add(row)
+            kept[position, row["order"]] = row
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("a", encoding="utf-8") as lines:
+                    lines.write(f"\n{json.dumps({'key': key, **row})}\n")
         return float(row["radius"])
 
     every = [None] if jointly else moved
@@ -285,11 +291,11 @@ def word_radii(
         if seconds is not None:
             # What earlier calls spent counts too, so that a finished call gives the same result again.
             spent = 0.0
-            for position in sorted(every, key=lambda position: kept.rows[position, 2]["radius"]):
+            for position in sorted(every, key=lambda position: kept[position, 2]["radius"]):
                 if spent < seconds:
-                    radius(position, 3, scale * 1.5 * float(kept.rows[position, 2]["radius"]))
-                    spent += kept.rows[position, 3]["seconds"]
-    rows = [_best([kept.rows[p, o] for o in (2, 3) if (p, o) in kept.rows]) for p in every]
+                    radius(position, 3, scale * 1.5 * float(kept[position, 2]["radius"]))
+                    spent += kept[position, 3]["seconds"]
+    rows = [_best([kept[p, o] for o in (2, 3) if (p, o) in kept]) for p in every]
     table = PrintedTable(rows).astype({"position": "Int64", "label": "Int64", "rival": "Int64"})
     words = given.words if given.words is not None and len(given.words) == len(at.x) else []
     if words and not jointly:
@@ -325,24 +331,13 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
     return row | {"lost_at": max(found.losses, key=found.losses.__getitem__), "seconds": found.seconds}
 
 
-class _Kept:
-    """The finished rows of a table of radii by position and order, also kept in a file if one is given."""
-
-    def __init__(self, file: Path | None, key: str) -> None:
-        self.file, self.key = file, key
-        self.rows: dict[tuple[int | None, int], dict[str, Any]] = {}
-        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:  # a line that was cut when the program was killed
-                continue
+def _kept(file: Path | None, key: str) -> dict[tuple[int | None, int], dict[str, Any]]:
+    """Return the finished rows of a file by position and order."""
+    rows = {}
+    lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
+    for line in lines:
+        with suppress(ValueError):  # a line that was cut when the program was killed
+            row = json.loads(line)
             if row.pop("key") == key:
-                self.rows[row["position"], row["order"]] = row
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.rows[row["position"], row["order"]] = row
-        if self.file is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(f"\n{json.dumps({'key': self.key, **row})}\n")
+                rows[row["position"], row["order"]] = row
+    return rows
