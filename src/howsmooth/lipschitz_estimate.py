@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.results.result import Result, made_by
+from howsmooth.results.result import Result
 from howsmooth.rounding import COLUMNS_IN_DIGITS, interval_in_digits
 
 if TYPE_CHECKING:
@@ -136,11 +136,6 @@ class _Constants(Result):
         table.insert(0, "member", range(len(table)))
         table.insert(4, "confidence", self.confidence)
         return table.assign(method=self.method, scope=self.scope)
-
-    @property
-    def citation(self) -> str:
-        """One line to cite: the constants as they are printed, and the versions of the libraries."""
-        return f"{self!r}; {made_by('torch')}; digest {self.digest}."
 
     def _repr_html_(self) -> str:
         """Return the table of measured Lipschitz constants as HTML, for display in notebooks."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -56,61 +56,36 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> bool:
-    if wanted:
-        typer.echo(f"howsmooth {version('howsmooth')}")
-        raise typer.Exit
-    return wanted
+def _told(flag: str, help: str, words: str) -> Any:
+    """Return an option that prints some words, in which VERSION is that of howsmooth, and exits."""
 
+    def tell(wanted: bool) -> None:
+        if wanted:
+            typer.echo(words.replace("VERSION", version("howsmooth")))
+            raise typer.Exit
 
-def _show_citation(wanted: bool) -> None:
-    if wanted:
-        typer.echo(_BIBTEX.replace("VERSION", version("howsmooth")))
-        raise typer.Exit
+    return typer.Option(flag, callback=tell, is_eager=True, help=help)
 
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
-    ] = False,
-    cite: Annotated[
-        bool,
-        typer.Option("--cite", callback=_show_citation, is_eager=True, help="Show BibTeX entries and exit."),
-    ] = False,
+    version: Annotated[bool, _told("--version", "Show the version and exit.", "howsmooth VERSION")] = False,
+    cite: Annotated[bool, _told("--cite", "Show BibTeX entries and exit.", _BIBTEX)] = False,
 ) -> None:
     """How smooth is attention? Measure the Lipschitz constant of self-attention in any Transformer."""
 
 
-for _command in (
-    profile,
-    measure,
-    bound,
-    radius,
-    precision,
-    inspect,
-    reproduce,
-):
+for _command in (profile, measure, bound, radius, precision, inspect, reproduce):
     app.command(_command.__name__, epilog=_command.__dict__["examples"])(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return its exit code.
+    """Run the command line on the words typed after ``howsmooth``, by default those of ``sys.argv``.
 
-    Parameters
-    ----------
-    arguments
-        The words typed after ``howsmooth``; ``None`` takes them from ``sys.argv``.
-
-    Returns
-    -------
-    int
-        The exit code. 0: the command succeeded. 2: the command refused its arguments or inputs, and printed
-        the reason to standard error. 3: some measurements or figures failed. 130: the user interrupted the
-        command, or a batch system ended it with SIGTERM. 141: the program that reads the output, such as
-        ``head``, has ended. A traceback with exit code 1 is a bug of howsmooth.
-
+    The exit codes: 0, the command succeeded; 2, it refused its arguments or inputs, and printed the reason to
+    standard error; 3, some measurements or figures failed; 130, the user interrupted it, or a batch system
+    ended it with SIGTERM; 141, the program that reads the output, such as ``head``, has ended. A traceback
+    with exit code 1 is a bug of howsmooth.
     """
     # Without arguments, show the help. TYPED is recorded in the store with each run.
     typed = tuple(sys.argv[1:] if arguments is None else arguments) or ("--help",)

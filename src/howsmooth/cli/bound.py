@@ -77,30 +77,23 @@ def bound(plan: BoundPlan, shown: BoundShown) -> int:
 def _as_json(
     source: AttentionSource, bounded: Sequence[Bounded], written: Path | None, tokens: Path | None
 ) -> str:
-    """Return the bounds on each attention and their logarithms as one JSON object."""
     from howsmooth.study.records import plain_rows
 
-    attentions = [
-        {name: getattr(one.target, name) for name in ("layer", "head", "scope", "masking")}
-        | {"n": one.n, "radius": one.ball.radius, "radius_from": one.ball.origin}
-        | {"bounds": plain_rows(one.rows.reset_index().assign(log_value=one.rows.attrs["log_values"]))}
-        for one in bounded
-    ]
-    found = [
-        {"layer": one.target.layer, "head": one.target.head, "n": one.n, "radius": one.ball.radius}
-        | {
-            name: getattr(one.worst.estimate, name)
-            for name in ("value", "lower", "upper", "confidence", "converged")
-        }
-        | {"by": one.worst.by}
-        for one in bounded
-        if one.worst is not None
-    ]
+    def taken(one: object, *names: str) -> dict[str, Any]:
+        return {name: getattr(one, name) for name in names}
+
+    attentions, found = [], []
+    for one in bounded:
+        rows = one.rows.reset_index().assign(log_value=one.rows.attrs["log_values"])
+        ball = {"n": one.n, "radius": one.ball.radius}
+        attention = taken(one.target, "layer", "head", "scope", "masking") | ball
+        attentions.append(attention | {"radius_from": one.ball.origin, "bounds": plain_rows(rows)})
+        if one.worst is not None:
+            most = taken(one.worst.estimate, "value", "lower", "upper", "confidence", "converged")
+            found.append(taken(one.target, "layer", "head") | ball | most | {"by": one.worst.by})
     return as_json(
         source=source.label,
-        description=source.description,
-        text=source.text,
-        fingerprint=source.fingerprint,
+        **taken(source, "description", "text", "fingerprint"),
         attentions=attentions,
         file=written,
         **({"found": found, "tokens": tokens} if found else {}),
@@ -109,46 +102,37 @@ def _as_json(
 
 def _show(source: AttentionSource, bounded: Sequence[Bounded]) -> None:
     """Print tables of the bounds on each attention, with its measured constant."""
-    import pandas as pd
-
     from howsmooth.study.bound_run import LOCAL
 
     sources: list[str] = []
     for one in bounded:
         where = f"{readable(source.label)}, {one.target.place}, scope {one.target.scope}"
         masking = "unmasked" if one.target.masking == "none" else one.target.masking
-        ball = f"R = {one.ball.radius:.4g} ({one.ball.origin})"
-        heading(f"\n{where}, {masking}, n = {one.n}, {ball}")
-        rows, logs = one.rows, pd.Series(one.rows.attrs["log_values"])
-        is_measured = (rows["name"] == "measured").to_numpy()
-        local = (rows.index == LOCAL) & ~is_measured
-        measured = rows[is_measured]
-        value = float(measured["value"].min()) if len(measured) else None
-        if value is not None:
+        heading(f"\n{where}, {masking}, n = {one.n}, R = {one.ball.radius:.4g} ({one.ball.origin})")
+        rows, value, than = one.rows.assign(log=one.rows.attrs["log_values"]), None, "measured"
+        here, is_measured = rows.index == LOCAL, (rows["name"] == "measured").to_numpy()
+        if len(measured := rows[is_measured]):
+            value = float(measured["value"].min())
             said = f"measured {_ends(value, float(measured['value'].max()))}"
             paragraph(f"\n  At the tokens of the input: {said} ({measured['source'].iloc[0]})")
-            if local.any():
-                _show_bounds(rows[local], logs[local], value, sources)
-        if (rows.index != LOCAL).any():
-            paragraph(f"\n  For all n tokens of norm at most R = {one.ball.radius:.4g}:")
-            longest = one.longest_outside
-            if one.worst is not None:
-                value = one.worst.lower
-                ends = _ends(value, float(one.worst.estimate.upper))
-                status = "" if one.worst.estimate.converged else ", not converged"
-                paragraph(f"  The largest constant found: {ends} (by {one.worst.by}{status})")
-            elif longest is not None:
-                paragraph(
-                    f"  The measured constant is not compared: the longest token has norm {longest:.4g}, "
-                    "outside of this ball."
-                )
-                value = None
-            than = "measured" if one.worst is None else "found"
-            _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value, sources, than)
+            if len(local := rows[here & ~is_measured]):
+                _show_bounds(local, value, sources)
+        if here.all():
+            continue
+        paragraph(f"\n  For all n tokens of norm at most R = {one.ball.radius:.4g}:")
+        if one.worst is not None:
+            value, than = one.worst.lower, "found"
+            status = "" if one.worst.estimate.converged else ", not converged"
+            ends = _ends(value, float(one.worst.estimate.upper))
+            paragraph(f"  The largest constant found: {ends} (by {one.worst.by}{status})")
+        elif (longest := one.longest_outside) is not None:
+            value = None
+            outside = f"the longest token has norm {longest:.4g}, outside of this ball"
+            paragraph(f"  The measured constant is not compared: {outside}.")
+        _show_bounds(rows[~here], value, sources, than)
     if sources:
         heading("\nSources; titles in quotation marks are pages of the documentation of howsmooth")
-        table = [[f"[{number}]", source] for number, source in enumerate(sources, 1)]
-        show_table(["", " "], table, left=[" "])
+        show_table(["", " "], [[f"[{i}]", source] for i, source in enumerate(sources, 1)], left=[" "])
 
 
 def _ends(low: float, high: float) -> str:
@@ -158,35 +142,32 @@ def _ends(low: float, high: float) -> str:
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
-def _limit(row: dict[str, Any], log: float) -> str:
+def _limit(row: dict[str, Any]) -> str:
     from howsmooth.rounding import limit_in_digits
 
-    value = row["value"]
+    value, upper = row["value"], row["side"] == "upper"
     if value is None or not math.isfinite(value) or value == 0:
-        return amount(log, upper=row["side"] == "upper")
-    return limit_in_digits(value, 5, upper=row["side"] == "upper")
+        return amount(row["log"], upper=upper)
+    return limit_in_digits(value, 5, upper=upper)
 
 
 def _show_bounds(
-    rows: pd.DataFrame, logs: pd.Series, constant: float | None, sources: list[str], than: str = "measured"
+    rows: pd.DataFrame, constant: float | None, sources: list[str], than: str = "measured"
 ) -> None:
-    """Print a table of bounds, divided by a constant (``than`` says which), and append its sources to the
-    list.
-    """
+    """Print a table of bounds, divided by a constant, and append its sources to the list."""
     from howsmooth.study.records import plain_rows
 
-    pairs = zip(plain_rows(rows), logs, strict=True)
     table = []
-    # List bounds whose hypotheses fail at the end, with the hypotheses that fail.
-    for row, log in sorted(pairs, key=lambda pair: not pair[0]["holds"]):
+    # Bounds whose hypotheses fail stand at the end, with the hypotheses that fail.
+    for row in sorted(plain_rows(rows), key=lambda row: not row["holds"]):
         holds, origin = row["holds"], row["source"].removeprefix("howsmooth documentation, ")
         if origin not in sources:
             sources.append(origin)
-        ratio = amount(log - math.log(constant), 3) if constant and holds else ""
+        ratio = amount(row["log"] - math.log(constant), 3) if constant and holds else ""
         cells = [
             row["name"],
             "≤" if row["side"] == "upper" else "≥",
-            _limit(row, log) if holds else "not valid",
+            _limit(row) if holds else "not valid",
             *([ratio] if constant else []),
             f"[{sources.index(origin) + 1}]",
         ]

@@ -88,15 +88,13 @@ def _show(model: LoadedModel, found: Inspection) -> None:
     heading(f"{readable(model.name)}, {found.model}: {count}")
     say(f"{sentence(readable(model.source, longest=300))} Weights in {_stored(model)}.\n")
     captured = [site for site in found.sites if site.scopes]
-    facts = [_facts(site) for site in captured]
-    shared = {key: value for key, value in (facts or [{}])[0].items() if all(f[key] == value for f in facts)}
-    if len(captured) == 1:
-        shared = facts[0]
+    first, *others = [_facts(site) for site in captured] or [{}]
+    shared = {key: value for key, value in first.items() if all(one[key] == value for one in others)}
     if shared:
         say("Every layer" if len(captured) == len(found.sites) else "Every layer that is captured")
         show_table(["", " "], shared.items(), left=[""], wrapped=[" "])
         say("")
-    _show_layers(found, [key for key in (facts or [{}])[0] if key not in shared])
+    _show_layers(found, [key for key in first if key not in shared])
     if found.tokens is not None:
         # An image or a piece of audio has a fixed number of tokens.
         chosen = model.modality in ("text", "embeddings")
@@ -119,29 +117,26 @@ def _show(model: LoadedModel, found: Inspection) -> None:
 
 
 def _show_layers(found: Inspection, varied: list[str]) -> None:
-    """Print a table of the layers, in which layers with the same properties share one row."""
+    """Print a table of the layers, in which those with the same properties share one row."""
     names = ["layer", "name", *varied]
     rows = []
     alike: dict[tuple[str, ...], list[InspectedSite]] = {}
     for site in found.sites:
-        told = _facts(site) if site.scopes else {"scopes": f"refused: {site.kind}"}
+        told = _facts(site)
         # The radius differs in every layer, so it does not separate layers that are otherwise alike.
         key = (_pattern(site.name), site.kind, *(v for k, v in told.items() if k in varied and k != _RADIUS))
         alike.setdefault(key, []).append(site)
     for sites in alike.values():
-        told = _facts(sites[0]) if sites[0].scopes else {"scopes": f"refused: {sites[0].kind}"}
-        told[_RADIUS] = _radius(sites)
+        told = _facts(sites[0]) | {_RADIUS: _radius(sites)}
         name = sites[0].name if len(sites) == 1 else f"{_common_path(sites)} ({len(sites)} alike)"
-        layers = [site.layer for site in sites if site.layer is not None]
-        cells = [told.get(key, "") for key in varied]
         if "scopes" not in varied and not sites[0].scopes:
             name += f": {told['scopes']}"
-        rows.append([_runs(layers) if layers else "-", readable(name, longest=120), *cells])
+        cells = [readable(name, longest=120), *(told.get(key, "") for key in varied)]
+        rows.append([_runs([site.layer for site in sites if site.layer is not None]) or "-", *cells])
     show_table(names, rows, wrapped=names)
 
 
 def _stored(model: LoadedModel) -> str:
-    """Return the name of the dtype in which the weights of a model are stored."""
     return str(model.stored).removeprefix("torch.")
 
 
@@ -149,6 +144,8 @@ _RADIUS = "its radius"
 
 
 def _facts(site: InspectedSite) -> dict[str, str]:
+    if not site.scopes:
+        return {"scopes": f"refused: {site.kind}"}
     shares = "" if site.kv_heads == site.heads else f", {site.kv_heads} of keys and values"
     queries = "" if site.key_dim is None else f"queries and keys {site.key_dim}, "
     none = "" if CROSS_SCOPE in site.scopes else "none recognised"
@@ -167,12 +164,10 @@ def _facts(site: InspectedSite) -> dict[str, str]:
 
 def _radius(sites: Sequence[InspectedSite]) -> str:
     found = sorted(site.norm_radius for site in sites if site.norm_radius is not None)
-    ends = list(dict.fromkeys(f"{radius:.4g}" for radius in found[:1] + found[-1:]))
-    return " to ".join(ends)
+    return " to ".join(dict.fromkeys(f"{radius:.4g}" for radius in found[:1] + found[-1:]))
 
 
 def _pattern(name: str) -> str:
-    """Replace each number in a module path by a star, so that the paths of similar layers become equal."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -183,7 +178,6 @@ def _common_path(sites: Sequence[InspectedSite]) -> str:
 
 
 def _sentence_of(sites: Sequence[InspectedSite], found: Inspection) -> str:
-    """Return a phrase that names layers by their indices, or else by their module paths."""
     layers = [site.layer for site in sites if site.layer is not None]
     if layers and len(layers) == len(found.sites):
         return "All layers" if len(layers) > 1 else "The layer"

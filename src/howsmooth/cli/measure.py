@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -102,12 +103,9 @@ def measure(plan: Plan, execution: Execution, shown: MeasureShown) -> int:
         print_measurement_result.show_measured(plan, outcome, published, out)
     if not outcome.failed:
         return 0
-    reason = readable(outcome.first_failure, longest=300)
-    typer.echo(
-        f"{counted(outcome.failed, 'computation')} failed. Reason of the first failure: {reason} "
-        f"Try again with:\n  {as_typed()}",
-        err=True,
-    )
+    failed, reason = counted(outcome.failed, "computation"), readable(outcome.first_failure, longest=300)
+    again = f"Try again with:\n  {as_typed()}"
+    typer.echo(f"{failed} failed. Reason of the first failure: {reason} {again}", err=True)
     return FAILED
 
 
@@ -124,7 +122,6 @@ def _rows_kept(folder: Path) -> str:
 
 
 def _beside(plan: Plan) -> list[Callable[[PreparedStudy], Work]]:
-    """Return the function that plans the values of the published code, if they are asked for."""
     if not plan.as_published:
         return []
     from howsmooth.paper.published_code.constants_task import published_left
@@ -136,9 +133,6 @@ def _beside(plan: Plan) -> list[Callable[[PreparedStudy], Work]]:
 
 
 def _tell_dry_run(plan: Plan, execution: Execution, shown: MeasureShown, *, keep_going: bool) -> int:
-    """Print what a plan would measure; the code is :data:`FAILED` if something cannot be, as in the run
-    itself.
-    """
     from howsmooth.study.measurement_run import dry_run
 
     with shown_progress(quiet=shown.quiet or shown.json) as display:
@@ -155,16 +149,10 @@ def _tell_dry_run(plan: Plan, execution: Execution, shown: MeasureShown, *, keep
 
 
 def _show(found: DryRun, execution: Execution, *, published: bool) -> None:
-    """Print what is left to measure of each model, text and scope, and in what memory."""
     numbers = ["layers", "lengths", "sequences", "left", "longest"]
+    counts = attrgetter("layers", "lengths", "sequences", "measurements", "longest")
     rows = [
-        [
-            readable(part.model),
-            readable(part.text),
-            part.scope,
-            *map(str, (part.layers, part.lengths, part.sequences, part.measurements, part.longest)),
-            _size(part.memory),
-        ]
+        [readable(part.model), readable(part.text), part.scope, *map(str, counts(part)), _size(part.memory)]
         for part in found.parts
     ]
     names = ["model", "text", "scope"]
@@ -175,10 +163,8 @@ def _show(found: DryRun, execution: Execution, *, published: bool) -> None:
     if found.parts:
         unknown = ", or ? if it is not known beforehand" if any(p.memory is None for p in found.parts) else ""
         each = ", for each worker" if execution.executor is not None else ""
-        paragraph(
-            f"Memory: what the longest sequences that are measured together take{each}, beside the model"
-            f"{unknown}."
-        )
+        together = f"what the longest sequences that are measured together take{each}"
+        paragraph(f"Memory: {together}, beside the model{unknown}.")
     for part in found.parts:
         if part.lacking is not None:
             paragraph(

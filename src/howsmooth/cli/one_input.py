@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
@@ -17,15 +18,13 @@ from howsmooth.quick_imports import quick_imports
 from howsmooth.study.execution_options import Threads
 from howsmooth.study.options import options
 from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, Span
+from howsmooth.study.progress_listener import Listener
 
 if TYPE_CHECKING:
     from howsmooth.models import LoadedModel
     from howsmooth.results.result import Result
 
-__all__ = ["OneInputPlan", "Step", "find_and_show"]
-
-Step = Callable[[float, int], None]
-"""A function that is told how many steps are done, and how many there are."""
+__all__ = ["OneInputPlan", "find_and_show"]
 
 
 @options
@@ -43,9 +42,6 @@ class OneInputPlan(InputPlan):
     threads: Threads = None
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError if the plan names more than one input, or a span of tokens for an input that is
-        neither a text nor token ids.
-        """
         super().__post_init__()
         if self.span is not None and self.kind not in ("text", "tokens"):
             expected = f"none beside {self.kind}"
@@ -53,25 +49,19 @@ class OneInputPlan(InputPlan):
         if len(images := self.inputs.get("images", ())) > 1:
             raise ArgumentError("images", expected="one image", got=str(len(images)))
 
-    @property
-    def step(self) -> str:
-        """What the progress of the command counts."""
-        return "layer"
-
     def load(self) -> LoadedModel:
         """Load the model, and keep its weights in the dtype of the weights file."""
         from howsmooth.models import load_model
 
-        return self.loaded_by(load_model, head=getattr(self, "output", "hidden") != "hidden")
-
-    def loaded_by(self, load: Callable[..., LoadedModel], **more: Any) -> LoadedModel:
-        """Load the model with a function that takes the arguments of :func:`~howsmooth.models.load_model`."""
         names = ("random_init", "as_decoder", "part", "seed", "device")
         given = {name: getattr(self, name) for name in names if hasattr(self, name)}
         if getattr(self, "random_init", False) and not self.tokens:
             # Most types of models have no tokenizer of their own: one is then trained on the text.
             given["tokenizer_text"] = self.words().content
-        return load(self.source, dtype=None, **given, **more)
+        return self._loaded(partial(load_model, self.source, dtype=None, **given))
+
+    def _loaded(self, load: Callable[..., LoadedModel]) -> LoadedModel:
+        return load(head=getattr(self, "output", "hidden") != "hidden")
 
     def layers_of(self, loaded: Any) -> tuple[int, ...] | None:
         """Return the indices of the chosen layers, or None for all self-attention layers."""
@@ -81,7 +71,7 @@ class OneInputPlan(InputPlan):
         return tuple(chosen.resolve(loaded.layers, self.source, "layers"))
 
     def words(self) -> texts.Text:
-        """Return the text."""
+        """Return the text, with its special tokens if they are asked for."""
         found = texts.load_text(self.text or DEFAULT_TEXT)
         return replace(found, special_tokens=getattr(self, "special_tokens", False))
 
@@ -99,24 +89,17 @@ class OneInputPlan(InputPlan):
 
             found = load_tokens(given[0], self.kind)
             if len(found.lengths) > 1:
-                raise ArgumentError(
-                    self.kind,
-                    expected="a file with one sequence",
-                    got=f"{found.name} with {len(found.lengths)}",
-                    remedy="Write one of them into a file of its own.",
-                )
+                got = f"{found.name} with {len(found.lengths)}"
+                remedy = "Write one of them into a file of its own."
+                raise ArgumentError(self.kind, expected="a file with one sequence", got=got, remedy=remedy)
             return found.tokens
         if loaded.modality != "text":
-            raise ArgumentError(
-                "text",
-                expected=f"an input that the model takes: {loaded.modality}",
-                got="a text",
-                remedy=self.OTHERWISE,
-            )
+            expected = f"an input that the model takes: {loaded.modality}"
+            raise ArgumentError("text", expected=expected, got="a text", remedy=self.OTHERWISE)
         return self.words()
 
-    def find(self, loaded: Any, inputs: Any, on_step: Step) -> Result:
-        """Compute the result; ``on_step`` is told the numbers of layers or tokens done, and of all."""
+    def find(self, loaded: Any, inputs: Any, display: Listener) -> Result:
+        """Compute the result; ``display`` is told the numbers of layers or tokens done, and of all."""
         raise NotImplementedError
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
@@ -135,7 +118,7 @@ def find_and_show(plan: Any, shown: Shown) -> Any:
         inputs = plan.input_of(loaded)
         display.phase(plan.PHASE)
         with fastest_threads() as threads:
-            found = plan.find(loaded, inputs, display.counter(plan.step))
+            found = plan.find(loaded, inputs, display)
         more, lines = plan.beside(found)
         display.phase(f"Writing ({threads.words})" if threads.words else "Writing")
         written = found.write(plan.out)

@@ -7,12 +7,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 
-from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.one_input import OneInputPlan, find_and_show
 from howsmooth.cli.typer_command import Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Out
 from howsmooth.study.options import HOW, Real, Told, options, some_of, token_counts
 from howsmooth.study.plans import Device, Layers, RandomInit, SpecialTokens
+from howsmooth.study.progress_listener import Listener
 from howsmooth.study.ranges import ALL
 
 __all__ = ["PrecisionPlan", "precision"]
@@ -32,9 +33,7 @@ _EXAMPLES = (
 
 @options
 class PrecisionPlan(OneInputPlan):
-    """The options of the command ``howsmooth precision``: the model, the input, and how to quantise keys and
-    values.
-    """
+    """The options of the command ``howsmooth precision``: the model, the input, and how to quantise."""
 
     PHASE: ClassVar[str] = "Quantising"
 
@@ -65,53 +64,41 @@ class PrecisionPlan(OneInputPlan):
     out: Out = Path("howsmooth-precision")
 
     def __post_init__(self) -> None:
-        """Refuse the option ``average`` if the option ``bits`` has a single number only, or only numbers
-        above this average.
-        """
         super().__post_init__()
         if self.average is None:
             return
         if len(set(self.bits)) < 2:
-            raise ArgumentError(
-                "bits",
-                expected="several beside --average, which chooses among them",
-                got=str(self.bits[0]),
-                remedy="Give --bits 2,3,4,5,6,8 or others.",
-            )
+            expected = "several beside --average, which chooses among them"
+            remedy = "Give --bits 2,3,4,5,6,8 or others."
+            raise ArgumentError("bits", expected=expected, got=str(self.bits[0]), remedy=remedy)
         if self.average < min(self.bits):
-            raise ArgumentError(
-                "average", expected=f"at least {min(self.bits)}, the fewest --bits", got=f"{self.average:g}"
-            )
+            expected = f"at least {min(self.bits)}, the fewest --bits"
+            raise ArgumentError("average", expected=expected, got=f"{self.average:g}")
 
-    def load(self) -> Any:
-        """Load the model. Its output layer is included if it exists, unless the option ``no_logits`` is
-        given.
-        """
-        if self.no_logits:
-            return super().load()
-        from howsmooth.profiling.kv_cache_quantisation import load_with_head
+    def _loaded(self, load: Any) -> Any:
+        from howsmooth.profiling.kv_cache_quantisation import with_head
 
-        return self.loaded_by(load_with_head)
+        return super()._loaded(load) if self.no_logits else with_head(load)
 
-    def find(self, loaded: Any, inputs: Any, on_step: Step) -> Any:
+    def find(self, loaded: Any, inputs: Any, display: Listener) -> Any:
         """Predict and simulate the effects of quantised keys and values on the output of the model."""
-        from howsmooth.profiling import precision as measured
-        from howsmooth.profiling.quantisers import QUANTISERS
+        from howsmooth import profiling
 
-        return measured(
+        names = ("bits", "span", "seed")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.quantisers != "all":
+            settings["quantisers"] = self.quantisers.split(",")
+        return profiling.precision(
             loaded,
             inputs,
-            quantisers=QUANTISERS if self.quantisers == "all" else self.quantisers.split(","),
             layers=self.layers_of(loaded),
             logits=not self.no_logits,
-            on_layer=on_step,
-            **{name: getattr(self, name) for name in ("bits", "span", "seed")},
+            on_layer=display.counter("layer"),
+            **settings,
         )
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the chosen numbers of bits for the keys and values of each head, or nothing if the option
-        ``average`` is not given.
-        """
+        """Return the bits of each head's keys and values for the ``average``, if there is one."""
         from howsmooth.study.records import plain_rows
 
         if self.average is None:

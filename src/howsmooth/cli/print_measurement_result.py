@@ -27,32 +27,22 @@ _INTERVAL = f"{LEVEL * 100:.0f} % interval"
 
 
 def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> str:
-    """Return the exponents, counts, settings and files of a study as one JSON object.
-
-    The entries ``measurements``, ``bounds`` and ``published`` count the rows that this command asked for. The
-    entries ``failures``, ``exponents``, ``models`` and ``texts`` describe all rows in the folder.
-    """
+    """Return the exponents, counts, settings and files of a study as one JSON object."""
     contents = published.contents
-    values = _counts(outcome, PublishedValue) | {
-        "in_store": len(contents.published),
-        "exponents": plain_rows(published.compared),
-    }
+    values = _counts(outcome, PublishedValue) | {"in_store": len(contents.published)}
+    values["exponents"] = plain_rows(published.compared)
+    counts = _counts(outcome, Measurement) | {"in_store": len(contents.measurements)}
+    counts["unconverged_in_store"] = int((~contents.measurements["converged"]).sum())
     return as_json(
         out=folder,
         seconds=round(outcome.seconds, 3),
         failed=outcome.failed,
         failures=plain_rows(contents.failures.drop(columns="detail")),
-        measurements=_counts(outcome, Measurement)
-        | {
-            "in_store": len(contents.measurements),
-            "unconverged_in_store": int((~contents.measurements["converged"]).sum()),
-        },
+        measurements=counts,
         bounds=_counts(outcome, Bounding),
         published=None if published.compared.empty else values,
         settings=described(plan),
-        models=plain_rows(contents.models),
-        texts=plain_rows(contents.texts),
-        inputs=plain_rows(contents.inputs),
+        **{name: plain_rows(getattr(contents, name)) for name in ("models", "texts", "inputs")},
         exponents=plain_rows(published.exponents),
         exponent_confidence=LEVEL,
         citations=list(citations(contents, plain_rows(published.exponents))),
@@ -80,9 +70,12 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
         kind = kind_in_words(published.contents.kinds.get(text, "text"))
         group = list(family)
         heading(f"\n{readable(model)}, {scope_in_words(group[0])}, {kind} {readable(text)}")
-        _show_exponents(group)
-    hidden = len(published.exponents) - len(rows)
-    if hidden:
+        places = ["layer", "head"] if any(row["head"] is not None for row in group) else ["layer"]
+        table = [
+            [*(str(row[name]) for name in places), *_exponent(row), str(row["n_points"])] for row in group
+        ]
+        show_table([*places, "exponent", _INTERVAL, "points"], table)
+    if hidden := len(published.exponents) - len(rows):
         say(f"\nThe folder also holds {hidden} exponents of other models.")
     if plan.as_published:
         _show_compared(published.compared)
@@ -97,32 +90,21 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
 
 
 def _count_sentences(outcome: Outcome) -> Iterator[str]:
-    """Yield sentences on new, stored and unconverged measurements."""
     kept, unsettled = outcome.kept[Measurement.table], sum(outcome.unsettled.values())
     made = counted(outcome.made[Measurement.table], "measurement")
     words = f"\n{made} made in {outcome.seconds:.1f} s"
     words += f", {kept} were already there" if kept else ""
     yield words + (f"; {unsettled} did not converge." if unsettled else ".")
-    values = outcome.made[PublishedValue.table]
-    if values:
+    if values := outcome.made[PublishedValue.table]:
         yield f"{values} published values made; their exponents are in published-exponents.csv."
     if unsettled:
         yield "To narrow their intervals, measure with a larger --max-iterations into another --out."
 
 
 def _exponent(row: dict[str, Any]) -> tuple[str, str]:
-    """Return an exponent and its interval as text, or the reason why there is none."""
     if row["note"]:
         return row["note"], ""
     return decimal(row["slope"], 3), f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"
-
-
-def _show_exponents(rows: list[dict[str, Any]]) -> None:
-    places = ["layer", "head"] if any(row["head"] is not None for row in rows) else ["layer"]
-    show_table(
-        [*places, "exponent", _INTERVAL, "points"],
-        [[*(str(row[name]) for name in places), *_exponent(row), str(row["n_points"])] for row in rows],
-    )
 
 
 def _show_compared(compared: pd.DataFrame) -> None:

@@ -8,24 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from howsmooth.accuracy_limits import check_accuracy
-from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.one_input import OneInputPlan, find_and_show
 from howsmooth.cli.typer_command import Shown, command
 from howsmooth.errors import ArgumentError
+from howsmooth.study import plans
 from howsmooth.study.execution_options import Out
 from howsmooth.study.options import Told, options
-from howsmooth.study.plans import (
-    PROFILE_RTOL,
-    AsDecoder,
-    Device,
-    Images,
-    Layers,
-    Output,
-    Part,
-    RandomInit,
-    Rtol,
-    SpecialTokens,
-    check_output,
-)
+from howsmooth.study.progress_listener import Listener
 from howsmooth.study.ranges import ALL
 
 __all__ = ["ProfilePlan", "profile"]
@@ -50,62 +39,58 @@ class ProfilePlan(OneInputPlan):
     """The options of the command ``howsmooth profile``: the model, the input, and how to measure."""
 
     images: Annotated[
-        Images,
+        plans.Images,
         Told("builtin|PATH", several=True),
         "An image instead of a text: a file, or builtin (generated).",
     ] = ()
-    special_tokens: SpecialTokens = False
-    layers: Layers = ALL
+    special_tokens: plans.SpecialTokens = False
+    layers: plans.Layers = ALL
     scope: Annotated[
         Literal["all", "attention", "head", "model"],
         "attention: each layer with all its heads; head: each head alone; all: both; model: the whole "
         "model, and where in its depth it expands.",
     ] = "all"
-    output: Output = "hidden"
+    output: plans.Output = "hidden"
     influence: Annotated[
         bool,
         "Also which token moves which: in the layer with the largest constant, where time grows with the "
         "square of the length; with the scope model, which token moves its last output.",
     ] = False
-    random_init: RandomInit = False
-    as_decoder: AsDecoder = False
-    part: Part = None
-    rtol: Rtol = PROFILE_RTOL
-    device: Device = "cpu"
+    random_init: plans.RandomInit = False
+    as_decoder: plans.AsDecoder = False
+    part: plans.Part = None
+    rtol: plans.Rtol = plans.PROFILE_RTOL
+    device: plans.Device = "cpu"
     out: Out = Path("howsmooth-profile")
 
     def __post_init__(self) -> None:
-        """Refuse options that do not fit the scope."""
         super().__post_init__()
         # The model is not loaded yet: refuse what even float64 cannot reach.
         check_accuracy(self.rtol, 0.999, "float64")
-        check_output(self.output, (self.scope,))
+        plans.check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.items:
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
         if self.influence and self.scope == "head":
             raise ArgumentError("influence", expected="the scope all, attention or model", got=self.scope)
 
-    def find(self, loaded: Any, inputs: Any, on_step: Step) -> Any:
-        """Measure the chosen layers and heads. With the scope ``model``, measure each block, the model up to
-        it, and the model after it.
-        """
-        from howsmooth.profiling import depth_profile
-        from howsmooth.profiling import profile as measured
+    def find(self, loaded: Any, inputs: Any, display: Listener) -> Any:
+        """Measure the chosen layers and heads, or the whole model block by block."""
+        from howsmooth import profiling
 
-        names = ("span", "rtol", "seed", "influence")
-        settings: dict[str, Any] = {name: getattr(self, name) for name in names} | {"on_layer": on_step}
+        settings: Any = {name: getattr(self, name) for name in ("span", "rtol", "seed", "influence")}
+        settings["on_layer"] = display.counter("layer")
         if self.scope == "model":
-            return depth_profile(loaded, inputs, output=self.output, **settings)
+            return profiling.depth_profile(loaded, inputs, output=self.output, **settings)
         scopes = ("attention", "head") if self.scope == "all" else (self.scope,)
-        return measured(loaded, inputs, scopes=scopes, layers=self.layers_of(loaded), **settings)
+        layers = self.layers_of(loaded)
+        return profiling.profile(loaded, inputs, scopes=scopes, layers=layers, **settings)
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
         """Return the largest influences of one token on another, if they were asked for."""
         if not self.influence:
             return {}, []
-        if found.influence is None:  # the reason is printed with what was not measured
-            return {"influence": None}, []
-        return {"influence": found.influence.described()}, found.influence.lines_of_largest()
+        told = found.influence  # None if it failed: the reason is printed with what was not measured
+        return {"influence": told and told.described()}, told.lines_of_largest() if told else []
 
 
 @command(*_EXAMPLES)

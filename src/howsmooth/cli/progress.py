@@ -24,9 +24,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def shown_progress(*, quiet: bool) -> Iterator[Listener]:
-    """Yield a listener that shows progress as a bar on a terminal and as lines elsewhere. If ``quiet`` is
-    true, the listener shows nothing.
-    """
+    """Yield a listener that shows a bar on a terminal and lines elsewhere, or nothing if ``quiet``."""
     if quiet:
         yield Listener()
     elif not sys.stderr.isatty():
@@ -43,18 +41,16 @@ def shown_progress(*, quiet: bool) -> Iterator[Listener]:
 
 
 class _Lines(Listener):
-    """A listener that prints a line at the start of each phase, and then one line every ten seconds."""
+    """A listener that prints a line at the start of each phase, and then one every ten seconds."""
 
     def __init__(self) -> None:
         self._began = self._last = time.monotonic()
 
     def phase(self, words: str) -> None:
-        """Print the name of a phase when it starts."""
         self._began = self._last = time.monotonic()
         print(words, file=sys.stderr, flush=True)
 
     def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
-        """Print a line if the last line is at least ten seconds old and the phase is not finished."""
         now = time.monotonic()
         if now - self._last < _SECONDS_BETWEEN_LINES or not 0 < done < total:
             return
@@ -65,7 +61,7 @@ class _Lines(Listener):
 
 
 class _Bar(Listener):
-    """A listener that draws a bar, with the share of the work that is done and the remaining time."""
+    """A listener that draws a bar for each phase, with the share that is done and the remaining time."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -73,7 +69,6 @@ class _Bar(Listener):
         self._began = time.monotonic()
 
     def phase(self, words: str) -> None:
-        """Start a new bar; the bars of finished phases remain above it."""
         if self._task is not None:
             task = self._progress.tasks[-1]
             self._progress.update(self._task, total=task.total or 1, completed=task.total or 1, words="")
@@ -81,7 +76,6 @@ class _Bar(Listener):
         self._began = time.monotonic()
 
     def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
-        """Move the bar to the share of the phase that is done, and update the expected remaining time."""
         if left is None and done > 0:
             left = (time.monotonic() - self._began) * (total - done) / done
         if self._task is not None:

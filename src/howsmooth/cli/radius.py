@@ -10,12 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.one_input import OneInputPlan, find_and_show
 from howsmooth.cli.typer_command import Shown, command, resumable
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Out
 from howsmooth.study.options import HOW, Integer, Real, Selection, Told, options
 from howsmooth.study.plans import RADIUS_TOKENS, SPAN, Embeddings, Span
+from howsmooth.study.progress_listener import Listener
 from howsmooth.words import encodable
 
 __all__ = ["RadiusPlan", "radius"]
@@ -69,31 +70,18 @@ class RadiusPlan(OneInputPlan):
     out: Out = Path("howsmooth-radius")
 
     def __post_init__(self) -> None:
-        """Refuse the option ``seconds`` if all radii are computed to third order, or if tokens move
-        jointly.
-        """
         super().__post_init__()
         if self.seconds is not None and (self.order == "3" or self.jointly):
             got = "order 3" if self.order == "3" else "jointly"
             raise ArgumentError("seconds", expected="it with order 2 and single tokens", got=got)
 
-    @property
-    def step(self) -> str:
-        """What is counted: tokens, or steps of the search for the radius of tokens that move jointly."""
-        return "step" if self.jointly else "token"
-
-    def load(self) -> Any:
-        """Load the model with the output layer that a classifier needs for its logits."""
-        from howsmooth.models import load_model
-
-        return self.loaded_by(load_model, head=True)
+    def _loaded(self, load: Any) -> Any:
+        return load(head=True)
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
         """Return a note if the text has several lines, because these lines are read as a single input."""
-        if self.kind != "text":
-            return {}, []
-        lines = sum(bool(line.strip()) for line in self.words().content.splitlines())
-        if lines < 2:
+        written = self.words().content.splitlines() if self.kind == "text" else []
+        if (lines := sum(bool(line.strip()) for line in written)) < 2:
             return {}, []
         said = (
             f"The {lines} lines of the text are one input, of which {found.n} tokens were taken. For the "
@@ -101,12 +89,13 @@ class RadiusPlan(OneInputPlan):
         )
         return {"note": said}, [said]
 
-    def find(self, loaded: Any, inputs: Any, on_step: Step) -> Any:
+    def find(self, loaded: Any, inputs: Any, display: Listener) -> Any:
         """Compute the radii. After Ctrl-C, print how many radii are saved and how to continue."""
         from howsmooth.files import writable_folder
         from howsmooth.profiling import word_radii
 
         done = 0
+        on_step = display.counter("step" if self.jointly else "token")
 
         def count(finished: int, total: int) -> None:
             nonlocal done

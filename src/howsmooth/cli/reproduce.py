@@ -6,7 +6,7 @@ import json as json_format
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -72,12 +72,8 @@ def reproduce(options: FigureOptions, execution: ReproduceExecution, shown: Repr
     from howsmooth.paper.figure_definition import FIGURES, choose_figures
 
     if shown.list:
-        if shown.json:
-            listing = [{"name": one.name, "paper": one.paper, "title": one.title} for one in FIGURES]
-            typer.echo(json_format.dumps(listing))
-        else:
-            for one in FIGURES:
-                typer.echo(f"{one.name:<18} {one.paper}: {one.title}")
+        lines = [f"{one.name:<18} {one.paper}: {one.title}" for one in FIGURES]
+        typer.echo(json_format.dumps([*map(_listed, FIGURES)]) if shown.json else "\n".join(lines))
         return 0
     chosen = choose_figures(shown.figures)
     if shown.dry_run:
@@ -104,7 +100,6 @@ def reproduce(options: FigureOptions, execution: ReproduceExecution, shown: Repr
 
 
 def _tell_tasks(chosen: Sequence[Figure], options: FigureOptions, out: Path, shown: Shown) -> int:
-    """Print how many tasks of each figure are left, and return the exit code of the command."""
     from howsmooth.paper.figure_definition import tasks_left
 
     found = tasks_left(chosen, options, out)
@@ -113,9 +108,8 @@ def _tell_tasks(chosen: Sequence[Figure], options: FigureOptions, out: Path, sho
     else:
         rows = [[one.name, str(one.tasks)] for one in found if not one.refused]
         show_table(["figure", "tasks left"], rows, left=["figure"])
-        for one in found:
-            if one.refused:
-                say(f"Cannot be made: {one.name}: {readable(one.refused, longest=300)}")
+        for one in (one for one in found if one.refused):
+            say(f"Cannot be made: {one.name}: {readable(one.refused, longest=300)}")
         say("Nothing was written.")
     return FAILED if any(one.refused for one in found) else 0
 
@@ -136,24 +130,16 @@ def _show(made: Reproduction, figures: Sequence[Figure]) -> None:
 def _as_json(made: Reproduction, figures: Sequence[Figure], options: FigureOptions, folder: Path) -> str:
     from howsmooth.study.records import plain_rows
 
-    return as_json(
-        out=folder,
-        page=made.page,
-        settings=described(options),
-        refused=made.refused,
-        figures=[
-            {
-                "name": one.name,
-                "paper": one.paper,
-                "title": one.title,
-                "seconds": round(made.seconds[one.name], 3),
-                "seen": found.seen,
-                "pictures": [{"pdf": each.pdf, "png": each.png, "alt": each.alt} for each in found.pictures],
-                "tables": [
-                    {"caption": caption, "rows": plain_rows(table)} for caption, table in found.tables
-                ],
-            }
-            for one in figures
-            if (found := made.findings.get(one.name))
-        ],
-    )
+    drawn = []
+    for one in figures:
+        if found := made.findings.get(one.name):
+            pictures = [{"pdf": each.pdf, "png": each.png, "alt": each.alt} for each in found.pictures]
+            tables = [{"caption": caption, "rows": plain_rows(table)} for caption, table in found.tables]
+            more = {"seen": found.seen, "pictures": pictures, "tables": tables}
+            drawn.append(_listed(one) | {"seconds": round(made.seconds[one.name], 3)} | more)
+    settings = described(options)
+    return as_json(out=folder, page=made.page, settings=settings, refused=made.refused, figures=drawn)
+
+
+def _listed(figure: Figure) -> dict[str, Any]:
+    return {name: getattr(figure, name) for name in ("name", "paper", "title")}

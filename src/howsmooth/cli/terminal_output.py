@@ -25,16 +25,12 @@ _NARROWEST = 16  # characters of a wrapped column
 
 
 def as_json(**described: Any) -> str:
-    """Return a JSON object of the keyword arguments, which begins with the version of howsmooth.
-
-    NaN and infinite numbers become null.
-    """
+    """Return a JSON object with the version of howsmooth; NaN and infinite numbers become null."""
     written = {"howsmooth": version("howsmooth"), **described}
     return json.dumps(_plain(written), indent=2, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to a type that can be written as JSON."""
     if isinstance(value, Mapping):
         return {_plain(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -46,11 +42,7 @@ def _plain(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return a rich console that prints to standard output. If the output is a pipe or a file, the console
-    does not break lines.
-
-    The environment variable COLUMNS sets another width.
-    """
+    """Return a rich console, which breaks lines at the width of a terminal or of COLUMNS, and in no file."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNLIMITED)
 
 
@@ -78,19 +70,9 @@ def show_table(
 ) -> None:
     """Print a table; columns in ``left`` or ``wrapped`` are aligned to the left, others to the right.
 
-    Parameters
-    ----------
-    columns
-        The column names; if all are blank, the table has no header.
-    rows
-        The cells of each row.
-    left
-        Names of columns that are aligned to the left.
-    wrapped
-        Names of columns that are aligned to the left, and whose cells are wrapped to several lines if the
-        terminal is narrow; by default the columns in ``left``. The other columns keep their width, even if
-        lines get longer than the terminal is wide, because a number that is cut off would be another number.
-
+    If all names are blank, it has no header. Cells of columns in ``wrapped``, by default those in ``left``,
+    are wrapped if the terminal is narrow. The others keep their width: a number that is cut off would be
+    another number.
     """
     cells = [[Text(encodable(cell)) if isinstance(cell, str) else cell for cell in row] for row in rows]
     wraps = wrapped or left
@@ -98,15 +80,9 @@ def show_table(
     header = any(name.strip() for name in columns)
     table = Table(box=None, pad_edge=False, header_style="dim", show_header=header)
     for name, width in zip(columns, widths, strict=True):
-        begins = name in left or name in wrapped
+        look: Any = {"justify": "left" if name in left or name in wrapped else "right", "overflow": "fold"}
         least = min(width, _NARROWEST) if name in wraps else width
-        table.add_column(
-            name,
-            justify="left" if begins else "right",
-            no_wrap=name not in wraps,
-            overflow="fold",
-            min_width=least,
-        )
+        table.add_column(name, no_wrap=name not in wraps, min_width=least, **look)
     for row in cells:
         table.add_row(*row)
     terminal = console()

@@ -5,22 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 import shlex
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from types import UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -120,17 +111,18 @@ def _flag(field: str, option: Told) -> str:
 
 
 def _parameters(plan: Any) -> Iterator[inspect.Parameter]:
-    """Yield a typer parameter for each option of a dataclass. The default of each is None: what the dataclass
-    takes then stands in the help.
-    """
+    """Yield a typer parameter for each option, of which the default is None: the help has the dataclass's."""
     for name, option in options_of(plan).items():
         field = plan.__pydantic_fields__[name]
-        kind = _typed(field.annotation)
+        members = _members(field.annotation)
+        choices = [word for one in members if get_origin(one) is Literal for word in get_args(one)]
+        # The type to which the command line converts a word.
+        kind = next((one for one in (bool, int, float) if one in members and str not in members), str)
         needed = field.is_required()
         usual = "" if needed or not field.default else f" Default: {in_words(field.default)}."
         told: dict[str, Any] = {
             "help": option.help + usual,
-            "metavar": option.metavar or "|".join(_choices(field.annotation)) or _KINDS[kind],
+            "metavar": option.metavar or "|".join(choices) or _KINDS[kind],
             "show_default": False,
         }
         if option.positional:
@@ -150,23 +142,12 @@ def _parameters(plan: Any) -> Iterator[inspect.Parameter]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """Return the types of which one is that of a value, without what is told of them."""
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    members = get_args(annotation) if get_origin(annotation) in (typing.Union, UnionType) else (annotation,)
     return [get_args(one)[0] if get_origin(one) is Annotated else one for one in members]
 
 
-def _choices(annotation: Any) -> list[str]:
-    return [word for one in _members(annotation) if get_origin(one) is Literal for word in get_args(one)]
-
-
-def _typed(annotation: Any) -> type:
-    """Return the type to which the command line converts a word: bool, int, float or str."""
-    plain = _members(annotation)
-    return next((one for one in (bool, int, float) if one in plain and str not in plain), str)
-
-
 def _above(paragraph: str) -> str:
-    """Move the explanation of an example above the command, so that the whole line can be copied."""
+    # The explanation of an example stands above it, so that the whole line can be copied.
     example, end, told = paragraph.partition("[/]  ")
     return f"{told}:\n\n{example}[/]" if end else paragraph
 
@@ -178,9 +159,7 @@ def as_typed() -> str:
 
 @contextmanager
 def means_of(execution: Execution, display: Listener, *, keep_going: bool = False) -> Iterator[Means]:
-    """Start the workers that the options ask for, yield the means of carrying out tasks, and stop the workers
-    at the end.
-    """
+    """Yield the means of carrying out tasks on the workers that are asked for; stop these at the end."""
     from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.runner import Means
 
@@ -193,11 +172,7 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
 
 @contextmanager
 def resumable(kept: Callable[[], str]) -> Iterator[None]:
-    """On Ctrl-C, print what is saved and the command that continues the work, and exit with code 130.
-
-    The function ``kept`` returns a phrase that says what is saved. If the phrase is empty, the
-    KeyboardInterrupt is raised again.
-    """
+    """On Ctrl-C, print what is saved, ``kept()``, unless it is empty, and how to continue; exit with 130."""
     try:
         yield
     except KeyboardInterrupt:

@@ -29,7 +29,7 @@ from howsmooth.dynamics.rescaled_tokens import Rescaled
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.autodiff import allowance_for_rounding, moved_by_rounding
-from howsmooth.results.result import Result, made_by
+from howsmooth.results.result import Result
 from howsmooth.rounding import interval_in_digits
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
 
@@ -128,11 +128,6 @@ class Growth(Result):
 
         names = ("value", "lower", "upper", "converged", "iterations", "product", "exponential")
         return pd.DataFrame({"time": self.times} | {name: getattr(self, name).numpy() for name in names})
-
-    @property
-    def citation(self) -> str:
-        """One line to cite: what is printed, and the versions of the libraries."""
-        return f"{self!r}; {made_by('torch')}; digest {self.digest}."
 
     def _curves(self) -> list[Curve]:
         from howsmooth.results.curves import DASHED, Curve

@@ -12,7 +12,6 @@ import pandas as pd
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.lipschitz import local_lipschitz
-from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models import Site
 from howsmooth.models.capture import model_parts
 from howsmooth.printed_table import PrintedTable
@@ -40,15 +39,16 @@ _CURVES = {
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DepthProfile(ResultWithInfluence):
-    """The Lipschitz constants of each block of a model at one input, of the model up to the end of this
-    block, and of the model after this block.
+    """The constants of each stage of a model at one input, of the model up to its end, and of what follows.
 
-    A stage is one of three: the computation before the first block (``embeddings``), a block, or the
-    computation after the last block (``output``: the last norm layer and the output layer).
+    A stage is what comes before the first block (``embeddings``), a block, or what comes after the last one
+    (``output``: the last norm layer and the output layer).
     """
 
     NAME: ClassVar[str] = "depth"
     TITLE: ClassVar[str] = "Depth profile"
+    WHAT: ClassVar[str] = "Where in its depth the model expands a change of its embeddings,"
+    ALT: ClassVar[str] = "The constants down the depth of the model; the numbers are in the table."
 
     #: One row for each stage, with the columns ``stage``, ``name`` (the path of the block), ``own`` (the
     #: constant of the stage), ``until`` (of the map from the embeddings to the end of the stage), ``beyond``
@@ -68,9 +68,7 @@ class DepthProfile(ResultWithInfluence):
 
     @property
     def citation(self) -> str:
-        """A line of text with which the result can be cited. It gives the Lipschitz constant of the whole
-        model, and the product of the constants of its embeddings, blocks and output layer.
-        """
+        """One line to cite, with the constant of the whole model and the product of those of its stages."""
         last = plain_rows(self.table)[-1]
         return (
             f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
@@ -78,7 +76,7 @@ class DepthProfile(ResultWithInfluence):
             f"product of its stages {last['product']:.6g}; {self._made_by}"
         )
 
-    def __repr__(self) -> str:
+    def _lines(self) -> list[str]:
         lines = [
             f"Depth profile of {self.model}, {self.length}, embeddings to {self.output}.",
             f"Input: {self.input}.",
@@ -96,22 +94,17 @@ class DepthProfile(ResultWithInfluence):
         missed = [f"{row['stage']} ({kind})" for row in plain_rows(self.table) for kind in _MAPS
                   if row[f"{kind}_converged"] is False]  # fmt: skip
         lines += [f"Not converged: {', '.join(missed)}."] if missed else []
-        return "\n".join([*lines, *self._lines_of_influence()])
+        return [*lines, *self._lines_of_influence()]
 
     @styled
     def plot(self) -> Figure:
-        """Draw four curves, with a point for each stage, such as a block. Three curves show the constants of
-        the stage, of the model up to its end, and of the model after it. The fourth shows the product of the
-        constants of all stages up to this one.
-        """
+        """Draw ``own``, ``until``, ``beyond`` and ``product`` as curves with a point for each stage."""
         table = self.table.assign(place=range(len(self.table)))
-        product = Curve(
-            table["place"], table["product"], "product of the stages", GREY, mark="o", size=9, dashes=DASHED
-        )
-        curves = [product] + [
-            intervals(table, "place", label, column, colour=colour, dashes=dashes, size=9)
-            for column, (label, colour, dashes) in _CURVES.items()
-        ]
+        look: dict[str, Any] = {"mark": "o", "size": 9, "dashes": DASHED}
+        curves = [Curve(table["place"], table["product"], "product of the stages", GREY, **look)]
+        for column, (label, colour, dashes) in _CURVES.items():
+            look = {"colour": colour, "dashes": dashes, "size": 9}
+            curves.append(intervals(table, "place", label, column, **look))
         width = max(4.6, 2.4 + 0.3 * len(table))
         title = titled(f"{self.model}, {self.length}, to the {self.output}", width - 0.8)
         names = [stage.removeprefix("block ") for stage in table["stage"]]
@@ -120,29 +113,18 @@ class DepthProfile(ResultWithInfluence):
         add_legend(figure, 2)
         return figure
 
-    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
-        shown = self.table[["stage", *_MAPS, "product", "ratio"]]
-        alt = "The constants down the depth of the model; the numbers are in the table."
-        return [
-            parts().words(
-                f"Where in its depth the model expands a change of its embeddings, at one input: {self._at} "
-                f"Each interval holds with probability {self.confidence:.4g}."
-            ),
-            parts().picture(images[self.NAME], alt),
-            frame(shown.map(_short)),
-            parts().words(
-                "Own: the constant of the stage; until: of the map from the embeddings to the end of the "
-                f"stage; beyond: of the map from there to the {self.output}; product: of the constants of "
-                "the stages so far; ratio: until / product.",
-                "soft",
-            ),
-            *self._parts_of_influence(images),
-        ]
+    def _body(self, images: Mapping[str, str], most: int) -> list[str]:
+        shown = self.table[["stage", *_MAPS, "product", "ratio"]].map(_short)
+        explained = (
+            "Own: the constant of the stage; until: of the map from the embeddings to the end of the stage; "
+            f"beyond: of the map from there to the {self.output}; product: of the constants of the stages so "
+            "far; ratio: until / product."
+        )
+        return [frame(shown), parts().words(explained, "soft"), *self._parts_of_influence(images)]
 
-    def described(self) -> dict[str, Any]:
-        """Return the settings and the table, as a dict for JSON."""
+    def _told(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("output", "confidence", "value")}
-        return super().described() | own | {"stages": plain_rows(self.table)}
+        return own | {"stages": plain_rows(self.table)}
 
 
 @with_fastest_threads
@@ -163,13 +145,10 @@ def depth_profile(
     on_layer: Callable[[float, int], None] | None = None,
 ) -> DepthProfile:
     """Measure the local Lipschitz constant of each block of a model, of the model up to the end of this
-    block, and of the model after it, at one input.
+    block, and of the model after it, at one input (:func:`howsmooth.local_lipschitz`).
 
-    Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block itself, the map from
-    the embeddings to the output of the block, and the map from the output of the block to the output of the
-    model. The product of the constants of all stages is an upper bound on the constant of the whole model.
-    The two are equal only if the directions that the stages expand most are aligned. The ratio of the
-    constant to the product measures this alignment.
+    The product of the constants of all stages is an upper bound on the constant of the whole model. The two
+    are equal only if the directions that the stages expand most are aligned: their ratio measures this.
 
     Parameters
     ----------
@@ -184,39 +163,25 @@ def depth_profile(
         Whether :func:`howsmooth.influence` is measured for the whole model at its last output token, or its
         logits or margin. It takes one derivative of the model for each coordinate of this output.
     on_layer
-        Called with the number of stages that are done, and the number of all stages. With ``influence`` there
-        is one step more, of which fractions are told. By default a progress bar is shown on a terminal and in
-        a notebook.
-
-    Returns
-    -------
-    DepthProfile
-        With ``table`` (a row for each stage), ``value`` and ``plot()``.
+        As for :func:`howsmooth.profile`, with the numbers of stages.
 
     Raises
     ------
-    ArgumentError
-        If an argument does not fit; the message names it.
-    CaptureError
-        If a part of the model cannot be captured; the message says why.
-    ModelError
-        If a model given by its name cannot be loaded, or has no tokenizer for a text.
+    ArgumentError, CaptureError, ModelError
+        As for :func:`howsmooth.profile`.
 
     """
     if output not in OUTPUTS:
         raise ArgumentError("output", expected=f"one of {', '.join(OUTPUTS)}", got=repr(output))
     given = given_inputs(loaded_if_named(model, head=output != "hidden"), inputs, span, tokenizer)
     check_accuracy(rtol, confidence, given.computed)
-    settings: dict[str, Any] = {
-        "rtol": rtol,
-        "confidence": confidence,
-        "max_iterations": max_iterations,
-        "memory": memory,
-    }
+    few: dict[str, Any] = {"confidence": confidence, "max_iterations": max_iterations}
 
     def measured(kind: str, stage: int, site: Site) -> dict[str, Any]:
         start = derive_seed(purpose="depth", seed=seed, layer=stage, scope=kind)
-        return _fields(kind, local_lipschitz(site.map, site.x[:1], seed=start, **settings))
+        found = local_lipschitz(site.map, site.x[:1], seed=start, rtol=rtol, memory=memory, **few)
+        (row,) = plain_rows(found.table[["value", "lower", "upper", "converged"]])
+        return {kind + f"_{name}".removesuffix("_value"): value for name, value in row.items()}
 
     rows: list[dict[str, Any]] = []
     of_tokens = None
@@ -234,9 +199,8 @@ def depth_profile(
                 row = {"stage": f"block {stage}", "name": parts.blocks[layer].module}
                 row |= measured("own", stage, parts.span(layer, layer))
                 row |= measured("until", stage, parts.until(layer))
-                rows.append(
-                    row | measured("beyond", stage, parts.beyond(layer, output, last_token=last_token))
-                )
+                row |= measured("beyond", stage, parts.beyond(layer, output, last_token=last_token))
+                rows.append(row)
                 told(stage + 2, total)
             own = _as("own", rows[-1], "beyond")
             whole = parts.whole(output, last_token=last_token)
@@ -244,9 +208,8 @@ def depth_profile(
             rows.append({"stage": "output", "name": "", **own, **measured("until", len(blocks), whole)})
             told(total, total)
         if influence:
-            how = {name: settings[name] for name in ("confidence", "max_iterations")}
-            how["seed"] = derive_seed(purpose="depth", seed=seed, layer=len(blocks), scope="influence")
-            how |= {"outputs": [-1], "on_output": as_last_step(on_layer, total)}
+            start = derive_seed(purpose="depth", seed=seed, layer=len(blocks), scope="influence")
+            how = few | {"seed": start, "outputs": [-1], "on_output": as_last_step(on_layer, total)}
             of_tokens = influence_at(whole, given.words, f"whole model to the {read}", read, **how)
     table = PrintedTable(rows)
     table["product"] = table["own"].cumprod()
@@ -271,18 +234,7 @@ def _in_words(output: str, last_token: bool) -> str:
     return f"{name} of the last token" if last_token and output != "margin" else name
 
 
-def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
-    """Return a constant and its interval as table columns whose names begin with ``kind``."""
-    return {
-        kind: float(found.value[0]),
-        f"{kind}_lower": float(found.lower[0]),
-        f"{kind}_upper": float(found.upper[0]),
-        f"{kind}_converged": bool(found.converged[0]),
-    }
-
-
 def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
-    """Return those columns of a row whose names begin with ``source``, renamed to begin with ``kind``."""
     return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
 
 

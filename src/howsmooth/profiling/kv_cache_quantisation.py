@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from textwrap import indent
 from typing import Any, ClassVar
@@ -20,27 +20,19 @@ from howsmooth.attention import SelfAttention
 from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.bounds import kv_error_upper_bound
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError
-from howsmooth.models import LoadedModel, load_model
+from howsmooth.models import LoadedModel
 from howsmooth.models.capture import checked_selection
 from howsmooth.models.identification.layer_identification import indices_of
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX
 from howsmooth.models.recorded_softmaxes import RecordedModel, RecordedSoftmax
 from howsmooth.printed_table import PrintedTable
+from howsmooth.profiling import model_input
 from howsmooth.profiling.entry_sensitivities import entry_sensitivities
-from howsmooth.profiling.model_input import (
-    InputResult,
-    Inputs,
-    Layers,
-    Model,
-    given_inputs,
-    loaded_if_named,
-    shown_progress,
-)
+from howsmooth.profiling.model_input import InputResult, Inputs, Layers, Model, chosen_words
 from howsmooth.profiling.quantisers import (
     QUANTISERS,
     absmax_steps,
     checked_bits,
-    checked_quantisers,
     group_of,
     rounded,
     simulated_kl,
@@ -53,7 +45,7 @@ from howsmooth.seeds import derive_seed
 from howsmooth.study.records import plain_rows
 from howsmooth.threads import renew_threads, with_fastest_threads
 
-__all__ = ["Precision", "load_with_head", "precision"]
+__all__ = ["Precision", "precision", "with_head"]
 
 _SHOWN = 10  # rows of the ranking in a printed result
 _CELL, _SCATTER = 0.3, 4.2  # inches
@@ -70,6 +62,13 @@ class Precision(InputResult):
 
     NAME: ClassVar[str] = "precision"
     TITLE: ClassVar[str] = "Precision"
+    WHAT: ClassVar[str] = (
+        "What quantised keys or values of one head, as the softmax takes them, do to the output,"
+    )
+    ALT: ClassVar[str] = (
+        "Predicted effects by layer and head, and beside real ones; the numbers are in precision.csv."
+    )
+    LEFT_OUT: ClassVar[str] = "left out"
 
     #: One row for each layer, key/value head, operand, quantiser and number of bits. Columns: ``layer``,
     #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output (of its heads
@@ -85,8 +84,6 @@ class Precision(InputResult):
     together: pd.DataFrame
     #: Seed of the draws from which the divergence is predicted.
     seed: int
-    #: What was left out, with the reasons.
-    refused: tuple[str, ...]
     #: The model on its input, a ``RecordedModel``, for ``simulate``; None without logits.
     logits: Any
 
@@ -97,12 +94,10 @@ class Precision(InputResult):
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The table of the effects of quantising keys or values, sorted by predicted effect in decreasing
-        order.
+        """The table by the predicted divergence, or the predicted change without logits, in decreasing order.
 
-        The effect is the predicted divergence for a model with logits, and the predicted change of the
-        attention's output otherwise. The columns are those of ``table`` without ``output_norm`` and ``name``,
-        and without the divergences if there are none.
+        The columns are those of ``table`` without ``output_norm`` and ``name``, and without the divergences
+        if there are none.
         """
         columns = [*_PLACE, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
         return self._sorted[columns]
@@ -117,8 +112,7 @@ class Precision(InputResult):
 
     @property
     def agreement(self) -> pd.DataFrame:
-        """Spearman's rank correlations between predicted and simulated effects, for all rows together and for
-        each number of bits.
+        """Spearman's rank correlations between predicted and simulated effects.
 
         The columns are ``bits`` (0 for all rows together), ``predicted``, ``real`` and ``spearman``. Only a
         model with logits has rows on divergences.
@@ -133,14 +127,12 @@ class Precision(InputResult):
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
-        """Choose numbers of bits for the keys and the values of each head, such that the average number of
-        bits is at most ``average``.
+        """Choose bits for the keys and the values of each head, at most ``average`` bits on average.
 
         The numbers of bits are chosen among those in the table for the quantiser, so measure several, such as
         2, 3, 4, 5, 6 and 8. All heads start with the smallest number. Bits are then added where they lower
-        the predicted effect most for each bit, until the average is reached. The effect is the predicted
-        divergence if the model has logits. Otherwise the effect is the squared predicted change of the
-        attention's output, divided by the squared norm of this output. Effects of several heads are added.
+        the predicted effect most for each bit: the predicted divergence or, without logits, the squared
+        predicted change of the attention's output relative to this output.
 
         The result has one row for each layer, head and operand, with ``bits`` and ``effect``, its predicted
         effect. An ArgumentError says that the table has no such quantiser or only one number of bits, or that
@@ -155,11 +147,8 @@ class Precision(InputResult):
         wide = rows.pivot_table(index=_PLACE, columns="bits", values="effect")
         columns, effects = wide.columns.to_numpy(dtype=int), wide.to_numpy()
         if len(columns) < 2:
-            raise ArgumentError(
-                "bits",
-                expected="several numbers of bits for a budget to choose from, such as 2,3,4,5,6,8",
-                got=str(columns[0]),
-            )
+            expected = "several numbers of bits for a budget to choose from, such as 2,3,4,5,6,8"
+            raise ArgumentError("bits", expected=expected, got=str(columns[0]))
         if not average >= columns[0]:
             raise ArgumentError("average", expected=f"at least {columns[0]} bits", got=repr(average))
         every, chosen = np.arange(len(effects)), np.zeros(len(effects), dtype=int)
@@ -177,12 +166,11 @@ class Precision(InputResult):
         return found
 
     def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
-        """Run the model with the keys and values of many heads quantised at once, and return the KL
-        divergence between the original predictions and the predictions of this run.
+        """Run the model with the keys and values of many heads quantised at once, and return the mean
+        Kullback–Leibler divergence of its predictions in nats.
 
-        The model runs once. The keys and values of a layer are computed from the quantised layers before it.
-        The result is the mean Kullback–Leibler divergence in nats. An ArgumentError says that the model has
-        no logits, or that an argument does not fit.
+        The keys and values of a layer are computed from the quantised layers before it. An ArgumentError says
+        that the model has no logits, or that an argument does not fit.
 
         Parameters
         ----------
@@ -195,10 +183,9 @@ class Precision(InputResult):
 
         """
         if self.logits is None:
-            raise ArgumentError(
-                "logits", expected="the logits of the model, which simulate compares", got="none"
-            )
-        checked_quantisers(quantiser)
+            expected = "the logits of the model, which simulate compares"
+            raise ArgumentError("logits", expected=expected, got="none")
+        chosen_words("quantisers", quantiser, QUANTISERS)
         places = self.table[_PLACE].drop_duplicates()
         if not isinstance(bits, pd.DataFrame):
             bits = places.assign(bits=bits)
@@ -206,18 +193,15 @@ class Precision(InputResult):
         checked_bits(list(chosen.values()))
         unknown = set(chosen) - set(places.itertuples(index=False, name=None))
         if unknown:
-            raise ArgumentError(
-                "bits", expected="layers, heads and operands of the table", got=str(next(iter(unknown)))
-            )
+            got = str(next(iter(unknown)))
+            raise ArgumentError("bits", expected="layers, heads and operands of the table", got=got)
         return simulated_kl(self.logits, chosen, quantiser)
 
     # ---- in words, in notebooks, and as files
 
     @property
     def citation(self) -> str:
-        """One line to cite, with the KL divergences if all keys and values are quantised at once, and with
-        the rank correlations.
-        """
+        """One line to cite, with the divergences of all keys and values at once, and rank correlations."""
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
             f"Quantised keys and values at the softmax of {self.model} at {self.input} (n = {self.n}):"
@@ -229,9 +213,6 @@ class Precision(InputResult):
         return "; ".join(f"{row['predicted']} and {row['real']} {row['spearman']:.3f}" for row in rows)
 
     def _together_in_words(self) -> list[str]:
-        """Return one phrase for each quantiser, with the KL divergences of the predictions if all keys and
-        values of the table are quantised at once.
-        """
         layers = sorted({int(layer) for layer in self.table["layer"]})
         run = len(layers) > 2 and layers[-1] - layers[0] == len(layers) - 1
         listed = f"{layers[0]} to {layers[-1]}" if run else ", ".join(map(str, layers))
@@ -244,9 +225,7 @@ class Precision(InputResult):
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on the effect of quantising all keys and values at once, on predicted divergences that
-        are too large to be reliable, and on the rank correlations.
-        """
+        """Sentences on all keys and values at once, on unreliable predictions, and on rank correlations."""
         found = [f"A{words[1:]}." for words in self._together_in_words()]
         if bool((self.table["predicted_kl"] > _HOLDS).any()):
             found.append(
@@ -255,18 +234,16 @@ class Precision(InputResult):
         return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
 
     def first_rows(self, most: int) -> pd.DataFrame:
-        """Return the first rows of the ranking, with the effects formatted as text. A star marks a predicted
-        divergence that is too large to be reliable.
-        """
+        """Return the first rows of the ranking as text; a star marks an unreliable prediction."""
         rows = self.ranking.head(most)
         texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
         if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
             texts["predicted_kl"] += np.where(large, "*", " ")
         return rows.assign(**texts).rename(columns={"head": "kv head"})
 
-    def __repr__(self) -> str:
+    def _lines(self) -> list[str]:
         rows = self.first_rows(_SHOWN)
-        lines = [
+        return [
             f"Precision of {self.model}, {self.length}: keys or values of one head quantised.",
             f"Input: {self.input}.",
             f"{self.precision.capitalize()}. Keys and values as the softmax takes them.",
@@ -276,16 +253,11 @@ class Precision(InputResult):
             indent(rows.to_string(index=False), "  "),
             *self.remarks,
         ]
-        lines += [f"  left out: {reason}" for reason in self.refused]
-        return "\n".join(lines)
 
     @styled
     def plot(self) -> Figure:
-        """Draw the predicted effect of quantising each head, for the smallest number of bits and the first
-        quantiser, and plot the simulated effects against the predicted effects.
-
-        The effects are divergences of the model's predictions, or changes of the attention's output without
-        them.
+        """Draw the predicted effect on each head, for the fewest bits and the first quantiser, and the real
+        effects against the predicted ones: divergences, or changes of the attention's output.
         """
         predicted, real = ("predicted_kl", "kl") if self.has_kl else ("predicted", "change")
         what = "divergence (nats)" if self.has_kl else "change of the output"
@@ -318,9 +290,8 @@ class Precision(InputResult):
         figure.suptitle(titled(title, figure.get_figwidth()), fontsize=10)
         return figure
 
-    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
+    def _body(self, images: Mapping[str, str], most: int) -> list[str]:
         html = parts()
-        alt = "Predicted effects by layer and head, and beside real ones; the numbers are in precision.csv."
         agreement = self.agreement.replace({"bits": {0: "all"}}).astype({"bits": str})
         rows = self.first_rows(most)
         said = (
@@ -330,12 +301,6 @@ class Precision(InputResult):
         )
         few = f"{len(rows)} of {len(self.table)} rows are shown here; precision.csv has all."
         return [
-            html.words(
-                "What quantised keys or values of one head, as the softmax takes them, do to the output, at "
-                f"one input: {self._at}"
-            ),
-            *(html.words(f"Left out: {reason}", "note") for reason in self.refused),
-            html.picture(images[self.NAME], alt),
             *(html.words(sentence) for sentence in self.remarks[:-1]),
             html.heading("Rank correlation of predicted and real effects"),
             frame(agreement.rename(columns={"spearman": "Spearman"})),
@@ -345,15 +310,10 @@ class Precision(InputResult):
             *([html.words(few, "note")] if len(rows) < len(self.table) else []),
         ]
 
-    def described(self) -> dict[str, Any]:
-        """Return the settings, the rank correlations and the ranking, as a dict for JSON."""
-        return super().described() | {
-            "seed": self.seed,
-            "refused": list(self.refused),
-            "together": plain_rows(self.together),
-            "agreement": plain_rows(self.agreement),
-            "ranking": plain_rows(self._sorted),
-        }
+    def _told(self) -> dict[str, Any]:
+        tables = {"together": self.together, "agreement": self.agreement, "ranking": self._sorted}
+        rows = {name: plain_rows(table) for name, table in tables.items()}
+        return {"seed": self.seed, "refused": self.refused} | rows
 
 
 # The error of an entry is predicted as if it were uniform within half a step: its variance is step² / 12.
@@ -377,19 +337,16 @@ def precision(
     seed: int = 0,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> Precision:
-    """Predict and simulate how much a model's output changes if the keys or the values of a single head are
-    quantised. This is done for every head.
+    """Predict, bound and simulate how much a model's output changes if the keys or the values of a single
+    head are quantised, for each layer, head, quantiser and number of bits.
 
-    The change of the attention's output is predicted, bounded and simulated for each layer, each key/value
-    head, its keys or its values, each quantiser and each number of bits. Keys and values are those that the
-    softmax takes: after norm layers and rotary positions, as most KV caches hold them, and expanded from the
-    latent of latent attention. They are quantised by absmax (symmetric, 2^bits − 1 levels).
-    ``Precision.refused`` names what is left out, such as layers without a softmax, with the reasons.
+    Keys and values are those that the softmax takes: after norm layers and rotary positions, as most KV
+    caches hold them, and expanded from the latent of latent attention. They are quantised by absmax
+    (symmetric, 2^bits − 1 levels).
 
     If the model has logits, the Kullback–Leibler divergence of its predictions is also predicted and
-    simulated. The whole model runs once for each row of the table, with only the keys or values of this row
-    quantised. It also runs once for each quantiser and number of bits, with all keys and values quantised at
-    the same time.
+    simulated: the whole model runs once for each row of the table, and once for each quantiser and number of
+    bits with all keys and values quantised at once.
 
     Parameters
     ----------
@@ -407,24 +364,15 @@ def precision(
     seed
         Seed of the draws from which the divergence is predicted.
 
-    Returns
-    -------
-    Precision
-        With ``table`` (a row for each case), ``together`` (all keys and values at once), ``agreement``,
-        ``budget(...)``, ``simulate(...)``, ``plot()`` and more.
-
     Raises
     ------
-    ArgumentError
-        If an argument does not fit; the message names it.
-    CaptureError
-        If no layer can be treated; the message says why.
-    ModelError
-        If a model given by its name cannot be loaded, or has no tokenizer for a text.
+    ArgumentError, CaptureError, ModelError
+        As for :func:`howsmooth.profile`.
 
     """
-    wanted = checked_bits(bits), checked_quantisers(quantisers)
-    given = given_inputs(loaded_if_named(model, load_with_head), inputs, span, tokenizer)
+    wanted = checked_bits(bits), chosen_words("quantisers", quantisers, QUANTISERS)
+    loaded = with_head(partial(model_input.loaded_if_named, model))
+    given = model_input.given_inputs(loaded, inputs, span, tokenizer)
     chosen = checked_selection("layers", layers)
     recorded = RecordedModel(given.module, given.inputs)
     indices = indices_of(chosen, len(recorded.layers), "layer")
@@ -432,7 +380,7 @@ def precision(
     fisher = whole.squared_gradients(_DRAWS, derive_seed(purpose="precision", seed=seed)) if whole else {}
     left_out: dict[str, list[str]] = {}  # what is left out, by the reason
     rows: list[dict[str, Any]] = []
-    with shown_progress(on_layer, len(indices)) as told:
+    with model_input.shown_progress(on_layer, len(indices)) as told:
         for done, index in enumerate(indices):
             told(done, len(indices))
             renew_threads()
@@ -467,15 +415,12 @@ def precision(
     )
 
 
-def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
-    """Load a model with the output layer that computes its logits, or without one if the model has none.
-
-    The options are those of :func:`~howsmooth.models.load_model`.
-    """
+def with_head(load: Callable[..., LoadedModel]) -> LoadedModel:
+    """Load a model with the output layer that computes its logits, or without one if the model has none."""
     try:
-        return load_model(name, head=True, **options)
+        return load(head=True)
     except ModelError:
-        return load_model(name, **options)
+        return load()
 
 
 def _rows(
@@ -485,11 +430,7 @@ def _rows(
     bits: Sequence[int],
     quantisers: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row of the table for each combination of keys or values of a layer, quantiser, number of bits
-    and head.
-
-    If several quantisers give the same result on this layer, only the first one has rows.
-    """
+    """Yield the rows of a layer; of quantisers that are the same on this layer, only those of the first."""
     f, x = at.attention()
     q, *operands = f.projections(x)
     heads, size = _heads(f, q, *operands), float(torch.linalg.vector_norm(f(x)))
@@ -516,10 +457,8 @@ def _rows(
                     # To second order ½ Σ σ_a² F_aa over the entries a of the head.
                     predicted_kl = 0.5 * float((fisher[i][head] * variance[head]).sum()) / len(whole.logits)
                     kl = simulated_kl(whole, {(at.layer.index, head, "KV"[i]): count}, quantiser)
-                yield {
-                    "layer": at.layer.index,
-                    "head": head,
-                    "operand": "KV"[i],
+                place = {"layer": at.layer.index, "head": head, "operand": "KV"[i]}
+                yield place | {
                     "bits": count,
                     "quantiser": quantiser,
                     "predicted": min(float(predicted[head]), bound),
@@ -535,6 +474,5 @@ def _rows(
 def _heads(
     f: SelfAttention, q: Tensor, k: Tensor, v: Tensor
 ) -> Float64[Tensor, "kv_heads group n value_dim"]:
-    """Return the outputs of all heads at the given queries, keys and values."""
     visible = f.visibility(q.shape[-2])
     return attend(f._grouped(q)[None], k[None], v[None], f.scale, visible, features=f.features)[0]

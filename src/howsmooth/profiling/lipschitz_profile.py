@@ -19,7 +19,15 @@ from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.printed_table import PrintedTable
-from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
+from howsmooth.profiling.model_input import (
+    Inputs,
+    Layers,
+    Model,
+    chosen_words,
+    given_inputs,
+    layers_of,
+    loaded_if_named,
+)
 from howsmooth.profiling.token_influence import ResultWithInfluence, as_last_step, influence_at
 from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled, titled
 from howsmooth.results.heatmaps import Cells
@@ -37,6 +45,8 @@ __all__ = ["SCOPES", "Profile", "profile"]
 _SHOWN = 10  # rows of the ranking in a printed profile
 _LEVELS = 9  # shades of a highlighted token
 _CELL = 0.32  # inches
+_COLUMNS = ["layer", "head", "scope", "value", "lower", "upper", "confidence", "converged", "iterations",
+            "method", "masking", "name"]  # fmt: skip
 _SUMMARY = Markup('<span class="place">{}</span> <b>{:.6g}</b> <span class="soft">in {}{}</span>')
 
 
@@ -46,6 +56,10 @@ class Profile(ResultWithInfluence):
 
     NAME: ClassVar[str] = "profile"
     TITLE: ClassVar[str] = "Profile"
+    WHAT: ClassVar[str] = "The local Lipschitz constant of each attention layer and head"
+    ALT: ClassVar[str] = (
+        "Heatmap of the constants by layer and head; the numbers are in the ranking and in profile.csv."
+    )
 
     #: One row for each layer (scope ``attention``, no head) and each head (scope ``head``), with the columns
     #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``,
@@ -63,15 +77,12 @@ class Profile(ResultWithInfluence):
     rtol: float
     #: Seed of the random starts.
     seed: int
-    #: What was not measured, with the reasons.
-    refused: tuple[str, ...]
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The table of measured constants, sorted in decreasing order within each scope.
+        """The constants in decreasing order, first of heads, then of whole layers.
 
-        Heads come before whole layers. Columns: ``layer``, ``head``, ``scope``, ``value``, ``lower``,
-        ``upper`` and ``converged``.
+        Columns: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper`` and ``converged``.
         """
         return self._sorted[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
 
@@ -92,33 +103,25 @@ class Profile(ResultWithInfluence):
         )
 
     def sensitive_tokens(self, layer: int, head: int | None = None) -> pd.DataFrame:
-        """Return the tokens of one layer or head, sorted so that the most sensitive tokens come first.
+        """Return the tokens of one layer or head, the largest ``input_share`` first.
 
-        The sensitivity is the column ``input_share``.
-
-        Raises
-        ------
-        ArgumentError
-            If the profile has no such layer or head.
-
+        An ArgumentError says that the profile has no such layer or head.
         """
         rows = self._tokens_of(layer, head).sort_values("input_share", ascending=False, kind="stable")
         return rows.reset_index(drop=True)
 
     def _tokens_of(self, layer: int, head: int | None) -> pd.DataFrame:
         heads = self.tokens["head"]
-        found = self.tokens[
-            (self.tokens["layer"] == layer) & (heads.isna() if head is None else heads == head)
-        ]
+        of_head = heads.isna() if head is None else heads == head
+        found = self.tokens[(self.tokens["layer"] == layer) & of_head]
         if found.empty:
-            raise ArgumentError(
-                "layer", expected="a layer or head of the table", got=place_in_words(layer, head)
-            )
+            got = place_in_words(layer, head)
+            raise ArgumentError("layer", expected="a layer or head of the table", got=got)
         return found
 
     # ---- in words, in notebooks, and as files
 
-    def __repr__(self) -> str:
+    def _lines(self) -> list[str]:
         lines = [
             f"Profile of {self.model}, {self.length}, {self.precision}.",
             f"Input: {self.input}.",
@@ -133,12 +136,9 @@ class Profile(ResultWithInfluence):
             ]
         missed = int((~self.table["converged"]).sum())
         lines += [f"  {missed} of {len(self.table)} did not reach rtol = {self.rtol:g}"] if missed else []
-        lines += self._lines_of_influence()
-        lines += [f"  not measured: {reason}" for reason in self.refused]
-        return "\n".join(lines)
+        return [*lines, *self._lines_of_influence()]
 
     def _said_of_tokens(self, row: Any) -> str:
-        """Return a phrase with the most sensitive input token and the most affected output token."""
         head = None if pd.isna(row["head"]) else int(row["head"])
         rows = plain_rows(self._tokens_of(int(row["layer"]), head))
         said = []
@@ -151,8 +151,7 @@ class Profile(ResultWithInfluence):
 
     @styled
     def plot(self) -> Figure:
-        """Draw the constants of all heads as a heatmap, with a second panel for the constants of whole
-        layers.
+        """Draw the constants of all heads as a heatmap, and those of whole layers in a second panel.
 
         Each panel has its own scale of colours, because heads and layers are maps between different spaces. A
         cell is crossed out if its measurement did not converge, and empty if it was not measured.
@@ -184,19 +183,8 @@ class Profile(ResultWithInfluence):
     def _tables(self) -> dict[str, pd.DataFrame]:
         return {self.NAME: self.table, "tokens": self.tokens} | super()._tables()
 
-    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
-        html = parts()
-        alt = "Heatmap of the constants by layer and head; the numbers are in the ranking and in profile.csv."
-        body = [
-            html.words(
-                f"The local Lipschitz constant of each attention layer and head at one input: {self._at} "
-                f"Each interval holds with probability {self.confidence:.4g}."
-            ),
-            *(html.words(f"Not measured: {reason}", "note") for reason in self.refused),
-            html.picture(images[self.NAME], alt),
-            *self._parts_of_influence(images),
-        ]
-        shown = 0
+    def _body(self, images: Mapping[str, str], most: int) -> list[str]:
+        html, body, shown = parts(), self._parts_of_influence(images), 0
         for scope, rows in self.ranking.groupby("scope", sort=False):
             what = "Heads" if scope == "head" else "Layers"
             body.append(html.heading(f"{what}, the largest constant first"))
@@ -211,9 +199,7 @@ class Profile(ResultWithInfluence):
         return body
 
     def _sides(self, layer: int, head: int | None) -> Markup:
-        """Return two lists of all tokens with shades. In the first list the shades show how much a change of
-        the token matters, in the second they show how much the output token changes.
-        """
+        """Return all tokens twice, shaded by how much a change of them matters, and shows."""
         rows = self._tokens_of(layer, head)
         words = [visible_token(word) for word in self.words] or [f" {i} " for i in rows["position"]]
         sides = []
@@ -235,16 +221,13 @@ class Profile(ResultWithInfluence):
         table = self.ranking
         return table.assign(head=table["head"].astype("string").fillna("all")), caption
 
-    def described(self) -> dict[str, Any]:
-        """Return the settings, the ranking and the most sensitive tokens, as a dict for JSON."""
+    def _told(self) -> dict[str, Any]:
         rows = plain_rows(self._sorted)
         for row in rows:
-            first = self.sensitive_tokens(row["layer"], row["head"]).iloc[0]
-            row["most_sensitive"] = {"position": int(first["position"])} | (
-                {"token": first["token"]} if "token" in first else {}
-            )
-        settings = {name: getattr(self, name) for name in ("confidence", "rtol", "seed")}
-        return super().described() | settings | {"refused": list(self.refused), "ranking": rows}
+            (first, *_) = plain_rows(self.sensitive_tokens(row["layer"], row["head"]).head(1))
+            row["most_sensitive"] = {name: first[name] for name in ("position", "token") if name in first}
+        settings = {name: getattr(self, name) for name in ("confidence", "rtol", "seed", "refused")}
+        return settings | {"ranking": rows}
 
 
 def _place(row: Any) -> str:
@@ -278,10 +261,8 @@ def profile(
 ) -> Profile:
     """Measure the local Lipschitz constant of every attention layer and head of a model at one input.
 
-    The model is treated layer by layer. The attention of a layer is captured
-    (:func:`~howsmooth.models.capture`) and measured as a whole (:func:`howsmooth.local_lipschitz`); then all
-    its heads are measured in one batch. ``Profile.refused`` names the layers that cannot be measured, with
-    the reasons.
+    Layer by layer the attention is captured (:func:`~howsmooth.models.capture`) and measured as a whole
+    (:func:`howsmooth.local_lipschitz`); then all its heads are measured in one batch.
 
     Parameters
     ----------
@@ -293,9 +274,8 @@ def profile(
         A text; token ids (n,) or (1, n); or a dict of the model's inputs for one sequence. A text needs a
         tokenizer, and is encoded without special tokens: give token ids to have them.
     span
-        Which tokens of a text or of token ids are measured, counted from 0, the last not included: a slice,
-        a pair, or a string such as "0:128". By default all, or the first 512 of a longer input; the result
-        says which.
+        Which tokens of a text or of token ids are measured, the last not included: a slice, a pair, or a
+        string such as "0:128". By default all, or the first 512 of a longer input; the result says which.
     layers
         Which layers, as for :func:`~howsmooth.models.capture`; all by default.
     scopes
@@ -311,14 +291,9 @@ def profile(
         Whether :func:`howsmooth.influence` is measured for the layer with the largest constant, in the scope
         "attention". The time of this measurement grows with n²: some seconds at 64 tokens, a minute at 256.
     on_layer
-        Called with the number of layers that are done, and the number of all layers, zero while unknown. With
-        ``influence`` there is one step more, of which fractions are told. By default a progress bar is shown
-        on a terminal and in a notebook.
-
-    Returns
-    -------
-    Profile
-        With ``table`` (a row for each layer and head), ``tokens``, ``plot()``, and more.
+        Called with the numbers of layers that are done and of all, zero while unknown; with ``influence``
+        there is one step more, of which fractions are told. By default a progress bar is shown on a terminal
+        and in a notebook.
 
     Raises
     ------
@@ -330,14 +305,15 @@ def profile(
         If a model given by its name cannot be loaded, or has no tokenizer for a text.
 
     """
-    wanted = _checked_scopes(scopes)
+    remedy = "hs.capture has the other scopes, such as heads and block."
+    wanted = chosen_words("scopes", scopes, SCOPES, remedy)
     if influence and "attention" not in wanted:
         raise ArgumentError("influence", expected='False without the scope "attention"', got="True")
     given = given_inputs(loaded_if_named(model), inputs, span, tokenizer)
     check_accuracy(rtol, confidence, given.computed)
     few: dict[str, Any] = {"confidence": confidence, "max_iterations": max_iterations}
     how = few | {"rtol": rtol, "memory": memory}
-    rows: list[dict[str, Any]] = []
+    tables: list[pd.DataFrame] = []
     shares: list[pd.DataFrame] = []
     refused: list[str] = []
     largest: tuple[float, Site] | None = None
@@ -352,35 +328,41 @@ def profile(
             start = derive_seed(purpose="profile", seed=seed, layer=index, scope=scope)
             try:
                 if scope == "head":
-                    heads = _heads(layer, seed=start, **how)
-                    found = [heads[head] for head in range(len(heads))]
+                    found = _heads(layer, seed=start, **how)
                 else:
                     (site,) = layer.sites("attention")
-                    found = [local_lipschitz(site.map, site.x[0], seed=start, **how)]
-                    largest = max(largest or (-1.0, site), (float(found[0]), site), key=itemgetter(0))
+                    found = local_lipschitz(site.map, site.x[:1], seed=start, **how)
+                    largest = max(largest or (-1.0, site), (float(found), site), key=itemgetter(0))
             except HowsmoothError as error:
                 refused.append(f"Layer {index}, scope {scope}: {error}")
                 continue
-            for head, estimate in enumerate(found):
-                rows.append(_row(layer, scope, head if scope == "head" else None, estimate))
-                shares.append(_shares(rows[-1], estimate, given.words))
+            at = layer.self_attention.layer
+            place: dict[str, Any] = {"layer": at.index, "scope": scope}
+            tables.append(found.table.assign(**place, masking=layer.found.masking, name=at.name))
+            tables[-1]["head"] = tables[-1]["member"] if scope == "head" else pd.NA
+            for member, head in enumerate(tables[-1]["head"]):
+                shares.append(found[member].tokens().assign(**place, head=head))
+                if given.words is not None and len(given.words) == len(shares[-1]):
+                    shares[-1]["token"] = given.words
     if largest and influence:
         site = largest[1]
         start = derive_seed(purpose="profile", seed=seed, layer=site.layer, scope="influence")
-        place = place_in_words(site.layer, None)
+        where = place_in_words(site.layer, None)
         try:
             told = as_last_step(on_layer, done)
-            of_tokens = influence_at(site, given.words, place, seed=start, on_output=told, **few)
+            of_tokens = influence_at(site, given.words, where, seed=start, on_output=told, **few)
         except HowsmoothError as error:
-            refused.append(f"Influence in {place}: {error}")
-    if not rows:
+            refused.append(f"Influence in {where}: {error}")
+    if not tables:
         raise CaptureError(f"No layer of {type(given.module).__name__} can be measured. {refused[0]}")
     origin = given.origin()
     precision = {name: origin[name] for name in ("stored", "computed")}
+    both = (pd.concat(some, ignore_index=True).astype({"head": "Int64"}) for some in (tables, shares))
+    table, tokens = both
     return Profile(
         **origin,
-        table=PrintedTable(rows).astype({"head": "Int64"}).assign(**precision),
-        tokens=pd.concat(shares, ignore_index=True),
+        table=PrintedTable(table[_COLUMNS]).assign(**precision),
+        tokens=tokens[[*_COLUMNS[:3], *tokens.columns.difference(_COLUMNS, sort=False)]],
         words=tuple(given.words or ()),
         n=n,
         confidence=confidence,
@@ -391,46 +373,8 @@ def profile(
     )
 
 
-def _checked_scopes(scopes: object) -> tuple[str, ...]:
-    given = (scopes,) if isinstance(scopes, str) else tuple(scopes) if isinstance(scopes, Sequence) else ()
-    if not given or any(scope not in SCOPES for scope in given):
-        raise ArgumentError(
-            "scopes",
-            expected=f"some of {', '.join(SCOPES)}",
-            got=repr(scopes),
-            remedy="hs.capture has the other scopes, such as heads and block.",
-        )
-    return given
-
-
 def _heads(layer: VerifiedLayer, **how: Any) -> LipschitzEstimate:
     attention = layer.found.map
     if not isinstance(attention, SelfAttention | StagedAttention):
         raise CaptureError(f"its heads cannot be taken alone ({layer.found.reason}).")
     return head_lipschitz(attention, layer.tokens[0], **how)
-
-
-def _row(layer: VerifiedLayer, scope: str, head: int | None, found: LipschitzEstimate) -> dict[str, Any]:
-    place = layer.self_attention.layer
-    return {
-        "layer": place.index,
-        "head": head,
-        "scope": scope,
-        **{name: getattr(found, name).item() for name in ("value", "lower", "upper")},
-        "confidence": found.confidence,
-        "converged": bool(found.converged),
-        "iterations": int(found.iterations),
-        "method": found.method,
-        "masking": layer.found.masking,
-        "name": place.name,
-    }
-
-
-def _shares(row: dict[str, Any], found: LipschitzEstimate, words: list[str] | None) -> pd.DataFrame:
-    """Return the shares of all tokens, as rows of :attr:`Profile.tokens`."""
-    shares = found.tokens()
-    if words is not None and len(words) == len(shares):
-        shares["token"] = words
-    for name in ("scope", "head", "layer"):
-        shares.insert(0, name, row[name])
-    return shares.astype({"head": "Int64"})

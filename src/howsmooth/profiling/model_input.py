@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
@@ -25,22 +25,16 @@ from howsmooth.models.float32_weights import computing_dtype, fingerprint, store
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import check_value, max_length
 from howsmooth.models.loading.tokenizers import token_text
+from howsmooth.results.page import parts
 from howsmooth.results.result import Result, made_by
 from howsmooth.study.plans import PROFILE_TOKENS
 from howsmooth.texts import Text
 from howsmooth.words import counted
 
 __all__ = [
-    "GivenInputs",
-    "InputResult",
-    "Inputs",
-    "Layers",
-    "Model",
-    "given_inputs",
-    "layers_of",
-    "loaded_if_named",
-    "shown_progress",
-]
+    "GivenInputs", "InputResult", "Inputs", "Layers", "Model", "chosen_words", "given_inputs", "layers_of",
+    "loaded_if_named", "shown_progress",
+]  # fmt: skip
 
 Model = nn.Module | LoadedModel | str | os.PathLike[str]
 """A model that the user gives: a module, a loaded model, or the name or folder of one."""
@@ -58,10 +52,8 @@ _LONGEST_PATH = 1024
 def shown_progress(
     on_step: Callable[..., None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[..., None]]:
-    """Yield a function that reports progress. It is ``on_step`` if this is given, and otherwise a function
-    that moves a progress bar.
-
-    The function is called with the number of finished layers (or other units) and the number of all.
+    """Yield ``on_step`` or, if it is None, a function of the numbers of steps that are done and of all steps,
+    which moves a progress bar.
     """
     if on_step is not None:
         yield on_step
@@ -78,11 +70,18 @@ def shown_progress(
         yield move
 
 
-def loaded_if_named(model: Any, load: Callable[..., LoadedModel] = load_model, **options: Any) -> Any:
-    """Load a model that is given by its name or folder, in the dtype of its weights file. Return any other
-    argument unchanged.
-    """
-    return load(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
+def loaded_if_named(model: Any, **options: Any) -> Any:
+    """Load a model that is given by its name or folder, in the dtype of its weights; return any other."""
+    return load_model(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
+
+
+def chosen_words(name: str, given: object, words: Sequence[str], remedy: str = "") -> tuple[str, ...]:
+    """Return the given words, each once; raise ArgumentError if there is none, or none of ``words``."""
+    chosen = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
+    if not chosen or any(one not in words for one in chosen):
+        expected = f"some of {', '.join(words)}"
+        raise ArgumentError(name, expected=expected, got=repr(given), remedy=remedy)
+    return tuple(dict.fromkeys(chosen))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +103,14 @@ class GivenInputs:
         """The dtype in which the model is computed."""
         return str(computing_dtype(self.module)).removeprefix("torch.")
 
-    def origin(self) -> dict[str, str]:
+    def origin(self) -> dict[str, Any]:
         """Return the fields of a result that describe the model and the input."""
         model, module = self.model, self.module
         if isinstance(model, LoadedModel):
             label, source, digest, stored = model.label, model.source, model.fingerprint, model.stored
         else:
-            label, source, stored = type(module).__name__, "", stored_dtype(module)
-            digest = fingerprint(module)
+            label, source = type(module).__name__, ""
+            digest, stored = fingerprint(module), stored_dtype(module)
         return {
             "model": label,
             "source": source,
@@ -125,6 +124,10 @@ class GivenInputs:
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class InputResult(Result):
     """Base class of results at one input of a model."""
+
+    WHAT: ClassVar[str]  # what is told, as the first words of the page
+    ALT: ClassVar[str]  # the picture in words
+    LEFT_OUT: ClassVar[str] = "not measured"
 
     #: What was found, row by row.
     table: pd.DataFrame
@@ -142,6 +145,10 @@ class InputResult(Result):
     stored: str
     #: The dtype in which the model was computed.
     computed: str
+    #: The text of each token; empty for inputs without token ids.
+    words: tuple[str, ...] = ()
+    #: What was left out, with the reasons.
+    refused: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -160,11 +167,6 @@ class InputResult(Result):
         return f"weights in {self.stored}{computed}"
 
     @property
-    def _at(self) -> str:
-        """The input and the precision, as the end of a page's first sentence and a sentence after it."""
-        return f"{self.input}, {self.length}. {self.precision.capitalize()}."
-
-    @property
     def _made_by(self) -> str:
         """The end of a citation: dtypes, versions of the libraries, and hashes of weights and table."""
         versions = made_by("torch", "transformers")
@@ -173,20 +175,43 @@ class InputResult(Result):
     def _in_latex(self) -> tuple[pd.DataFrame, str]:
         return self.table, f"{self.title} at one input of {self.length}"
 
+    def __repr__(self) -> str:
+        left_out = (f"  {self.LEFT_OUT}: {reason}" for reason in self.refused)
+        return "\n".join([*self._lines(), *left_out])
+
+    def _lines(self) -> Sequence[str]:
+        """Return what is printed, without what was left out."""
+        raise NotImplementedError
+
+    def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
+        said = f"{self.WHAT} at one input: {self.input}, {self.length}. {self.precision.capitalize()}."
+        if hasattr(self, "confidence"):
+            said += f" Each interval holds with probability {self.confidence:.4g}."
+        refused = (
+            parts().words(f"{self.LEFT_OUT.capitalize()}: {reason}", "note") for reason in self.refused
+        )
+        picture = parts().picture(images[self.NAME], self.ALT)
+        return [parts().words(said), *refused, picture, *self._body(images, most)]
+
+    def _body(self, images: Mapping[str, str], most: int) -> list[str]:
+        """Return what stands on the page below the picture."""
+        raise NotImplementedError
+
     def described(self) -> dict[str, Any]:
-        """Return the settings and the citation of the result, as a dict for JSON. Subclasses add the rows."""
+        """Return the model, the input, what was found and the citation, as a dict for JSON."""
         names = ("model", "source", "fingerprint", "input", "n", "stored", "computed", "citation")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | self._told()
+
+    def _told(self) -> dict[str, Any]:
+        """Return the settings and the rows for JSON."""
+        raise NotImplementedError
 
 
 def layers_of(
     given: GivenInputs, layers: Layers, on_layer: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield each self-attention layer of a model with its index, or the error if the layer cannot be
-    captured. Report how many layers are finished.
-
-    The function ``on_layer`` is called with the number of finished layers and the number of all layers, which
-    is zero while it is unknown. If ``on_layer`` is None, a progress bar is shown.
+    """Yield each self-attention layer of a model with its index, or the error if it cannot be captured, and
+    tell ``on_layer`` how many are done, and of how many (0: unknown yet).
     """
     if layers is None or isinstance(layers, str | slice):
         every = (given.model.layers or 0) if isinstance(given.model, LoadedModel) else 0
@@ -218,8 +243,8 @@ def given_inputs(
     module = module_of(model)
     if tokenizer is None and isinstance(model, LoadedModel):
         tokenizer = model.tokenizer
-    decoded = _decoder(tokenizer)
-    what = "a text"
+    decoded, what = _decoder(tokenizer), "a text"
+    floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
     if isinstance(inputs, Text):
         what, special = inputs.source.removesuffix("."), special or inputs.special_tokens
         inputs = inputs.content
@@ -227,39 +252,31 @@ def given_inputs(
         if not inputs.strip():
             raise ArgumentError("inputs", expected="a text with at least one token", got=repr(inputs))
         if _names_a_file(inputs):
-            raise ArgumentError(
-                "inputs",
-                expected="the text itself",
-                got=f"the path of a file, {inputs!r}",
-                remedy="Give pathlib.Path(path).read_text().",
-            )
+            got, remedy = f"the path of a file, {inputs!r}", "Give pathlib.Path(path).read_text()."
+            raise ArgumentError("inputs", expected="the text itself", got=got, remedy=remedy)
         ids = torch.tensor(_encoded(tokenizer, inputs, special), dtype=torch.int64)
         what += f", {'with' if special else 'without'} special tokens"
+    elif span is not None and (floats or isinstance(inputs, Mapping)):
+        expected = f"None beside {'inputs without token ids' if floats else 'a dict of inputs'}"
+        raise ArgumentError("span", expected=expected, got=repr(span))
     elif isinstance(inputs, Mapping):
         named = {str(name): value for name, value in inputs.items()}
-        if span is not None:
-            raise ArgumentError("span", expected="None beside a dict of inputs", got=repr(span))
         for name, value in named.items():
             check_value(name, value)
         found = named.get("input_ids")
         words = decoded(found[0]) if isinstance(found, Tensor) and found.shape[0] == 1 else None
-        given = (f"{k}" if isinstance(v, Tensor) else f"{k}={v!r}" for k, v in named.items() if v is not None)
+        given = (k if isinstance(v, Tensor) else f"{k}={v!r}" for k, v in named.items() if v is not None)
         return GivenInputs(model, named, words, f"inputs {', '.join(given)}")
+    elif isinstance(inputs, Tensor) and floats:  # as the model takes it
+        return GivenInputs(model, inputs, None, f"a tensor {tuple(inputs.shape)}")
     else:
-        if isinstance(inputs, Tensor) and inputs.is_floating_point():  # as the model takes it
-            if span is not None:
-                raise ArgumentError("span", expected="None beside inputs without token ids", got=repr(span))
-            return GivenInputs(model, inputs, None, f"a tensor {tuple(inputs.shape)}")
         ids, what = _ids(inputs), "token ids"
     limit = max_length(module) or len(ids)
     first, end = _bounds(span, len(ids), min(longest, limit))
     if end - first > limit:
-        raise ArgumentError(
-            "span",
-            expected=f"at most {limit} tokens, the model's positions",
-            got=f"{span!r}, {end - first} tokens",
-            remedy=f"Give {first}:{first + limit}, for example.",
-        )
+        expected, got = f"at most {limit} tokens, the model's positions", f"{span!r}, {end - first} tokens"
+        remedy = f"Give {first}:{first + limit}, for example."
+        raise ArgumentError("span", expected=expected, got=got, remedy=remedy)
     cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
     digest = hashlib.sha256(ids[first:end].numpy().tobytes()).hexdigest()[:12]
     described = f"{what}, {cut}SHA-256 of the ids {digest}"
@@ -275,12 +292,9 @@ def _names_a_file(text: str) -> bool:
 
 def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
     if tokenizer is None:
-        raise ArgumentError(
-            "inputs",
-            expected="token ids or a dict of tensors, for a model without a tokenizer",
-            got="a text",
-            remedy="Give tokenizer=AutoTokenizer.from_pretrained(...), or load the model with hs.load_model.",
-        )
+        expected = "token ids or a dict of tensors, for a model without a tokenizer"
+        remedy = "Give tokenizer=AutoTokenizer.from_pretrained(...), or load the model with hs.load_model."
+        raise ArgumentError("inputs", expected=expected, got="a text", remedy=remedy)
     if hasattr(tokenizer, "located"):  # howsmooth's own
         return list(tokenizer.encode(text, special=special))
     if callable(tokenizer):
@@ -289,18 +303,12 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
         found = encode(text)
         if isinstance(found, Sequence | Tensor):
             return [int(i) for i in found]
-    raise ArgumentError(
-        "tokenizer",
-        expected="a tokenizer of transformers, or an object with encode(text) and decode(ids)",
-        got=type(tokenizer).__name__,
-        remedy="Give AutoTokenizer.from_pretrained(...) of transformers.",
-    )
+    expected = "a tokenizer of transformers, or an object with encode(text) and decode(ids)"
+    remedy = "Give AutoTokenizer.from_pretrained(...) of transformers."
+    raise ArgumentError("tokenizer", expected=expected, got=type(tokenizer).__name__, remedy=remedy)
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
-    """Return a function that converts token ids of shape (n,) to their texts. Without a tokenizer, the text
-    of a token is "id" and its number.
-    """
     if tokenizer is None:
         return lambda ids: [f"id {i}" for i in ids.tolist()]
     if hasattr(tokenizer, "decoded"):
@@ -327,17 +335,14 @@ def _ids(inputs: object) -> Tensor:
 
 
 def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
-    """Check a span against the number of tokens. Return the index of its first token, and the index after its
-    last token.
-    """
+    """Return the index of the first token of a span, and the index after its last, after checking them."""
     expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
     remedy = f"Give 0:{min(length, most)}, for example."
     if span is None:
         return 0, min(length, most)
     if isinstance(span, str):
-        parts = span.split(":")
         try:
-            numbers = [int(part) if part.strip() else None for part in parts]
+            numbers = [int(part) if part.strip() else None for part in span.split(":")]
         except ValueError:
             numbers = []
     elif isinstance(span, slice):

@@ -17,15 +17,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.models.recorded_softmaxes import RecordedModel
 from howsmooth.threads import renew_threads
 
-__all__ = [
-    "QUANTISERS",
-    "absmax_steps",
-    "checked_bits",
-    "checked_quantisers",
-    "group_of",
-    "rounded",
-    "simulated_kl",
-]
+__all__ = ["QUANTISERS", "absmax_steps", "checked_bits", "group_of", "rounded", "simulated_kl"]
 
 QUANTISERS = ("token", "channel", "group-32", "group-64")
 """The quantisers by name.
@@ -47,30 +39,13 @@ def checked_bits(bits: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(given))
 
 
-def checked_quantisers(names: object) -> tuple[str, ...]:
-    """Return names of quantisers without repetitions; raise ArgumentError if one is unknown or none given."""
-    given = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Sequence) else ()
-    if not given or any(name not in QUANTISERS for name in given):
-        raise ArgumentError("quantisers", expected=f"some of {', '.join(QUANTISERS)}", got=repr(names))
-    return tuple(dict.fromkeys(given))
-
-
 def group_of(quantiser: str, dim: int) -> str:
-    """Return "token" if each group of the quantiser contains all ``dim`` channels of a token, and the name of
-    the quantiser otherwise.
-
-    A quantiser whose groups have at least ``dim`` channels is the quantiser "token".
-    """
-    size = _SIZES.get(quantiser)
-    return "token" if size is not None and size >= dim else quantiser
+    """Return the quantiser, or "token" if each of its groups has all ``dim`` channels of a token."""
+    return "token" if _SIZES.get(quantiser, 0) >= dim else quantiser
 
 
 def absmax_steps(t: Float[Tensor, "*lead n dim"], bits: int, quantiser: str) -> Float[Tensor, "*lead n dim"]:
-    """Return the rounding step of each entry: the largest absolute value in the entry's group, divided by
-    2^(bits−1) − 1.
-
-    Rounding changes an entry by at most half a step. A group of zeros has the step zero.
-    """
+    """Return the step of each entry: the largest absolute value in its group over 2^(bits−1) − 1."""
     size = _SIZES.get(quantiser)
     if quantiser == "channel":
         largest = t.abs().amax(dim=-2, keepdim=True)
@@ -95,10 +70,7 @@ Place = tuple[int, int, str]
 
 def simulated_kl(whole: RecordedModel, bits: Mapping[Place, int], quantiser: str) -> float:
     """Return the KL divergence of a model's predictions when keys or values are quantised, with the number of
-    bits of each place; all others stay exact.
-
-    The keys and values of a layer are computed from the quantised layers before it, as with a quantised KV
-    cache.
+    bits of each place; those of a layer are computed from the quantised layers before it.
     """
     renew_threads()
 

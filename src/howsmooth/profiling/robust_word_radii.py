@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,14 +20,8 @@ from howsmooth.bounds.radius import RobustRadius
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from howsmooth.errors import ArgumentError
 from howsmooth.printed_table import PrintedTable
-from howsmooth.profiling.model_input import (
-    InputResult,
-    Inputs,
-    Model,
-    given_inputs,
-    loaded_if_named,
-    shown_progress,
-)
+from howsmooth.profiling import model_input
+from howsmooth.profiling.model_input import InputResult, Inputs, Model
 from howsmooth.results.curves import Curve, Panel, add_legend, draw
 from howsmooth.results.drawing import Figure, styled, titled
 from howsmooth.results.page import parts
@@ -46,11 +41,8 @@ _BLUE = "#3b528b"
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WordRadii(InputResult):
-    """The radii within which tokens can move without changing a classifier's answer. There is one radius for
-    each token, or a single radius for moving several tokens jointly.
-
-    The radii are proved, rounding errors included; :class:`howsmooth.bounds.RobustRadius` describes the
-    proved statement.
+    """The proved radii within which tokens can move, each alone or several jointly, without changing a
+    classifier's answer; :class:`howsmooth.bounds.RobustRadius` describes what is proved.
     """
 
     NAME: ClassVar[str] = "radius"
@@ -65,8 +57,6 @@ class WordRadii(InputResult):
     #: of the answer that was found), ``first_order`` (no bound), ``order``, ``label``, ``rival``, ``margin``,
     #: ``lost_at`` (the stage that takes most of the margin) and ``seconds``.
     table: pd.DataFrame
-    #: The text of each token; empty for inputs without token ids.
-    words: tuple[str, ...]
     #: 2 for the Euclidean norm of the change; infinity for its largest entry.
     norm: float
     #: Whether the tokens move jointly.
@@ -80,7 +70,7 @@ class WordRadii(InputResult):
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The table of the tokens and their radii, sorted so that the smallest radius comes first."""
+        """The table, the smallest radius first."""
         return self.table.sort_values("radius", kind="stable", ignore_index=True)
 
     @property
@@ -104,15 +94,15 @@ class WordRadii(InputResult):
             "tokens. The radii are proved, rounding included."
         )
 
-    def __repr__(self) -> str:
+    def _lines(self) -> list[str]:
         lines = [f"Radii of {self.model}, {self.input}, {self.length}.", self.statement]
-        rows = plain_rows(self.ranking.head(_SHOWN))
-        lines += [
-            f"  {self._place(row):<20} {limit_in_digits(row['radius'], 4, upper=False):<8}{_beside(row)}"
-            for row in rows
-        ]
+        for row in plain_rows(self.ranking.head(_SHOWN)):
+            found = f", smallest attack found {_attack(row['attack'])}" if row["attack"] is not None else ""
+            beside = f"(order {row['order']}{found}; most is lost at {row['lost_at']})"
+            radius = limit_in_digits(row["radius"], 4, upper=False)
+            lines.append(f"  {self._place(row):<20} {radius:<8}  {beside}")
         more = len(self.table) - _SHOWN
-        return "\n".join([*lines, *([f"  and {more} larger radii"] if more > 0 else [])])
+        return [*lines, *([f"  and {more} larger radii"] if more > 0 else [])]
 
     @property
     def citation(self) -> str:
@@ -142,21 +132,17 @@ class WordRadii(InputResult):
 
     @property
     def _names(self) -> list[str]:
-        """The labels of the rows of the table: the texts of the tokens, or their positions."""
         if self.jointly:
             return [self._which]
         return [visible_token(self.words[i]) if self.words else str(i) for i in self.table["position"]]
 
     @property
     def _which(self) -> str:
-        """The tokens that move, in words."""
         return "all tokens" if self.moving == "all" else f"tokens {self.moving}"
 
     def _place(self, row: Mapping[str, Any]) -> str:
-        """Return the token or tokens of a row of the table in words."""
-        if row["position"] is None:
+        if (at := row["position"]) is None:
             return self._which
-        at = row["position"]
         return f"{at} {readable(row['token'])!r}" if "token" in row else f"token {at}"
 
     def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
@@ -168,28 +154,19 @@ class WordRadii(InputResult):
             first = "none" if math.isinf(row["first_order"]) else f"{row['first_order']:.4g}"
             radius = limit_in_digits(row["radius"], 4, upper=False)
             rows.append([word, radius, _attack(row["attack"]), first, row["order"], row["lost_at"]])
-        names = (
-            "token",
-            "radius",
-            "smallest attack found",
-            "first order, no bound",
-            "order",
-            "most is lost at",
-        )
+        names = "token|radius|smallest attack found|first order, no bound|order|most is lost at"
         html = parts()
         return [
             html.words(f"{self.input}, {self.length}. {self.statement}"),
             html.words("The darker a word, the smaller its radius.", "soft"),
             html.tokens(spans),
             html.picture(images[self.NAME], "The radius of each token; the numbers are in the table."),
-            html.table([(name, False) for name in names], rows),
+            html.table([(name, False) for name in names.split("|")], rows),
         ]
 
-    def described(self) -> dict[str, Any]:
-        """Return the settings and the ranking, as a dict for JSON."""
+    def _told(self) -> dict[str, Any]:
         own = {"norm": f"{self.norm:g}", "jointly": self.jointly, "positions": self.moving}
-        own |= {"statement": self.statement}
-        return super().described() | own | {"ranking": plain_rows(self.ranking)}
+        return own | {"statement": self.statement, "ranking": plain_rows(self.ranking)}
 
 
 def _attack(size: float | None, digits: int = 4) -> str:
@@ -197,12 +174,6 @@ def _attack(size: float | None, digits: int = 4) -> str:
     if size is None or math.isnan(size):
         return "not searched"
     return "none" if math.isinf(size) else limit_in_digits(size, digits, upper=True)
-
-
-def _beside(row: Mapping[str, Any]) -> str:
-    attack = row["attack"]
-    found = "" if attack is None else f", smallest attack found {_attack(attack)}"
-    return f"  (order {row['order']}{found}; most is lost at {row['lost_at']})"
 
 
 @with_fastest_threads
@@ -224,12 +195,10 @@ def word_radii(
     file: str | os.PathLike[str] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> WordRadii:
-    """Prove how far each token of a text may move without changing the answer
-    of a classifier.
+    """Prove how far each token of a text may move without changing the answer of a classifier.
 
-    One token moves while the other tokens stand still, unless ``jointly`` is True. The radii are those of
-    :func:`howsmooth.bounds.robust_radius`; the partial Jacobians of the network are computed once for all
-    tokens.
+    One token moves while the others stand still, unless ``jointly`` is True. The radii are those of
+    :func:`howsmooth.bounds.robust_radius`; the partial Jacobians are computed once for all tokens.
 
     Parameters
     ----------
@@ -269,55 +238,52 @@ def word_radii(
 
     Raises
     ------
-    ArgumentError
-        If an argument does not fit; the message names it.
+    ArgumentError, ModelError
+        As for :func:`howsmooth.profile`.
     CertificateError
         If a module of the model has no remainder; the message names it.
-    ModelError
-        If a model given by its name cannot be loaded, or has no tokenizer for a text.
 
     """
     if order not in (2, 3):
         raise ArgumentError("order", expected="2 or 3", got=repr(order))
     if seconds is not None and (order == 3 or jointly or not seconds > 0):
-        raise ArgumentError(
-            "seconds", expected="a number > 0, with order=2 and single tokens", got=repr(seconds)
-        )
-    loaded = loaded_if_named(model, head=True)
-    given = given_inputs(loaded, inputs, span, tokenizer, special=True, longest=RADIUS_TOKENS)
+        expected = "a number > 0, with order=2 and single tokens"
+        raise ArgumentError("seconds", expected=expected, got=repr(seconds))
+    loaded = model_input.loaded_if_named(model, head=True)
+    given = model_input.given_inputs(loaded, inputs, span, tokenizer, special=True, longest=RADIUS_TOKENS)
     found = given.inputs
     ids = isinstance(found, Tensor) and not found.is_floating_point()
     at = NetworkAtInput(given.module, {"input_ids": found} if ids else found)
     origin = given.origin() | {"computed": "float64"}
     chosen = Ranges.parse("all" if positions is None else positions, "positions")
     moved = chosen.resolve(len(at.x), origin["model"], "tokens")
-    options = {
-        "norm": norm,
-        "target": target.tolist() if isinstance(target, Tensor) else target,
-        "threshold": threshold,
-        "attack": attack,
-        "seed": seed,
-    }
+    how: dict[str, Any] = {"norm": norm, "target": target, "threshold": threshold, "attack": attack}
+    how["seed"] = seed
+    options = how | {"target": target.tolist() if isinstance(target, Tensor) else target}
     digest = hashlib.sha256(at.x.numpy().tobytes()).hexdigest()
     # The proof is of the network as it was read; the rest is said beside the radii.
     read = [at.network.digest(), origin["fingerprint"], digest]
     content = [version("howsmooth"), read, options, moved if jointly else None]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    kept = _Kept(None if file is None else Path(file), key)
-    how: dict[str, Any] = {**options, "target": target}
+    file = None if file is None else Path(file)
+    kept = _kept(file, key)
 
     def radius(position: int | None, of_order: int, guess: float) -> float:
-        row = kept.rows.get((position, of_order))
+        row = kept.get((position, of_order))
         if row is None:
             tokens, on_step = (moved, told) if position is None else (position, None)
             row = _row(at.radius(tokens, order=of_order, guess=guess, on_step=on_step, **how), position)
-            kept.add(row)
+            kept[position, row["order"]] = row
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("a", encoding="utf-8") as lines:
+                    lines.write(f"\n{json.dumps({'key': key, **row})}\n")
         return float(row["radius"])
 
     every = [None] if jointly else moved
     scale = math.sqrt(at.x.shape[1] * (len(moved) if jointly else 1)) if norm == math.inf else 1.0
     guess = 0.05
-    with shown_progress(on_token, len(every), "step" if jointly else "token") as told:
+    with model_input.shown_progress(on_token, len(every), "step" if jointly else "token") as told:
         for done, position in enumerate(every):
             told(done, len(every))
             guess = scale * radius(position, order, guess) or 0.05
@@ -325,11 +291,11 @@ def word_radii(
         if seconds is not None:
             # What earlier calls spent counts too, so that a finished call gives the same result again.
             spent = 0.0
-            for position in sorted(every, key=lambda position: kept.rows[position, 2]["radius"]):
+            for position in sorted(every, key=lambda position: kept[position, 2]["radius"]):
                 if spent < seconds:
-                    radius(position, 3, scale * 1.5 * float(kept.rows[position, 2]["radius"]))
-                    spent += kept.rows[position, 3]["seconds"]
-    rows = [_best([kept.rows[p, o] for o in (2, 3) if (p, o) in kept.rows]) for p in every]
+                    radius(position, 3, scale * 1.5 * float(kept[position, 2]["radius"]))
+                    spent += kept[position, 3]["seconds"]
+    rows = [_best([kept[p, o] for o in (2, 3) if (p, o) in kept]) for p in every]
     table = PrintedTable(rows).astype({"position": "Int64", "label": "Int64", "rival": "Int64"})
     words = given.words if given.words is not None and len(given.words) == len(at.x) else []
     if words and not jointly:
@@ -348,7 +314,6 @@ def word_radii(
 
 
 def _class_name(module: nn.Module, label: int | None) -> str:
-    """Return the name of a class in the model's configuration, or empty text if there is none."""
     names = getattr(getattr(module, "config", None), "id2label", None) or {}
     name = "" if label is None else str(names.get(int(label), ""))
     return "" if name == f"LABEL_{label}" else name  # the name that transformers gives where there is none
@@ -362,34 +327,17 @@ def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
     names = ("radius", "attack", "first_order", "order", "label", "rival", "margin")
-    lost_at = max(found.losses, key=lambda name: found.losses[name])
-    row = {name: getattr(found, name) for name in names}
-    return {"position": position} | row | {"lost_at": lost_at, "seconds": found.seconds}
+    row = {"position": position} | {name: getattr(found, name) for name in names}
+    return row | {"lost_at": max(found.losses, key=found.losses.__getitem__), "seconds": found.seconds}
 
 
-class _Kept:
-    """The finished rows of a table of radii. If a file is given, they are also saved there, so that a later
-    call can continue.
-
-    A row is identified by the position of the token and by the order of the bound.
-    """
-
-    def __init__(self, file: Path | None, key: str) -> None:
-        self.file, self.key = file, key
-        self.rows: dict[tuple[int | None, int], dict[str, Any]] = {}
-        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:  # a line that was cut when the program was killed
-                continue
+def _kept(file: Path | None, key: str) -> dict[tuple[int | None, int], dict[str, Any]]:
+    """Return the finished rows of a file by position and order."""
+    rows = {}
+    lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
+    for line in lines:
+        with suppress(ValueError):  # a line that was cut when the program was killed
+            row = json.loads(line)
             if row.pop("key") == key:
-                self.rows[row["position"], row["order"]] = row
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Add a finished row to the table, and append it to the file if there is one."""
-        self.rows[row["position"], row["order"]] = row
-        if self.file is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(f"\n{json.dumps({'key': self.key, **row})}\n")
+                rows[row["position"], row["order"]] = row
+    return rows

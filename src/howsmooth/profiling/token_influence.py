@@ -31,7 +31,7 @@ from howsmooth.profiling.model_input import InputResult, shown_progress
 from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled
 from howsmooth.results.heatmaps import Cells
 from howsmooth.results.page import parts
-from howsmooth.results.result import Result, made_by
+from howsmooth.results.result import Result
 from howsmooth.rounding import interval_in_digits
 from howsmooth.study.plans import INFLUENCE_RTOL, Plan
 from howsmooth.study.records import plain_rows
@@ -89,9 +89,8 @@ class Influence(Result):
 
     @property
     def table(self) -> pd.DataFrame:
-        """The table of the norms, with one row for each pair of an output and an input token. Its columns are
-        ``output``, ``input``, ``value``, ``lower``, ``upper`` and ``converged``, and if the texts of the
-        tokens are known ``output_token`` and ``input_token``.
+        """One row for each pair of an output and an input token: ``output``, ``input``, ``value``, ``lower``,
+        ``upper``, ``converged`` and, if the texts are known, ``output_token`` and ``input_token``.
         """
         rows, n = self.value.shape
         table = pd.DataFrame({"output": self.outputs}).loc[lambda t: t.index.repeat(n)]
@@ -105,8 +104,7 @@ class Influence(Result):
 
     def __repr__(self) -> str:
         rows, n = self.value.shape
-        k = int(self.value.argmax())
-        i, j = divmod(k, n)
+        i, j = divmod(int(self.value.argmax()), n)
         missed = int((~self.converged).sum())
         status = "all converged" if not missed else f"{missed} of {rows * n} NOT converged"
         ends = interval_in_digits(float(self.lower[i, j]), float(self.upper[i, j]))
@@ -117,11 +115,6 @@ class Influence(Result):
             f"{self.method})"
         )
 
-    @property
-    def citation(self) -> str:
-        """One line to cite: what is printed, and the versions of the libraries."""
-        return f"{self!r}; {made_by('torch')}; digest {self.digest}."
-
     def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
         alt = "Heatmap of the influence of each input token on each output; the numbers are in influence.csv."
         return [parts().words(repr(self)), parts().picture(images[self.NAME], alt)]
@@ -130,22 +123,13 @@ class Influence(Result):
     def plot(self, words: Sequence[str] | None = None) -> Figure:
         """Draw the block norms as a heatmap, with a row for each output and a column for each input token.
 
-        Parameters
-        ----------
-        words
-            The text of each of the n input tokens, as labels; by default those that are known, or numbers.
-
-        Raises
-        ------
-        ArgumentError
-            If there are not n words.
-
+        ``words`` are the texts of the n input tokens; by default those that are known, or numbers. An
+        ArgumentError says that there are not n.
         """
         words = words if words is not None else self.words or None
         if words is not None and len(words) != self.value.shape[1]:
-            raise ArgumentError(
-                "words", expected=f"{self.value.shape[1]} words, one a token", got=f"{len(words)}"
-            )
+            expected = f"{self.value.shape[1]} words, one a token"
+            raise ArgumentError("words", expected=expected, got=f"{len(words)}")
         value = self.value.numpy()
         rows, n = value.shape
         # Colours span four orders of magnitude; a norm of zero is white.
@@ -181,7 +165,7 @@ class Influence(Result):
         }
 
     def lines_of_largest(self) -> list[str]:
-        """Return a table of the largest norms, line by line, and a sentence of a change of all tokens."""
+        """Return the largest norms as the lines of a table, with sentences above and below."""
 
         def token(row: dict[str, Any], side: str) -> str:
             if side == "output" and not self.token_outputs:
@@ -201,10 +185,7 @@ class Influence(Result):
             "moves, to first order, if one token moves by 1. Each interval holds with",
             f"probability {self.confidence:.4g}. The largest {len(rows) - 1} of "
             f"{counted(self.value.numel(), 'norm')}:",
-            *(
-                f"  {one:<{left}}  {two:<{middle}}  {three:>{right}}  {four}"
-                for one, two, three, four in rows
-            ),
+            *(f"  {one:<{left}}  {two:<{middle}}  {three:>{right}}  {end}" for one, two, three, end in rows),
             "If all tokens move at once, each by at most 1, the largest move of an output",
             f"lies in {interval_in_digits(self.token_wise.lower, self.token_wise.upper, 4)}.",
         ]
@@ -214,8 +195,6 @@ class Influence(Result):
 class ResultWithInfluence(InputResult):
     """Base class of results at one input of a model that may say which token moves which."""
 
-    #: The text of each token; empty for inputs without token ids.
-    words: tuple[str, ...] = ()
     #: Which token moves which; None where that was not measured.
     influence: Influence | None = None
 
@@ -244,9 +223,7 @@ class ResultWithInfluence(InputResult):
 def as_last_step(
     on_step: Callable[[float, int], None] | None, steps: int
 ) -> Callable[[float, int], None] | None:
-    """Return the function ``on_output`` with which an influence is reported as one more step after ``steps``
-    steps that are done.
-    """
+    """Return the ``on_output`` of an influence that is one more step after some that are done."""
     if on_step is None:
         return None
     return lambda done, total: on_step(steps + done / total, steps + 1)
@@ -267,14 +244,11 @@ def influence(
     """Measure how far each output y_i of a map moves if an input token x_j moves: the norm ‖∂y_i/∂x_j‖₂ of a
     block of the Jacobian, for every i and j.
 
-    The entry (i, j) says how far the output y_i moves, to first order, if the input token x_j moves by one.
     For self-attention, with residual connections, norm layers and layer scales around it, the blocks have a
     closed form and are never stored as matrices; the memory is n² numbers for each head. For any other map
-    the blocks are stored as matrices. They are computed by one product with the transposed Jacobian for each
-    of the d_out coordinates of each output token (of the tokens before the output layer, for the logits of a
-    model that ends with a linear one). If this is more than 2 n d, as for a wide output and a short text,
-    they are computed by n d products with the Jacobian, for one input token at a time and as many output
-    tokens as half a GiB holds. The argument ``outputs`` can then limit the work.
+    they are stored, and computed by one product with the transposed Jacobian for each of the d_out
+    coordinates of each output token (of the tokens before the output layer, for the logits of a model that
+    ends with a linear one) or, if these are more than 2 n d, by n d products with the Jacobian.
 
     Parameters
     ----------
@@ -296,11 +270,6 @@ def influence(
     on_output
         Called with the number of output tokens that are done, with a fraction for the current one, and the
         number of all. By default a progress bar is shown on a terminal and in a notebook.
-
-    Returns
-    -------
-    Influence
-        Values and intervals (outputs, n) in float64, the token-wise constant, a table, and ``plot()``.
 
     Raises
     ------
@@ -327,9 +296,8 @@ def influence(
     jacobian = sequence_jacobian(double, x)
     shape = jacobian.out_shape
     if len(shape) not in (1, 2):
-        raise ArgumentError(
-            "f", expected="outputs of shape (n_out, d_out) or (d_out,)", got=f"shape {tuple(shape)}"
-        )
+        expected = "outputs of shape (n_out, d_out) or (d_out,)"
+        raise ArgumentError("f", expected=expected, got=f"shape {tuple(shape)}")
     rows = _checked_outputs(outputs, shape[0] if len(shape) == 2 else 1)
     blocks = token_blocks(double, x.double()) if isinstance(f, TokenMap) else None
     before = double.readout() if isinstance(double, ModelMap) else None
@@ -359,14 +327,13 @@ def influence(
 def influence_at(
     site: Any, words: Sequence[str] | None, place: str, output: str = "", **options: Any
 ) -> Influence:
-    """Measure the influence of the tokens on a part of a model, with their texts if there is one for each."""
+    """Measure the influence on a part of a model, with the texts of the tokens if there is one for each."""
     found = influence(site, **options)
     known = tuple(words or ()) if len(words or ()) == found.value.shape[1] else ()
     return replace(found, words=known, place=place, output=output)
 
 
 def _map_and_tokens(f: Any, x: Tensor | None) -> tuple[Any, Any]:
-    """Return the map and its input tokens, given either separately or together as a captured layer."""
     if not isinstance(f, TokenMap) and isinstance(f, SiteLike):
         return f.map, f.x if x is None else x
     if x is None:
@@ -379,16 +346,11 @@ def _one_sequence(x: Tensor) -> Float[Tensor, "n d"]:
         return x
     if x.ndim == 3 and len(x) == 1:
         return x[0]
-    raise ArgumentError(
-        "x",
-        expected="the tokens (n, d) of one sequence",
-        got=f"shape {tuple(x.shape)}",
-        remedy="Take one sequence, as in influence(site.map, site.x[0]).",
-    )
+    got, remedy = f"shape {tuple(x.shape)}", "Take one sequence, as in influence(site.map, site.x[0])."
+    raise ArgumentError("x", expected="the tokens (n, d) of one sequence", got=got, remedy=remedy)
 
 
 def _checked_outputs(outputs: object, count: int) -> list[int]:
-    """Return the chosen indices of output tokens as numbers from 0 to ``count`` − 1, after checking them."""
     expected = f"indices of the {count} output tokens, each once, from {-count} to {count - 1}"
     if outputs is None:
         return list(range(count))

@@ -75,11 +75,9 @@ class Curve:
         if self.mark:
             edges = np.broadcast_to(to_rgba_array(self.colour, self.alpha), (len(y), 4))
             faces = np.where(np.broadcast_to(self.filled, y.shape)[:, None], edges, 0.0)
-            dots: dict[str, Any] = {"facecolors": faces, "edgecolors": edges}
-            if self.mark in "x+":
-                dots = {"color": edges}
-            dots |= {"s": self.size, "marker": self.mark, "linewidths": 0.6}
-            axis.scatter(x, y, label=label, zorder=4, **dots)
+            look: Any = {"color": edges} if self.mark in "x+" else {"facecolors": faces, "edgecolors": edges}
+            dots: dict[str, Any] = {"s": self.size, "marker": self.mark, "linewidths": 0.6}
+            axis.scatter(x, y, label=label, zorder=4, **dots, **look)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +102,7 @@ class Panel:
     names: Sequence[str] = ()
 
     def draw(self, axis: Axes, below: Sequence[Panel] = (), beside: Sequence[Panel] = ()) -> None:
-        """Draw the panel on the given axes; ``below`` and ``beside`` are the panels that share its x and y
-        axis, itself included.
-        """
+        """Draw the panel; those ``below`` and ``beside``, itself included, share its x and its y axis."""
         for curve in self.curves:
             curve.draw(axis)
         for place in self.verticals:
@@ -125,12 +121,11 @@ def draw(
     sharex: bool | Literal["all"] = False,
     sharey: bool | Literal["all"] = False,
 ) -> tuple[Figure, np.ndarray]:
-    """Draw the given rows of panels into a new matplotlib figure; return the figure, and its axes as an array
-    of shape (rows, columns).
+    """Draw rows of panels, of which the last may be shorter, into a new figure of a ``size`` in inches, and
+    return it with its axes (rows, columns).
 
-    The last row may have fewer panels than the others. ``size`` is the width and height in inches. With
-    ``sharex`` the panels of a column share the x axis, and with ``sharey`` those of a row the y axis; with
-    ``"all"`` all panels do.
+    With ``sharex`` the panels of a column share the x axis, with ``sharey`` those of a row the y axis, and
+    with ``"all"`` all panels.
     """
     down, across = len(panels), len(panels[0])
     canvas = new_figure(*size)
@@ -169,7 +164,6 @@ def add_legend(figure: Figure, columns: int, *, above: bool = False) -> list[str
 
 
 def _scale(axis: Axes, which: Literal["x", "y"], panel: Panel, panels: Sequence[Panel]) -> None:
-    """Set the scale of one axis. The limits of a logarithmic scale include the curves of all given panels."""
     scale = panel.scales[0 if which == "x" else 1]
     if which == "x" and panel.names:
         step = 1 if len(panel.names) <= _MOST_NAMES else -(-len(panel.names) // _MOST_NAMES)

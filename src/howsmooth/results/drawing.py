@@ -133,10 +133,7 @@ def add_colourbar(
 def set_bar_ticks(bar: Colorbar, norm: Normalize, *, whole: bool = False) -> None:
     """Set round ticks on a colour bar."""
     low, high = float(norm.vmin or 0.0), float(norm.vmax or 0.0)
-    if isinstance(norm, LogNorm):
-        ticks = log_ticks(low, high, whole=whole)
-    else:
-        ticks = linear_ticks(low, high, whole=whole)
+    ticks = (log_ticks if isinstance(norm, LogNorm) else linear_ticks)(low, high, whole=whole)
     bar.set_ticks(ticks, labels=[number(tick) for tick in ticks])
     bar.ax.minorticks_off()
     bar.outline.set_visible(False)
@@ -195,7 +192,6 @@ def picture(
 
 
 def _plain(words: list[str]) -> str:
-    """Join labels to one text without repetitions, and remove the markup of matplotlib formulas."""
     joined = "; ".join(dict.fromkeys(words)).replace("\\,", " ").replace("\n", ", ")
     return re.sub(" +", " ", re.sub(r"[${}\\]", "", re.sub(r"\\([a-z]+)", r" \1 ", joined)))
 
@@ -236,5 +232,5 @@ def log_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 
 def number(value: float, position: int | None = None) -> str:
-    """Format the number at a tick of an axis. matplotlib passes its ``position`` too, which is not used."""
+    """Format the number at a tick of an axis; matplotlib passes its position too."""
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.6g}"

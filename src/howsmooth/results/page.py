@@ -23,10 +23,7 @@ __all__ = ["cell", "frame", "page", "parts", "plain", "style_of_parts", "templat
 
 
 def templates(*packages: str) -> jinja2.Environment:
-    """Return the templates of all results, after those of some packages, such as ``"howsmooth.study"``.
-
-    They escape values and refuse undefined variables.
-    """
+    """Return the templates of all results, after those of some packages, such as ``"howsmooth.study"``."""
     loaders = [jinja2.PackageLoader(name) for name in (*packages, "howsmooth.results")]
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader(loaders),
@@ -41,10 +38,7 @@ def templates(*packages: str) -> jinja2.Environment:
 
 @cache
 def parts() -> Any:
-    """Return the parts of pages as functions that give HTML, such as ``parts().table(columns, rows)``.
-
-    They are the macros of the template ``parts.html.jinja``.
-    """
+    """Return the macros of ``parts.html.jinja`` as functions, such as ``parts().table(columns, rows)``."""
     return templates().get_template("parts.html.jinja").module
 
 
@@ -81,11 +75,8 @@ def page(
     ``style`` and ``script`` are those of this page alone; ``data`` are JSON that the script reads, by name.
     """
     own = templates().get_template("page.css").render() + style_of_parts() + style
-    return (
-        templates()
-        .get_template("page.html.jinja")
-        .render(title=title, body=Markup("".join(body)), style=own, script=script, data=data or {})
-    )
+    values: dict[str, Any] = {"title": title, "body": Markup("".join(body)), "style": own}
+    return templates().get_template("page.html.jinja").render(values, script=script, data=data or {})
 
 
 @cache
@@ -100,5 +91,4 @@ def plain(value: object, longest: int = 300) -> str | Markup:
 
 
 def _digest(content: str) -> str:
-    """Return the SHA-256 digest of a script or style in the format of a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +24,7 @@ _ON_PAGE = 60  # rows whose details a page shows; the tables have all
 _IN_NOTEBOOK = 3
 
 
-class Result(ABC):
+class Result:
     """Base class of everything that is answered, with a table, a figure, a page and files.
 
     Imports of pandas, matplotlib and jinja stand in the methods: a measurement alone does not need them.
@@ -47,9 +46,9 @@ class Result(ABC):
             """What was found, row by row."""
 
     @property
-    @abstractmethod
     def citation(self) -> str:
-        """One line to cite the result, with its most important numbers and how they were computed."""
+        """One line to cite the result: what is printed, and the versions of the libraries."""
+        return f"{self!r}; {made_by('torch')}; digest {self.digest}."
 
     def plot(self) -> Figure:
         """Draw the result as a figure; what did not converge is hollow."""
@@ -63,38 +62,29 @@ class Result(ABC):
         return figure
 
     def _curves(self) -> list[Curve]:
-        """Return the curves that ``plot`` draws."""
         return [intervals(self.table, self.AXIS)]
 
     @property
     def digest(self) -> str:
-        """The first 12 hexadecimal digits of a SHA-256 hash of the table, and of the weights and settings of
-        the model, if there is one.
-
-        The digest changes with the seed, because the intervals depend on it, and with every weight, even in
-        layers that are not measured. The seconds that rows took are left out.
+        """The first 12 digits of a SHA-256 hash of the table without the seconds, and of the model if there
+        is one; it changes with the seed, as the intervals do, and with every weight.
         """
         table = self.table.drop(columns="seconds", errors="ignore").to_csv(index=False, lineterminator="\n")
         return hashlib.sha256(f"{getattr(self, 'fingerprint', '')}\n{table}".encode()).hexdigest()[:12]
 
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the table as LaTeX to a file, or return it as text if no path is given.
+        """Write the table, of a profile its ranking, as LaTeX to a file, or return it as text.
 
-        The table uses the package booktabs. Its caption is one sentence that contains the digest. Its label
-        is ``tab:howsmooth-`` followed by the digest. The whole citation is a comment above the table. The
-        table of a profile is its ranking.
+        It uses the package booktabs. Its caption contains the digest, its label is ``tab:howsmooth-`` with
+        the digest, and the whole citation is a comment above it.
         """
         table, caption = self._in_latex()
         written_by = f"howsmooth {version('howsmooth')}, digest {self.digest}"
+        forms = {n: form for end, form in self.FORMATS.items() for n in map(str, table) if n.endswith(end)}
         tabular = table.to_latex(
             index=False,
             float_format="%.6g",
-            formatters={
-                name: form
-                for end, form in self.FORMATS.items()
-                for name in map(str, table)
-                if name.endswith(end)
-            },
+            formatters=forms,
             na_rep="",
             escape=True,
             caption=re.sub(r"([&%$#_{}])", r"\\\1", f"{caption} ({written_by})."),
@@ -122,7 +112,7 @@ class Result(ABC):
         return self.table, self.title
 
     def _tables(self) -> dict[str, pd.DataFrame]:
-        """Return the tables to write, as a dict whose keys are the names of the files without ``.csv``."""
+        """Return the tables to write, by the names of their files without suffix."""
         return {self.NAME: self.table}
 
     def _figures(self) -> dict[str, Figure]:
@@ -130,24 +120,17 @@ class Result(ABC):
         return {self.NAME: self.plot()}
 
     def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
-        """Return what the page shows as HTML (:func:`howsmooth.results.page.parts`), with details of at most
-        ``most`` rows. ``images`` are the figures as data URLs.
-        """
+        """Return the parts of the page, with details of at most ``most`` rows, and figures as data URLs."""
         from howsmooth.results.page import frame, parts
 
-        alt = f"{self.title}; the numbers are in the table."
-        shown = self.table.head(most)
-        note = [parts().words(f"{most} of {len(self.table)} rows are shown here.", "note")]
-        more = note if len(shown) < len(self.table) else []
-        return [parts().picture(images[self.NAME], alt), frame(shown), *more]
+        picture = parts().picture(images[self.NAME], f"{self.title}; the numbers are in the table.")
+        few = [parts().words(f"{most} of {len(self.table)} rows are shown here.", "note")]
+        return [picture, frame(self.table.head(most)), *(few if most < len(self.table) else [])]
 
     # ---- pages, notebooks and files
 
     def page(self, images: Mapping[str, str] | None = None) -> str:
-        """Return the result as a web page: the text of one HTML file without scripts.
-
-        ``images`` are the figures as data URLs by name; by default they are drawn.
-        """
+        """Return the result as one HTML file without scripts; ``images`` are the figures as data URLs."""
         from howsmooth.results.page import page, parts
 
         body = [parts().head(self.title), *self._parts(images or self._images(), _ON_PAGE)]
@@ -168,15 +151,8 @@ class Result(ABC):
     def write(self, folder: str | os.PathLike[str], *, parquet: bool = False) -> list[Path]:
         """Write the page, the figures (PNG and PDF) and the tables (CSV) into a folder; return the paths.
 
-        With ``parquet`` the tables are also written as parquet files.
-
-        Raises
-        ------
-        StoreError
-            If the folder cannot be written.
-        ArgumentError
-            If pandas has no engine for parquet.
-
+        With ``parquet`` the tables are also written as parquet files. A StoreError says that the folder
+        cannot be written, an ArgumentError that pandas has no engine for parquet.
         """
         from howsmooth.files import csv_of, replace_file, writable_folder, write_parquet
         from howsmooth.results.drawing import data_url, save
@@ -209,9 +185,7 @@ def in_interval(value: float, lower: float, upper: float, *, converged: bool) ->
 
 
 def intervals(table: pd.DataFrame, x: str, label: str = "measured", column: str = "", **look: Any) -> Curve:
-    """Return a curve of the constants of a table against a column, with their intervals as bars; what did not
-    converge is hollow.
-    """
+    """Return a curve of the constants of a table, with intervals as bars; what did not converge is hollow."""
     from howsmooth.results.curves import Curve
 
     names = [f"{column}_{end}" if column else end for end in ("lower", "upper", "converged")]
