@@ -81,8 +81,10 @@ def _check_model(given: Any, one: Any, *, reads_text: bool) -> None:
     if part is not None or not isinstance(given, Plan | InputPlan):
         return
     sizes, label = stated_sizes(folder), getattr(one, "label", name)
-    own: dict[str, Any] = {size: getattr(one, size, None) for size in ("layers", "heads", "lengths")}
-    asked = {size: getattr(given, size, None) if found is None else found for size, found in own.items()}
+    own = {size: getattr(one, size, None) for size in ("layers", "heads", "lengths")}
+    asked: dict[str, Any] = {
+        size: getattr(given, size, None) if found is None else found for size, found in own.items()
+    }
     for size in ("layers", "heads"):
         if size in sizes and asked[size] is not None:
             asked[size].resolve(sizes[size], label, size)
