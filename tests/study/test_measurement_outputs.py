@@ -335,6 +335,6 @@ def test_a_panel_says_which_interval_excludes_zero() -> None:
     rows = rows.assign(layer=0, head=None, converged=True)
     (part,) = figures._parts_of(rows)
     fit = dataclasses.replace(part.fit, slope=0.071, low=-0.003, high=0.145)
-    part = dataclasses.replace(part, fit=fit)
+    part = part._replace(fit=fit)
     figure = figures._draw_overview([part], "text", "title")
     assert [text.get_text() for text in figure.axes[0].texts] == ["0.071 [\N{MINUS SIGN}0.003, 0.145]"]
