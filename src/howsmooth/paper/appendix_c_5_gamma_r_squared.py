@@ -19,7 +19,6 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
 from howsmooth.paper.bench import Bench, Values
 from howsmooth.paper.exponent_text import between
@@ -72,7 +71,7 @@ def _rows(label: str, sites: list[Any]) -> Iterator[Values]:
             "radius_to": float(radius.max()),
         }
         for h, head in enumerate(parameters_of(bilinear(site, label)).heads):
-            real = [value for value, _ in real_eigenpairs(head)]
+            real = [value for value, _ in head.real_eigenpairs]
             yield {**of_layer, "head": h, **_gamma(real)}
 
 
