@@ -79,7 +79,7 @@ def measure(plan: Plan, execution: Execution, shown: MeasureShown) -> int:
     keep_going = shown.plan_file is not None
     if shown.dry_run:
         return _tell_dry_run(plan, execution, shown, keep_going=keep_going)
-    processes = prepared_processes(plan, execution)
+    processes = prepared_processes(plan.constants, plan.device, execution)
     # Imported here because these modules take seconds to load, which --help should not.
     from howsmooth.cli import print_measurement_result
     from howsmooth.study.measurement_outputs import write_outputs
