@@ -205,9 +205,9 @@ def test_how_many_processes_are_prepared(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     usual = {"models": ("one",), "lengths": tuple(range(2, 100, 2)), "samples": 10}
     plan, execution = Plan(**usual | changed), Execution(**how)
-    assert prepared_processes(plan, execution) == 1
+    assert prepared_processes(plan.constants, plan.device, execution) == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert prepared_processes(plan, execution) == expected
+    assert prepared_processes(plan.constants, plan.device, execution) == expected
     assert len(begun) == (expected > 1)
 
 

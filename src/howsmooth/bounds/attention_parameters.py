@@ -8,11 +8,12 @@ not change the derivative.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, reduce, wraps
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -52,6 +53,7 @@ __all__ = [
     "norms_of_rows",
     "opened",
     "parameters_of",
+    "remembered",
     "row_blocks",
     "unit",
 ]
@@ -65,8 +67,38 @@ away from those given, since a norm layer may have been multiplied into them, an
 _LARGEST_LOG = 700.0
 # Number of pairs of tokens in one block, so that no n × n matrix is formed for a long sequence.
 _PAIRS = 1 << 22
+# The most numbers that a function remembers.
+_MOST_NUMBERS = 1 << 14
 
 
+def remembered(compute: Callable[..., float]) -> Callable[..., float]:
+    """Return a function of tensors that computes the same number only once.
+
+    A layer is captured anew for each length, but its matrices have the norms of before. Tensors are
+    recognised by digests of their entries, so none is kept, and one that was changed is another one.
+    """
+    known: dict[tuple[object, ...], float] = {}
+
+    @wraps(compute)
+    def found(*tensors: Tensor, **options: object) -> float:
+        key = (*map(_identity, tensors), *options.items())
+        number = known.get(key)
+        if number is None:
+            if len(known) >= _MOST_NUMBERS:
+                known.clear()
+            number = known[key] = compute(*tensors, **options)
+        return number
+
+    return found
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    # The last digits of a norm depend on the order of the entries in memory, too.
+    entries = hashlib.sha256(tensor.detach().cpu().contiguous().numpy()).digest()
+    return tensor.shape, tensor.stride(), tensor.device, entries
+
+
+@remembered
 def log_spectral_norm(*factors: Tensor, upper: bool = True) -> float:
     """Return the logarithm of the spectral norm of a product of float64 matrices, rounded up or down.
 
@@ -215,7 +247,7 @@ class Head:
         """Return the head with the same scores and the product of some matrices as its value matrix."""
         other = copy(self)
         other.V, other.V_factors = reduce(torch.matmul, factors), factors
-        vars(other).pop("log_V_norm", None)  # the copy keeps the norms of the scores
+        vars(other).pop("log_V_norm", None)  # the copy keeps what is known of the scores
         return other
 
     @cached_property
@@ -249,6 +281,31 @@ class Head:
     def b_norm(self) -> float:
         """The Euclidean norm of the query bias b, rounded up."""
         return float(norms_of_rows(self.b[None])) + self.b_error
+
+    @cached_property
+    def real_eigenpairs(self) -> list[tuple[float, Tensor]]:
+        """The real eigenvalues of A in ascending order, each with a unit eigenvector.
+
+        For A = left @ right of rank k < d, the nonzero eigenvalues come from the k × k matrix right @ left,
+        since right left w = λ w implies A left w = λ left w. Zero is an eigenvalue too, because A is
+        singular.
+        """
+        k = self.left.shape[1]
+        small = self.right @ self.left if k < self.d else self.A
+        values, vectors = torch.linalg.eig(small)
+        pairs = []
+        for value, vector in zip(values.tolist(), vectors.T, strict=True):
+            if value.imag != 0:
+                continue
+            u = self.left @ vector.real if k < self.d else vector.real
+            length = float(torch.linalg.vector_norm(u))
+            if length > 0:
+                pairs.append((value.real, u / length))
+        if k < self.d:
+            # The last rows of the complete Q factor of rightᵀ span the null space of right.
+            null = torch.linalg.qr(self.right.mT, mode="complete").Q[:, -1]
+            pairs.append((0.0, null))
+        return sorted(pairs, key=lambda pair: pair[0])
 
     def __repr__(self) -> str:
         return f"Head(d={self.d}, ‖A‖={self.A_norm:.4g}, ‖V‖={self.V_norm:.4g}, |b|={self.b_norm:.4g})"

@@ -31,7 +31,6 @@ from howsmooth.bounds.worst_case_tokens import (
     forms,
     light_rows,
     log_tie,
-    real_eigenpairs,
     searched_pairs,
     searched_tokens,
     spread_directions,
@@ -61,7 +60,7 @@ _MOST_DENSE_CESARO = 512
 _DENSE_ROWS = 1024
 
 _REAL_EIGENVALUE = Condition[Problem](
-    "A has a real eigenvalue (else use heavy_token_lower_bound)", lambda p: bool(real_eigenpairs(p.head))
+    "A has a real eigenvalue (else use heavy_token_lower_bound)", lambda p: bool(p.head.real_eigenpairs)
 )
 _THREE_TOKENS_IN_A_PLANE = (
     Condition[Problem]("n >= 3", lambda p: p.n >= 3),

@@ -22,7 +22,7 @@ from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem, for_every_length
 from howsmooth.bounds.catalogue import OURS, PAPER, Condition, statement
 from howsmooth.bounds.log_numbers import Log
-from howsmooth.bounds.worst_case_tokens import real_eigenpairs, two_cluster_line
+from howsmooth.bounds.worst_case_tokens import two_cluster_line
 from howsmooth.errors import ArgumentError
 from howsmooth.rounding import gamma
 
@@ -43,7 +43,7 @@ _ERROR_OF_G = gamma(40)
 
 _NEEDS = (
     no_query_bias(),
-    Condition[Problem]("A has a real eigenvalue", lambda p: bool(real_eigenpairs(p.head))),
+    Condition[Problem]("A has a real eigenvalue", lambda p: bool(p.head.real_eigenpairs)),
 )
 _NEEDS_OF_PAPER = (VALUES_ARE_TOKENS, *_NEEDS)
 

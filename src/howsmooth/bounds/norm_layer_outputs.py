@@ -14,7 +14,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm
-from howsmooth.bounds.attention_parameters import SiteLike, opened
+from howsmooth.bounds.attention_parameters import SiteLike, opened, remembered
 from howsmooth.errors import ArgumentError
 from howsmooth.rounding import above
 
@@ -49,7 +49,11 @@ def norm_radius(norm: object) -> float:
         raised.
 
     """
-    centre, axes = ellipsoid(norm)
+    return _radius(*ellipsoid(norm))
+
+
+@remembered
+def _radius(centre: Tensor, axes: Tensor) -> float:
     squares, directions = torch.linalg.eigh(axes.mT @ axes)
     largest = float(squares[-1])
     # Of the eigenvalues, a multiple of the order d, and of sums over d terms in the dual function

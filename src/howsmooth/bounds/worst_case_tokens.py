@@ -23,7 +23,6 @@ __all__ = [
     "forms",
     "light_rows",
     "log_tie",
-    "real_eigenpairs",
     "searched_pairs",
     "searched_tokens",
     "spread_directions",
@@ -76,31 +75,6 @@ def light_rows(n: int, heavies: int, *, causal: bool, grouped: bool = False) -> 
     return (edges[1:] + edges[:-1]) / 2, edges[1:] + torch.log(-torch.expm1(edges[:-1] - edges[1:]))
 
 
-def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
-    """Return the real eigenvalues of the matrix A of the scores in ascending order, each with a unit
-    eigenvector.
-
-    For A = left @ right of rank k < d, the nonzero eigenvalues come from the k × k matrix right @ left, since
-    right left w = λ w implies A left w = λ left w. Zero is an eigenvalue too, because A is singular.
-    """
-    k = head.left.shape[1]
-    small = head.right @ head.left if k < head.d else head.A
-    values, vectors = torch.linalg.eig(small)
-    pairs = []
-    for value, vector in zip(values.tolist(), vectors.T, strict=True):
-        if value.imag != 0:
-            continue
-        u = head.left @ vector.real if k < head.d else vector.real
-        length = float(torch.linalg.vector_norm(u))
-        if length > 0:
-            pairs.append((value.real, u / length))
-    if k < head.d:
-        # The last rows of the complete Q factor of rightᵀ span the null space of right.
-        null = torch.linalg.qr(head.right.mT, mode="complete").Q[:, -1]
-        pairs.append((0.0, null))
-    return sorted(pairs, key=lambda pair: pair[0])
-
-
 def two_cluster_line(head: Head, choice: str = "paper") -> tuple[float, Tensor, float] | None:
     """Return a real eigenvalue of the matrix A of the scores, its unit eigenvector u, and the position of the
     light token of Proposition 3.4 if the heavy one is at u.
@@ -108,7 +82,7 @@ def two_cluster_line(head: Head, choice: str = "paper") -> tuple[float, Tensor, 
     It is 1/2 for γ_max, the choice "max", and −1 for γ_min, the choice "min". The choice "paper" compares
     γ_max/8 with −γ_min and takes the larger. The result is None if A has no real eigenvalue.
     """
-    pairs = real_eigenpairs(head)
+    pairs = head.real_eigenpairs
     if not pairs:
         return None
     (low, _), (high, _) = pairs[0], pairs[-1]
@@ -277,7 +251,7 @@ def _starts(head: Head, count: int = 3) -> Tensor:
     small = both.mT @ head.left @ (head.right @ both)
     symmetric = both @ torch.linalg.eigh(small + small.mT).eigenvectors
     found = [right[:, :count], symmetric[:, :count], symmetric[:, -1:]]
-    pairs = real_eigenpairs(head)
+    pairs = head.real_eigenpairs
     if pairs:
         found.append(torch.stack([pairs[0][1], pairs[-1][1]], dim=1))
     starts = torch.cat(found, dim=1).mT

@@ -81,7 +81,7 @@ def measure(plan: Plan, execution: Execution, shown: MeasureShown) -> int:
     keep_going = shown.plan_file is not None
     if shown.dry_run:
         return _tell_dry_run(plan, execution, shown, keep_going=keep_going)
-    processes = prepared_processes(plan, execution)
+    processes = prepared_processes(plan.constants, plan.device, execution)
     # Imported here because these modules take seconds to load, which --help should not.
     with quick_imports():
         import howsmooth.models  # noqa: F401 - which the study imports when it loads the first model

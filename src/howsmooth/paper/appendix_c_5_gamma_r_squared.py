@@ -13,7 +13,6 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
 from howsmooth.paper.bench import Bench, Values
 from howsmooth.paper.figure_definition import Finding
@@ -55,7 +54,7 @@ def _rows(label: str, sites: list[Any]) -> Iterator[Values]:
             "radius_to": float(radius.max()),
         }
         for h, head in enumerate(parameters_of(attention_of(site, label, bilinear=True)).heads):
-            real = [value for value, _ in real_eigenpairs(head)]
+            real = [value for value, _ in head.real_eigenpairs]
             values: tuple[float | None, ...] = (None, None, None)
             if real:
                 values = real[0], real[-1], max(-real[0], real[-1] / 8)

@@ -16,7 +16,6 @@ from howsmooth.adversarial import ascend, two_cluster
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds import best, theorem_3_3, theorem_4_3, theorem_e_3
 from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
 from howsmooth.paper.bench import Bench, Unit, Values
 from howsmooth.paper.model_with_texts import (
@@ -167,7 +166,7 @@ def _at_published_tokens(f: SelfAttention, fused: bool, radius: float, n: int, s
 
 def _real(f: SelfAttention) -> list[int]:
     """Return the heads whose A has a real eigenvalue: the paper's tokens exist only for these."""
-    return [h for h, head in enumerate(parameters_of(f).heads) if real_eigenpairs(head)]
+    return [h for h, head in enumerate(parameters_of(f).heads) if head.real_eigenpairs]
 
 
 def _measured(head: SelfAttention, x: Tensor, seed: int) -> Values:

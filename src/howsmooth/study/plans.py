@@ -88,6 +88,7 @@ _PUBLISHED_ELSEWHERE = {
 
 _DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
 _DEFAULT_LENGTHS = tuple(range(2, 101, 2))
+_USUAL_LAYERS = 12
 
 # SQLite stores seeds and step counts as signed 64-bit integers.
 _MOST_SEED = 2**63 - 1
@@ -436,6 +437,13 @@ class Plan:
     def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
         """Return the lengths at which to measure a model; none stands for the usual ones of images."""
         return self.lengths if model.lengths is None else model.lengths
+
+    @property
+    def constants(self) -> int:
+        """About how many constants are measured; the models, which are not loaded yet, tell it exactly."""
+        layers = len(self.layers.items) or _USUAL_LAYERS
+        sequences = sum(len(self.lengths_of(model)) or 1 for model in self.models) * self.samples
+        return sequences * layers * len(self.sources) * len(self.scopes)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that all measurements of one store must share; others can be added later."""

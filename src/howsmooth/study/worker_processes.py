@@ -13,7 +13,6 @@ from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.plans import Plan
 
 __all__ = ["WORTH", "available_cores", "prepared_processes", "worker_processes"]
 
@@ -21,7 +20,6 @@ WORTH = 200
 """From so many constants on, processes take less time than threads, with the time to start them."""
 
 _EACH = 60  # constants that each process should have
-_USUAL_LAYERS = 12
 
 
 def available_cores() -> int:
@@ -32,19 +30,16 @@ def available_cores() -> int:
         return os.cpu_count() or 1
 
 
-def prepared_processes(plan: Plan, how: Execution) -> int:
-    """Return in how many processes of this machine a plan is carried out fastest; 1 for this process alone.
-    For several, begin to import in the background what they need.
+def prepared_processes(constants: int, device: str, how: Execution) -> int:
+    """Return in how many processes of this machine so many constants are measured fastest; 1 for this process
+    alone. For several, begin to import in the background what they need.
 
     Processes with a thread each do not wait for each other, whatever else the machine does. Who sets a number
     of threads means this process.
     """
     if how.executor is not None or how.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return 1
-    layers = len(plan.layers.items) or _USUAL_LAYERS
-    sequences = sum(len(plan.lengths_of(model)) or 1 for model in plan.models) * plan.samples
-    constants = sequences * layers * len(plan.sources) * len(plan.scopes)
-    if constants < WORTH or plan.device != "cpu":
+    if constants < WORTH or device != "cpu":
         return 1
     processes = min(available_cores(), constants // _EACH)
     if processes > 1 and _context().get_start_method() == "forkserver":

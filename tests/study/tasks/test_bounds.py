@@ -227,3 +227,35 @@ def test_what_cannot_be_bounded_says_so(
     nothing = bound_site(replace(site, x=torch.full_like(site.x, torch.nan)))[1]
     assert [(one.name, one.holds) for one in nothing] == [("any", False)]
     assert nothing[0].source.startswith("X: expected finite numbers")
+
+
+def test_the_norms_of_a_layer_serve_all_lengths_until_a_matrix_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids = tiny("bert"), torch.tensor([[5, 9, 13, 2, 40, 41, 7]])
+    value = model.encoder.layer[1].attention.self.value.weight.requires_grad_(False)
+    value.mul_(3)  # the matrices of no other test
+    norms: list[torch.Size] = []
+    eigh = torch.linalg.eigh
+
+    def counted(a: torch.Tensor) -> Any:
+        norms.append(a.shape)
+        return eigh(a)
+
+    monkeypatch.setattr(torch.linalg, "eigh", counted)
+
+    def bounded(n: int) -> list[Any]:
+        site = hs.capture(model, ids[:, :n], layers=[1])[0]
+        norms.clear()
+        return bound_site(site, dear=False)[1]
+
+    first = bounded(7)
+    assert norms
+    bounded(4)
+    assert not norms
+    value.mul_(2)
+    twice = bounded(7)
+    assert norms
+    compared = [(one.value, other.value) for one, other in zip(first, twice, strict=True) if one.holds]
+    assert len(compared) >= 3
+    assert all(other == pytest.approx(2 * one, rel=1e-9) for one, other in compared)
