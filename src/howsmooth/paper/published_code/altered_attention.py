@@ -13,8 +13,8 @@ from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.compositions import OuterMap
 from howsmooth.attention.scaled_dot_product import attention_probabilities, weighted_values
 from howsmooth.attention.theorem_preconditions import require_plain_scores
-from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.bounds.attention_parameters import as_matrix, parameters_of
+from howsmooth.errors import ArgumentError
 from howsmooth.seeds import torch_seed
 
 __all__ = [
@@ -86,9 +86,7 @@ def with_dropout(f: TokenMap, *, weights: float, outputs: float, seed: int) -> T
 
 
 def unmasked(f: TokenMap) -> TokenMap:
-    """Return a copy of a map in which the attention has no mask, as if the layer were called outside of its
-    model.
-    """
+    """Return a copy of a map whose attention has no mask, as if its layer were called outside the model."""
     require_plain_scores(f, "the published maps", argument="f")
     return _with_attention(f, lambda attention: attention._rebuilt(causal=False, window=None, mask=None))
 
@@ -161,12 +159,7 @@ def c_3_as_coded(attention: object, X: Tensor) -> float:
 
     """
     head = parameters_of(attention).one_head("c_3_as_coded")
-    if not isinstance(X, Tensor) or X.ndim != 2 or X.shape[0] < 1 or X.shape[1] != head.d:
-        got = f"shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
-        raise ArgumentError("X", expected=f"tokens of shape (n, {head.d})", got=got)
-    if not bool(torch.isfinite(X).all()):
-        raise NonFiniteError("X", expected="finite numbers", got="NaN or infinity")
-    x = X.detach().to(dtype=torch.float64, device="cpu")
+    x = as_matrix("X", X, ("n", head.d), what="tokens")
     largest = float(torch.linalg.vector_norm(x @ head.right.mT @ head.left.mT, dim=1).amax())
     r = float(torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").amax())
     return head.V_norm * math.hypot(largest * r * math.sqrt(len(x) + 1), math.sqrt(len(x)))

@@ -54,32 +54,27 @@ class PublishedTask(SequenceTask):
         assert self.data is not None
         tokens = cast("Tensor", self.data.inputs(self.plan.device))
         training = any("dropout" in items.split(",") for *_, items in self.missing)
-        axes: dict[str, str | int] = {
-            "seed": self.plan.seed,
-            "text": self.subject.text.digest,
-            "model": self.subject.fingerprint,
-        }
-        seeds = [derive_seed(purpose="dropout", sample=one, n=self.n, **axes) for one in self.starts]
+        named = {"text": self.subject.text.digest, "model": self.subject.fingerprint}
+        seeds = [
+            derive_seed(purpose="dropout", sample=one, n=self.n, seed=self.plan.seed, **named)
+            for one in self.starts
+        ]
         return capture_layers(model, tokens, list(layers), training=training, seeds=seeds)
 
-    def _values(self, one: PublishedLayer) -> Iterator[Row]:
-        layer, plan = one.attention.layer, self.plan
+    def _values(self, layer: PublishedLayer) -> Iterator[Row]:
+        index, plan = layer.attention.layer, self.plan
         # Use the seeds of constants, so that the corrected quantity equals the result of `howsmooth measure`.
-        seeds = [start_seed(plan, self.subject, "attention", layer, None, self.n, s) for s in self.starts]
+        seeds = [start_seed(plan, self.subject, "attention", index, None, self.n, s) for s in self.starts]
         how = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations")}
         for own, name, items in self.wanted:
-            keys = [(layer, self.n, sample, name, items) for sample in self.starts]
-            if own != layer or not self.missing.intersection(keys):
+            keys = [(index, self.n, sample, name, items) for sample in self.starts]
+            if own != index or not self.missing.intersection(keys):
                 continue
-            found = measure_layer(one, tuple(items.split(",")) if items else (), seeds=seeds, **how)
-            columns = found.value, found.lower, found.upper, found.settled, found.steps
-            values = zip(*(column.tolist() for column in columns), strict=True)
-            for slot, (key, (value, lower, upper, settled, steps)) in enumerate(
-                zip(keys, values, strict=True)
-            ):
+            found = measure_layer(layer, tuple(items.split(",")) if items else (), seeds=seeds, **how)
+            for slot, (sample, key) in enumerate(zip(self.starts, keys, strict=True)):
                 if key not in self.missing:
                     continue
-                sample = key[2]
+                value, lower, upper = (float(one[slot]) for one in (found.value, found.lower, found.upper))
                 if not math.isfinite(value):
                     got = f"{value} for sample {sample}"
                     raise NonFiniteError(name, expected="a finite value", got=got)
@@ -90,9 +85,9 @@ class PublishedTask(SequenceTask):
                     lipschitz=value,
                     lower=None if math.isnan(lower) else lower,
                     upper=None if math.isnan(upper) else upper,
-                    settled=settled,
-                    steps=steps,
-                    radius_mean=float(one.attention.radius_mean[slot]),
+                    settled=bool(found.settled[slot]),
+                    steps=int(found.steps[slot]),
+                    radius_mean=float(layer.attention.radius_mean[slot]),
                     start=self.starts[sample],
                     seed=seeds[slot],
                     map=found.map,

@@ -178,12 +178,9 @@ def items_that_apply(
     if asked is None:
         return tuple(item for item in ITEMS if not obstacles.get(item) and (item != "dropout" or untrained))
     items = list(asked)
-    for item in items:
-        if item not in ITEMS:
-            expected = f"all, or some of {', '.join(ITEMS)}"
-            raise ArgumentError("as-published", expected=expected, got=repr(item))
-        if items.count(item) > 1:
-            raise ArgumentError("as-published", expected="each item only once", got=f"{item!r} twice")
+    if not set(items) <= set(ITEMS) or len(set(items)) < len(items):
+        expected = f"all, or some of {', '.join(ITEMS)}, each only once"
+        raise ArgumentError("as-published", expected=expected, got=", ".join(map(repr, items)))
     chosen = tuple(item for item in ITEMS if item in items)
     for item in chosen:
         if obstacles.get(item):
