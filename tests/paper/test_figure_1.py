@@ -16,7 +16,7 @@ from howsmooth.errors import HowsmoothError
 from howsmooth.paper.bench import models_for, opened_bench
 from howsmooth.paper.figure_1 import result_sentences
 from howsmooth.paper.figure_definition import choose_figures
-from howsmooth.paper.growth_with_length import Growth
+from howsmooth.paper.growth_with_length import LengthGrowth
 from howsmooth.paper.model_with_texts import models_of
 from howsmooth.paper.plotting import with_slope
 from howsmooth.paper.reproduce_options import FigureOptions
@@ -33,7 +33,7 @@ from tests._study import FakeModel, Tools, Work, installed, make_tools, words
 DEEP = FakeModel(layers=9)
 (FIGURE_1,) = choose_figures(["figure-1"])
 
-Panels = list[list[Growth]]
+Panels = list[list[LengthGrowth]]
 
 
 def tools_of_figure_1(**options: Any) -> tuple[Tools, Work]:

@@ -13,7 +13,7 @@ import pytest
 
 from howsmooth.errors import ModelError, StoreError
 from howsmooth.paper.bench import Bench, Unit, Values
-from howsmooth.paper.figure_definition import FIGURES, Figure, Finding, TasksLeft, tasks_left
+from howsmooth.paper.figure_definition import FIGURES, Finding, PaperFigure, TasksLeft, tasks_left
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Failure, FigureRow
@@ -30,14 +30,14 @@ def one(n: int) -> Iterator[Values]:
     yield {"value": -float(n)}
 
 
-def figure(measure: Callable[[int], Any] = one, name: str = "made-up") -> Figure:
+def figure(measure: Callable[[int], Any] = one, name: str = "made-up") -> PaperFigure:
     """A figure of a unit of two rows for each of three lengths."""
 
     def all_units(bench: Bench) -> pd.DataFrame:
         bench.made["Made"] = "up"
         return bench.kept("units", [Unit({"n": n}, partial(measure, n), f"n = {n}") for n in LENGTHS])
 
-    return Figure(name, name, name, "About.", all_units, lambda found, folder: Finding([], []))
+    return PaperFigure(name, name, name, "About.", all_units, lambda found, folder: Finding([], []))
 
 
 def test_rows_come_back_as_they_were_under_their_key(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_another_seed_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("one", FIGURES, ids=lambda one: one.name)
 def test_tasks_travel_to_workers_and_are_as_many_as_were_counted(
-    one: Figure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: PaperFigure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Task] = []
     carry_out = Runner.carry_out

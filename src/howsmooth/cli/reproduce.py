@@ -19,7 +19,7 @@ from howsmooth.study.options import Told, Words, described, options
 from howsmooth.words import encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.paper.figure_definition import Figure
+    from howsmooth.paper.figure_definition import PaperFigure
     from howsmooth.paper.reproduction import Reproduction
 
 __all__ = ["reproduce"]
@@ -99,7 +99,7 @@ def reproduce(options: FigureOptions, execution: ReproduceExecution, shown: Repr
     return FAILED if made.refused else 0
 
 
-def _tell_tasks(chosen: Sequence[Figure], options: FigureOptions, out: Path, shown: Shown) -> int:
+def _tell_tasks(chosen: Sequence[PaperFigure], options: FigureOptions, out: Path, shown: Shown) -> int:
     from howsmooth.paper.figure_definition import tasks_left
 
     found = tasks_left(chosen, options, out)
@@ -114,7 +114,7 @@ def _tell_tasks(chosen: Sequence[Figure], options: FigureOptions, out: Path, sho
     return FAILED if any(one.refused for one in found) else 0
 
 
-def _show(made: Reproduction, figures: Sequence[Figure]) -> None:
+def _show(made: Reproduction, figures: Sequence[PaperFigure]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -127,7 +127,7 @@ def _show(made: Reproduction, figures: Sequence[Figure]) -> None:
     say(f"Also in {made.page.parent}: a folder for each figure, with PDF, tables and measurements")
 
 
-def _as_json(made: Reproduction, figures: Sequence[Figure], options: FigureOptions, folder: Path) -> str:
+def _as_json(made: Reproduction, figures: Sequence[PaperFigure], options: FigureOptions, folder: Path) -> str:
     from howsmooth.study.records import plain_rows
 
     drawn = []
@@ -141,5 +141,5 @@ def _as_json(made: Reproduction, figures: Sequence[Figure], options: FigureOptio
     return as_json(out=folder, page=made.page, settings=settings, refused=made.refused, figures=drawn)
 
 
-def _listed(figure: Figure) -> dict[str, Any]:
+def _listed(figure: PaperFigure) -> dict[str, Any]:
     return {name: getattr(figure, name) for name in ("name", "paper", "title")}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from howsmooth.paper.figure_definition import Figure, Request
+from howsmooth.paper.figure_definition import PaperFigure, Request
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import FIGURE, FigureRow
@@ -129,7 +129,7 @@ def models_for(options: FigureOptions) -> Models:
 
 @contextmanager
 def opened_bench(
-    figure: Figure, options: FigureOptions, folder: str | os.PathLike[str], means: Means
+    figure: PaperFigure, options: FigureOptions, folder: str | os.PathLike[str], means: Means
 ) -> Iterator[Bench]:
     """Open the store in a figure's folder, which belongs to one seed, and yield the bench of the figure."""
     with Store.open(folder, late=True) as store:

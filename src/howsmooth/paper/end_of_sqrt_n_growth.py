@@ -80,8 +80,8 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     table = growth_ends(rows)
     top = 1.03 * float(rows[["log_theorem", "log_free"]].max().max()) / _DECADE
     panels = [_panel(part, top) for _, part in rows.groupby("power")]
-    canvas, _ = plotting.draw([panels], 2.9, sharey=True)
-    picture = plotting.picture(canvas, folder, "crossover", "Where growth like the root of n ends")
+    canvas, _ = plotting.draw_panels([panels], 2.9, sharey=True)
+    picture = plotting.write_picture(canvas, folder, "crossover", "Where growth like the root of n ends")
     caption = "Where the growth ends; powers of ten"
     return Finding([picture], result_sentences(rows, table), [(caption, table)])
 

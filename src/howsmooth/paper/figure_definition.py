@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from howsmooth.paper.bench import Bench
     from howsmooth.paper.plotting import Picture
 
-__all__ = ["FIGURES", "MODELS", "Figure", "Finding", "Request", "TasksLeft", "choose_figures", "tasks_left"]
+__all__ = [
+    "FIGURES",
+    "MODELS",
+    "Finding",
+    "PaperFigure",
+    "Request",
+    "TasksLeft",
+    "choose_figures",
+    "tasks_left",
+]
 
 MODELS = (
     ModelSpec("builtin-encoder"),
@@ -47,7 +56,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Figure:
+class PaperFigure:
     """A figure of the paper, or an additional one of this library on a statement of the paper.
 
     ``measure`` measures what the store of a :class:`~howsmooth.paper.bench.Bench` lacks, and returns all
@@ -73,7 +82,7 @@ class Figure:
 class Request:
     """The options of the user for one figure, whose own choices stand where the user made none."""
 
-    figure: Figure
+    figure: PaperFigure
     options: FigureOptions
 
     @property
@@ -119,7 +128,7 @@ class TasksLeft:
 
 
 def tasks_left(
-    chosen: Sequence[Figure], options: FigureOptions, folder: str | os.PathLike[str]
+    chosen: Sequence[PaperFigure], options: FigureOptions, folder: str | os.PathLike[str]
 ) -> list[TasksLeft]:
     """Count without a model the tasks of each figure that its folder lacks; of all layers it counts one."""
     found = []
@@ -159,7 +168,7 @@ def _done(request: Request, folder: Path) -> int:
     return int(sequences) + len(units)
 
 
-def choose_figures(names: Sequence[str]) -> list[Figure]:
+def choose_figures(names: Sequence[str]) -> list[PaperFigure]:
     """Return the figures with the given names, or all, in the order of the paper.
 
     A figure may also be named by its place in the paper, such as ``figure-2``. An ArgumentError names the
@@ -179,13 +188,13 @@ def choose_figures(names: Sequence[str]) -> list[Figure]:
     return [one for one in FIGURES if not names or one in chosen]
 
 
-def _figure(module: str, name: str, title: str, paper: str, about: str, **size: Any) -> Figure:
+def _figure(module: str, name: str, title: str, paper: str, about: str, **size: Any) -> PaperFigure:
     """Return a figure that a module measures and shows; the module is imported when it is needed."""
 
     def calling(function: str) -> Callable[..., Any]:
         return lambda *given: getattr(import_module(f"howsmooth.paper.{module}"), function)(*given)
 
-    return Figure(name, title, paper, about, calling("measure"), calling("show"), **size)
+    return PaperFigure(name, title, paper, about, calling("measure"), calling("show"), **size)
 
 
 def _worst_inputs(request: Request) -> int:
@@ -193,7 +202,7 @@ def _worst_inputs(request: Request) -> int:
     return request.sequences + balls * (1 + request.options.search + request.options.as_published)
 
 
-FIGURES: tuple[Figure, ...] = (
+FIGURES: tuple[PaperFigure, ...] = (
     _figure(
         "figure_1",
         "figure-1",

@@ -13,7 +13,7 @@ from howsmooth.paper import plotting
 from howsmooth.paper.bench import Values
 from howsmooth.paper.bound_ratios import display_name
 from howsmooth.paper.figure_definition import Finding
-from howsmooth.paper.plotting import Curve, Panel, between, exp, power, power_label
+from howsmooth.paper.plotting import Curve, Panel, between, exponentials, power, power_label
 from howsmooth.results.drawing import literal
 from howsmooth.study.exponents import Exponent, fit_exponent
 from howsmooth.words import file_stem, readable
@@ -70,9 +70,9 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     """Draw the constants and bounds of each layer against n, a panel for each ball, and describe them."""
     layers = [part for _, part in rows.groupby(["model", "layer"], sort=False)]
     names = _NAMES | {"wrong slices": "published tokens"}
-    shown = rows.assign(upper=exp(rows["upper"])).rename(columns=names)
+    shown = rows.assign(upper=exponentials(rows["upper"])).rename(columns=names)
     for theorem, theirs in rows.groupby("theorem", sort=False)["theirs"]:
-        shown[theorem] = exp(theirs.where(np.isfinite(theirs)))
+        shown[theorem] = exponentials(theirs.where(np.isfinite(theirs)))
     theorems = rows["theorem"].dropna().unique()
     columns = ["model", "layer", "head", "R", "n", *_NAMES.values(), *theorems, "published tokens"]
     table = shown[[*columns, "as published"]].dropna(axis=1, how="all")
@@ -95,14 +95,14 @@ def _fit(rows: pd.DataFrame, name: str) -> Exponent:
 
 
 def _picture(rows: pd.DataFrame, folder: Path) -> plotting.Picture:
-    canvas, _ = plotting.draw([list(map(_panel, _balls(rows)))], 3.0, sharey=True)
+    canvas, _ = plotting.draw_panels([list(map(_panel, _balls(rows)))], 3.0, sharey=True)
     canvas.suptitle(literal(_name(rows)))
     stem = file_stem("adversarial", str(rows["model"].iloc[0]), f"layer-{rows['layer'].iloc[0]:02d}")
-    return plotting.picture(canvas, folder, stem, f"Section 5.2: {_name(rows)}")
+    return plotting.write_picture(canvas, folder, stem, f"Section 5.2: {_name(rows)}")
 
 
 def _panel(rows: pd.DataFrame) -> Panel:
-    n, bounds = rows["n"], rows[["upper", "theirs"]].apply(exp)
+    n, bounds = rows["n"], rows[["upper", "theirs"]].apply(exponentials)
     # Let the limits of the axis include bounds only if they are not far above all constants.
     near = bounds[bounds < 1e3 * rows[["found", "paper high", "text high"]].max().max()]
     root = (r"$c\sqrt{n}$, $c$ fitted", plotting.VIOLET, plotting.DOTTED)
@@ -149,7 +149,7 @@ def _result_sentences(rows: pd.DataFrame) -> list[str]:
 
 
 def _ball_words(rows: pd.DataFrame) -> str:
-    upper, words = exp(rows["upper"]), []
+    upper, words = exponentials(rows["upper"]), []
     for name, what in (("paper", "at the paper's tokens"), ("found", "at the worst tokens found")):
         if rows[name].notna().any():
             share = between(rows[name] / upper)
