@@ -155,7 +155,7 @@ def _result_sentences(rows: pd.DataFrame, exponents: str) -> str:
 
 def _identity_panel(rows: pd.DataFrame, title: str) -> Panel:
     longest = rows[rows["n"] == rows["n"].max()].sort_values("radius")
-    logs = longest.filter(like="log_").apply(exp)
+    logs = longest.filter(like="log_").apply(exponentials)
     top = 3 * float(logs["log_sharp"].max())
     n = longest["n"].iloc[0]
     curves = plotting.lines(
