@@ -154,10 +154,10 @@ def page(source: Path) -> str:
 _PAGE = """\
 # Architectures
 
-Can `howsmooth.capture` take the attention out of a model type, and is the result the model's own? Below is the answer
-for each of the {types} model types of transformers {transformers} (torch {torch}) that have a base model, all columns are
-in [architectures.csv](_static/architectures.csv). For a model of yours, ask `howsmooth inspect`
-({{doc}}`how-to/other-models`).
+Can `howsmooth.capture` take the attention out of a model type, and is the result the model's own? Below is
+the answer for each of the {types} model types of transformers {transformers} (torch {torch}) that have a
+base model; all columns are in [architectures.csv](_static/architectures.csv). For a model of yours, ask
+`howsmooth inspect` ({{doc}}`how-to/other-models`).
 
 | types | |
 |---|---|
@@ -168,14 +168,15 @@ in {whole} every self-attention is captured |
 | {without} | without a softmax: linear and state-space mixers, convolutions, Fourier transforms, pooling |
 | {missing} | could not be built or run so small, in float64, or without packages that were not installed |
 
-Each type is built with two layers (of each kind), width 64 and random weights in float64, and run on a few tokens, a
-small image or a short piece of audio. The tokens of up to twelve captured sites and scopes are moved *in the whole
-model*, and the change is compared with the captured map's: the largest relative error is {differences} by central
-differences (limit {differences_limit}) and {autodiff_error} by the model's own reverse mode ({autodiff_limit}).
+Each type is built with two layers (of each kind), width 64 and random weights in float64, and run on a few
+tokens, a small image or a short piece of audio. The tokens of up to twelve captured sites and scopes are
+moved *in the whole model*, and the change is compared with the captured map's: the largest relative error
+is {differences} by central differences (limit {differences_limit}) and {autodiff_error} by the model's own
+reverse mode ({autodiff_limit}).
 
-`captured` of `sites` says how many layers of self-attention are captured, `closed_form` how many of these have their
-Jacobian in closed form. `bound` is the kind of upper bound on the ball of every layer: {bounded} types have one, never
-below the constant at these tokens.
+`captured` of `sites` says how many layers of self-attention are captured, `closed_form` how many of these
+have their Jacobian in closed form. `bound` is the kind of upper bound on the ball of every layer: {bounded}
+types have one, never below the constant at these tokens.
 
 ```{{csv-table}}
 :file: _static/architectures.csv
