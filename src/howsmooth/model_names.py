@@ -94,8 +94,8 @@ def remedy(name: str, types: Collection[str] = ()) -> str:
     if _OF_PYTHON.search(name):
         told = (
             "It looks like a Python class or file, which commands do not load: give the module to "
-            'hs.profile, or to hs.capture and hs.local_lipschitz, as the page "Measure a model" shows under '
-            f'"A module of your own". {told}'
+            'hs.profile, or to hs.capture and hs.local_lipschitz, as the page "See how constants grow with '
+            f'the length" shows under "From Python". {told}'
         )
     return f"{told} {similar_name(name, (*BUILTIN_MODELS, *types))}".rstrip()
 

@@ -275,7 +275,7 @@ def _models(value: Any, info: Any) -> tuple[Any, ...]:
                 expected="names or tables with a name",
                 got=shown(entry),
                 remedy="A torch.nn.Module is measured with hs.profile, or hs.capture and hs.local_lipschitz: "
-                'see "A module of your own" in the guide "Measure a model".'
+                'see "From Python" on the page "See how constants grow with the length".'
                 if callable(entry)
                 else "",
             )
