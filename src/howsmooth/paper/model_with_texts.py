@@ -189,7 +189,8 @@ def measure_constants(models: Sequence[ModelWithTexts], *, published: bool = Fal
     bench.begin()
     for parts in listed:
         tasks = [task for part in parts for task in part.tasks]
-        work = replace(parts[0], tasks=tasks, kept=sum(part.kept for part in parts))
+        sequences = sum(len(task.starts) for task in tasks)
+        work = replace(parts[0], tasks=tasks, kept=sum(part.kept for part in parts), share=sequences)
         whole = work.kind is Measurement and bench.means.executor is None
         bench.runner.carry_out(joined(work) if whole else work)
 

@@ -27,7 +27,7 @@ from howsmooth.study.input_sequences import (
     open_data,
     sequence_starts,
 )
-from howsmooth.study.plans import ModelSpec, Plan
+from howsmooth.study.plans import FEWER, ModelSpec, Plan, check_text
 from howsmooth.study.records import MEASURE, InputRecord, ModelRecord, TextRecord
 from howsmooth.study.store import Store
 from howsmooth.words import encodable
