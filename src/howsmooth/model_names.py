@@ -14,16 +14,9 @@ from pathlib import Path
 from howsmooth.errors import ArgumentError, ModelError, reason, similar_name
 
 __all__ = [
-    "BUILTIN_MODELS",
-    "builtin_folder",
-    "check_classifier",
-    "check_positions",
-    "check_tokenizer",
-    "check_weights",
-    "folder_of",
-    "remedy",
-    "stated_sizes",
-]
+    "BUILTIN_MODELS", "builtin_folder", "check_classifier", "check_positions", "check_tokenizer",
+    "check_weights", "folder_of", "remedy", "stated_sizes",
+]  # fmt: skip
 
 #: The names of the built-in models: a BERT type, trained by masked-token prediction, and a GPT-2 type,
 #: trained by next-token prediction.
@@ -115,9 +108,7 @@ def check_weights(name: str, folder: Path) -> None:
     why = "it has a configuration but no model.safetensors"
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         why = "its weights are pickled, which howsmooth never reads; convert them to safetensors"
-    raise ModelError(
-        f"{name!r} cannot be loaded: {why}. With random_init=True only its configuration is used."
-    )
+    raise ModelError(f"{name!r} cannot be loaded: {why}. random_init=True takes its configuration alone.")
 
 
 def check_tokenizer(name: str, folder: Path) -> None:

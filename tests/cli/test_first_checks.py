@@ -65,7 +65,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "name of a built-in model": (["profile", "builtin-encodr"], "Is builtin-encoder meant?"),
     "decoder as decoder": (
         ["measure", "builtin-decoder", "--as-decoder"],
-        "is a decoder already: its attention is causal. Leave out --as-decoder.",
+        "is a decoder already, and causal. Leave out --as-decoder.",
     ),
     "images of a text model": ([*ENCODER, "--images", "builtin"], "takes a text or token ids, not images"),
     "no classifier": (

@@ -67,6 +67,7 @@ def test_a_model_with_its_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert row.endswith(f" {min(radii):.4g} to {max(radii):.4g}")
     assert "All layers: closed form, every parameter is known" in said
     assert said[-1] == "No layer is refused."
+    assert "The masks are those of an input of 16 tokens." in said
 
 
 def test_as_decoder_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +89,10 @@ def test_a_configuration_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"heads 2, 1 of keys and values", "mask sliding window 4, causal"} <= set(lines(out))
     assert "positions in scores rotary" in lines(out)
     assert inspected(capsys, "./alone")[0] == 2
+    out = inspected(capsys, "./alone", "--random-init", "--tokens", "3")[1]
+    assert (
+        "The masks are those of an input of 3 tokens; a sliding window of 4 is visible only with more" in out
+    )
 
 
 def test_a_layer_that_is_captured_around_its_softmax_says_why(capsys: pytest.CaptureFixture[str]) -> None:

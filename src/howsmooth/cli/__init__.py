@@ -148,14 +148,13 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _as_option(argument: re.Match[str]) -> str:
-    return f"--{argument[1].replace('_', '-')} {argument[2] or ''}".rstrip()
-
-
 def _refuse(sentence: str) -> int:
     # Print a single line, even if a file name or a library's message contains line breaks.
     # An argument such as part="vision" is told as the option --part vision.
-    typed = re.sub(r'\b([a-z_]+)=(?:True|"(\w+)")', _as_option, " ".join(sentence.split()))
-    words = readable(encodable(typed), longest=2000)
+    def option(found: re.Match[str]) -> str:
+        return f"--{found[1].replace('_', '-')} {found[2] or ''}".rstrip()
+
+    told = re.sub(r'\b([a-z_]+)=(?:True|"(\w+)")', option, " ".join(sentence.split()))
+    words = readable(encodable(told), longest=2000)
     typer.echo(f"error: {words}", err=True)
     return REFUSED

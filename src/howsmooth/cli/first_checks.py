@@ -83,9 +83,7 @@ def _check_model(given: Any, one: Any, *, reads_text: bool) -> None:
     if name in BUILTIN_MODELS and getattr(given, "images", ()):
         raise ModelError(f"{name!r} takes a text or token ids, not images.")
     if name == BUILTIN_MODELS[1] and getattr(one, "as_decoder", False):
-        raise ModelError(
-            f"{name!r} is a decoder already: its attention is causal. Leave out as_decoder=True."
-        )
+        raise ModelError(f"{name!r} is a decoder already, and causal. Leave out as_decoder=True.")
     if getattr(given, "CLASSIFIER", False):
         check_classifier(name, folder)
     if name not in BUILTIN_MODELS and not random_init:

@@ -25,17 +25,7 @@ from howsmooth.words import counted, encodable
 if TYPE_CHECKING:
     from howsmooth.study.runner import Means
 
-__all__ = [
-    "FAILED",
-    "INTERRUPTED",
-    "TYPED",
-    "QuietFiles",
-    "Shown",
-    "as_typed",
-    "command",
-    "means_of",
-    "resumable",
-]
+__all__ = ["FAILED", "INTERRUPTED", "TYPED", "Quiet", "Shown", "as_typed", "command", "means_of", "resumable"]
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
@@ -61,7 +51,7 @@ class Shown:
     quiet: Annotated[bool, Told(short="-q"), "Show no progress."] = False
 
 
-QuietFiles = Annotated[bool, Told(short="-q"), "Show no progress and no result, which is in the files."]
+Quiet = Annotated[bool, Told(short="-q"), "Show no progress and no result, which is in the files."]
 
 
 def command(*examples: str) -> Callable[[Callable[..., int]], Callable[..., int]]:

@@ -7,6 +7,7 @@ Figures are listed and counted at once, without PyTorch. To add one, write its m
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,18 +27,9 @@ if TYPE_CHECKING:
     from howsmooth.paper.plotting import Picture
 
 __all__ = [
-    "FIGURES",
-    "MODELS",
-    "Finding",
-    "PaperFigure",
-    "Request",
-    "TasksLeft",
-    "choose_figures",
-    "count_left",
-    "sizes_of",
-    "task_of",
-    "tasks_left",
-]
+    "FIGURES", "MODELS", "Finding", "PaperFigure", "Request", "TasksLeft", "choose_figures", "count_left",
+    "sizes_of", "task_of", "tasks_left",
+]  # fmt: skip
 
 MODELS = (
     ModelSpec("builtin-encoder"),
@@ -119,13 +111,12 @@ class Request:
         """The number of pairs of a model and a text."""
         return len(self.models) * len(self.options.texts)
 
-    def sequences(self, *, fitting: bool = False) -> int:
-        """Return the number of sequences that all models read; if ``fitting``, of lengths that they can."""
-        count = 0
-        for spec in self.models:
-            most = sizes_of(spec).get("positions") if fitting else None
-            count += len([n for n in self.lengths if most is None or n <= most]) or 1
-        return count * len(self.options.texts) * self.samples
+    @property
+    def sequences(self) -> int:
+        """The number of sequences of text that all models read, of the lengths that they can read."""
+        most = [sizes_of(spec).get("positions", math.inf) for spec in self.models]
+        lengths = sum(sum(n <= longest for n in self.lengths) or 1 for longest in most)
+        return lengths * len(self.options.texts) * self.samples
 
 
 @dataclass(frozen=True)
@@ -231,12 +222,11 @@ def _figure(module: str, name: str, title: str, paper: str, about: str, **size: 
 
 def _worst_inputs(request: Request) -> int:
     balls = 4 * request.layer_count() * len([n for n in request.lengths if n >= 2])
-    tasks = balls * (1 + request.options.search + request.options.as_published)
-    return request.sequences(fitting=True) + tasks
+    return request.sequences + balls * (1 + request.options.search + request.options.as_published)
 
 
 def _on_text(request: Request) -> int:
-    return request.sequences() * (1 + request.options.as_published)
+    return request.sequences * (1 + request.options.as_published)
 
 
 FIGURES: tuple[PaperFigure, ...] = (

@@ -78,12 +78,10 @@ class WordRadii(InputResult):
     def statement(self) -> str:
         """One sentence that says what the radii prove about the answer of the classifier."""
         one = "one token" if self.moving == "all" else f"one of the {self._which}"
-        moved, still = (
-            f"{one if len(self.table) > 1 else f'token {self.moving}'} moves",
-            ", and the others stand still",
-        )
-        if self.jointly:
-            moved, still = f"{self._which} move jointly", ""
+        moved, still = f"{self._which} move jointly", ""
+        if not self.jointly:
+            moved = f"{one if len(self.table) > 1 else f'token {self.moving}'} moves"
+            still = ", and the others stand still"
         norm = "Euclidean norm" if self.norm == 2 else "largest entry"
         first = self.table.iloc[0]
         name = f" {readable(self.answer)!r}" if self.answer else ""
@@ -151,21 +149,21 @@ class WordRadii(InputResult):
 
     def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
         smallest = float(self.table["radius"].min())
-        shades, rows = {}, []
+        read = () if self.jointly else self.words
+        spans: dict[Any, Any] = {i: (0, f"{visible_token(word)} ", "") for i, word in enumerate(read)}
+        rows = []
         for row, word in zip(plain_rows(self.table), self._names, strict=True):
             shade = _LEVELS if row["radius"] == 0 else round(_LEVELS * smallest / row["radius"])
-            shades[row["position"], word] = (shade, limit_in_digits(row["radius"], 3, upper=False))
+            spans[row["position"]] = (shade, f"{word} ", limit_in_digits(row["radius"], 3, upper=False))
             first = "none" if math.isinf(row["first_order"]) else f"{row['first_order']:.4g}"
             radius = limit_in_digits(row["radius"], 4, upper=False)
             rows.append([word, radius, _attack(row["attack"]), first, row["order"], row["lost_at"]])
         names = "token|radius|smallest attack found|first order, no bound|order|most is lost at"
-        every = list(shades) if self.jointly else [*enumerate(map(visible_token, self.words))] or list(shades)
-        read = [(place[1], *shades.get(place, (0, ""))) for place in every]
         html = parts()
         return [
             html.words(f"Input: {self.input}, {self.length}. {self.statement}"),
             html.words(f"The darker a word, the smaller its radius. {_LOST}", "soft"),
-            html.tokens([(shade, f"{word} ", number) for word, shade, number in read]),
+            html.tokens(spans.values()),
             html.picture(images[self.NAME], "The radius of each token; the numbers are in the table."),
             html.table([(name, False) for name in names.split("|")], rows),
         ]

@@ -178,9 +178,7 @@ def load_model(
             if modality != "text":
                 raise ModelError(f"{which} takes no text, so it cannot run as a decoder.")
             if any(layer.causal for layer in layers):
-                raise ModelError(
-                    f"{which} is a decoder already: its attention is causal. Leave out as_decoder=True."
-                )
+                raise ModelError(f"{which} is a decoder already, and causal. Leave out as_decoder=True.")
             config.is_decoder = True
             path, model, unread = build()
             preparation, layers, obstacle = _observed(place, config, model, modality)
