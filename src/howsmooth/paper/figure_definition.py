@@ -137,11 +137,11 @@ def tasks_left(
     """Count the tasks of each figure that its folder lacks, without loading a model."""
     found = []
     for figure in chosen:
-        request, unknown = Request(figure, options), ()
-        if options.layers is not None and not options.layers.items:
-            unknown = tuple(spec.label for spec in request.models if "layers" not in sizes_of(spec))
+        request = Request(figure, options)
         try:
             left = count_left(request, Path(folder) / figure.name)
+            of_all = request.models if options.layers is not None and not options.layers.items else ()
+            unknown = tuple(spec.label for spec in of_all if "layers" not in sizes_of(spec))
             found.append(TasksLeft(figure.name, left, unknown=unknown))
         except HowsmoothError as error:
             found.append(TasksLeft(figure.name, refused=" ".join(str(error).split())))

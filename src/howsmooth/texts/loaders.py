@@ -31,7 +31,7 @@ class Text:
     content
         The characters of the text.
     source
-        One sentence that says where the text comes from, and in which version.
+        A phrase with a full stop that says where the text comes from, and in which version.
     special_tokens
         Whether a model is to read the text with the special tokens of its tokenizer.
 
