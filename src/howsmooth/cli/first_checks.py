@@ -80,7 +80,7 @@ def _check_model(given: Any, one: Any, *, reads_text: bool) -> None:
     folder = folder_of(name, random_init=random_init)
     if folder is None:
         return
-    if name in BUILTIN_MODELS and getattr(given, "images", ()):
+    if name in BUILTIN_MODELS and getattr(given, "images", None):
         raise ModelError(f"{name!r} takes a text or token ids, not images.")
     if name == BUILTIN_MODELS[1] and getattr(one, "as_decoder", False):
         raise ModelError(f"{name!r} is a decoder already, and causal. Leave out as_decoder=True.")

@@ -110,7 +110,7 @@ def _tell_tasks(chosen: Sequence[PaperFigure], options: FigureOptions, out: Path
         rows = [[one.name, str(one.tasks)] for one in found if not one.refused]
         show_table(["figure", "tasks left"], rows, left=["figure"])
         if labels := {label for one in found for label in one.unknown}:
-            say(f"Of all layers of {', '.join(sorted(labels))} one is counted: the number is not known yet.")
+            say(f"All layers of {', '.join(sorted(labels))} count as one: their number is not known yet.")
         for one in (one for one in found if one.refused):
             say(f"Cannot be made: {one.name}: {readable(one.refused, longest=300)}")
         say("Nothing was written.")

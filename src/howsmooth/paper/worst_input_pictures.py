@@ -136,7 +136,7 @@ def _result_sentences(rows: pd.DataFrame) -> list[str]:
     """Return a sentence on each ball of one layer, and on the published code and unconverged values."""
     said = [_ball_words(ball) for ball in _balls(rows)]
     papers = rows.pivot_table(index="R", columns="n", values="paper")
-    moves = ((papers / papers[-1:].to_numpy() - 1).abs() > _SATURATED).any(axis=1)
+    moves = ((papers / papers.max() - 1).abs() > _SATURATED).any(axis=1)
     still = papers.index[~moves[::-1].cummax()[::-1]]
     if len(still) > 1:
         words = f"from R = {still[0]:.4g} to {still[-1]:.4g} it changes by less than {_SATURATED:.0%}"

@@ -140,7 +140,9 @@ class PreparedStudy:
             reached: str | None = source.record.name
             try:
                 if source.record.kind == "text":
-                    check_text(reached, source.content, self.plan.samples, self.plan.lengths_of(spec))
+                    check_text(
+                        source.record.name, source.content, self.plan.samples, self.plan.lengths_of(spec)
+                    )
                 reached = None
                 model = self.models.load(spec, source.content)
                 reached = source.record.name
