@@ -21,7 +21,7 @@ from howsmooth.paper.bench import Bench, Key, Unit, Values
 from howsmooth.paper.figure_definition import Finding
 from howsmooth.paper.identity_head import identity_head
 from howsmooth.paper.model_with_texts import ModelWithTexts, attention_of, models_of
-from howsmooth.paper.plotting import Curve, Panel, between
+from howsmooth.paper.plotting import Curve, Panel, between, exponentials
 from howsmooth.results.drawing import literal
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
