@@ -169,7 +169,7 @@ def test_refusals_are_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     CLIPConfig(text_config={**small, "vocab_size": 60}, vision_config=small).save_pretrained("clip-like")
     cases = {
-        ("clip-like", "--random-init"): "Measure its parts one at a time, each with part (--part)",
+        ("clip-like", "--random-init"): "Measure its parts one at a time, each with --part NAME",
         ("nothing-of-this-name", "-q"): "nothing-of-this-name",
         ("builtin-decoder", "--as-decoder", "-q"): "is a decoder already",
         ("builtin-decoder", "--tokens", "1"): "tokens",
