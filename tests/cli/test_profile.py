@@ -31,7 +31,7 @@ def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> No
     out = capsys.readouterr().out
     found = hs.profile("builtin-encoder", load_text("letter.txt"), layers=[0, 3])
     assert repr(found) in out
-    assert "Input: The local file letter.txt (sha256 " in out
+    assert "Input: the local file letter.txt, without special tokens, SHA-256 of the ids " in out
     assert "...), without special tokens, SHA-256 of the ids " in out
     assert "Page: found/profile.html" in out
     table = pd.read_csv("found/profile.csv")

@@ -50,7 +50,7 @@ def measure(bench: Bench) -> pd.DataFrame:
     for model in models_of(bench, lengths=(64,), fitting=True):
         for layer in model.layers:
             units += _of_layer(model, layer, max(lengths))
-    return bench.kept("heads", units)
+    return bench.kept(units)
 
 
 def lengths_from_3(asked: tuple[int, ...]) -> list[int]:

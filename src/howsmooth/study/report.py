@@ -178,9 +178,11 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
     if least != most:
         low_end, high_end = (place_in_words(row["layer"], row["head"]) for row in (first, last))
         powers = f"between {least} ({low_end}) and {most} ({high_end})"
+    flat = sum(row["low"] <= 0 <= row["high"] for row in good)
     quarter = sum(row["quarter"] >= 1 - LEVEL for row in good)
     return (
-        f"The constant grows like n to a power {powers} over {span}. {values}. "
+        f"The constant grows like n to a power {powers} over {span} (in {flat or 'none'} of {len(good)} fits "
+        f"the interval contains 0, no growth). {values}. "
         f"The interval of {quarter or 'none'} of the {len(good)} exponents contains 1/4."
     )
 
