@@ -51,6 +51,7 @@ COLOURS = ListedColormap(colormaps["viridis_r"](np.linspace(0.3, 1.0, 256)))
 GREY = "0.35"
 _FEW_LENGTHS = 6
 _PHONE = 368  # pixels of a picture on a phone
+_MOST_STACKED = 24  # panels: more would be higher than an image may be
 _CHARACTERS = 10  # of a title in an inch
 
 
@@ -176,7 +177,7 @@ class Picture:
     alt: str
     width: int
     overview: bool = False
-    #: The PNG with the panels below each other, for a phone; empty if there is only one.
+    #: The PNG with the panels below each other, for a phone; empty if there is one, or very many.
     narrow: bytes = b""
 
     def on_page(self) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def picture(
 def _stacked(figure: Figure, width: float, *, rows: bool) -> bytes:
     """Put the panels of a figure below each other, by rows or by columns, and return the PNG."""
     panels = [axis for axis in figure.axes if axis.get_visible() and axis.get_label() != "<colorbar>"]
-    if len(panels) < 2:
+    if not 2 <= len(panels) <= _MOST_STACKED:
         return b""
     places: Any = {panel: panel.get_subplotspec() for panel in panels}
     if not rows:
