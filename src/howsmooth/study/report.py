@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from howsmooth.results.drawing import Picture, data_url
+from howsmooth.results.drawing import Picture
 from howsmooth.results.page import page, plain_text, templates
 from howsmooth.rounding import limit_in_digits
 from howsmooth.scopes import SCOPE_MEANINGS
@@ -129,8 +129,7 @@ def _headlines(rows: pd.DataFrame, exponents: pd.DataFrame) -> Iterator[dict[str
 
 
 def _image(picture: Picture) -> dict[str, Any]:
-    shown = {"source": data_url(picture.png.read_bytes()), "file": f"figures/{picture.pdf.name}"}
-    return shown | {"alt": picture.alt, "title": f"{picture.title}.", "width": picture.width}
+    return picture.on_page() | {"file": f"figures/{picture.pdf.name}", "title": f"{picture.title}."}
 
 
 def _script() -> str:
