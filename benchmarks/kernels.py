@@ -36,7 +36,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from howsmooth.functional import attention, fused_attention, fused_kernels
-from howsmooth.triton_launch import Tile
+from howsmooth.triton_launch import TileSize
 
 NAMES = fused_kernels.__all__
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -60,12 +60,12 @@ RESULTS = {
 SIDES, WARPS_AND_STAGES = (16, 32, 64, 128), ((4, 2), (4, 3), (8, 2), (8, 3))
 
 
-def compiled(name: str, dtype: str, width: int, rule: str, tile: Tile, capability: int) -> object:
+def compiled(name: str, dtype: str, width: int, rule: str, tile: TileSize, capability: int) -> object:
     """Compile one kernel for operands of this many entries."""
     kernel = getattr(fused_kernels, name)
     values = {**dict.fromkeys(FLAGS, False), **RULES[rule]}
     values |= {"KEY": width, "VALUE": width, "WIDTH": width, "ROWS": tile.rows, "KEYS": tile.keys}
-    values["PRECISION"] = fused_attention.precision(DTYPES[dtype])
+    values["PRECISION"] = fused_attention.input_precision(DTYPES[dtype])
     signature = {}
     for argument in inspect.signature(kernel.fn).parameters:
         if argument in values:
@@ -113,11 +113,11 @@ def results(f: Callable[..., Tensor], x: list[Tensor], d: list[Tensor], u: Tenso
 
 
 @contextmanager
-def one_tile(name: str, tile: Tile) -> Iterator[list[float]]:
+def one_tile(name: str, tile: TileSize) -> Iterator[list[float]]:
     """Have one kernel run in this tile alone; yields the list of its times in milliseconds."""
     tiles, launch, times = fused_attention.tiles, fused_attention.launch, list[float]()
 
-    def chosen(of: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
+    def chosen(of: str, dtype: torch.dtype, width: int) -> tuple[TileSize, ...]:
         return (tile,) if of == name else tiles(of, dtype, width)
 
     def timed(kernel: object, *rest: object) -> None:
@@ -160,7 +160,7 @@ def run(names: list[str], dtype: str, width: int, *, causal: bool, n: int, heads
         for rows_, keys, (warps, stages) in product(SIDES, SIDES, WARPS_AND_STAGES):
             if rows_ * keys * width > 128 * 128 * 128 or (rows_ * keys <= 1024 and warps > 4):
                 continue
-            with one_tile(name, Tile(rows_, keys, warps, stages)) as times:
+            with one_tile(name, TileSize(rows_, keys, warps, stages)) as times:
                 try:
                     off_by = [errors(results(fused, x, d, u)) for _ in range(4)][-1]
                 except triton.runtime.errors.OutOfResources:

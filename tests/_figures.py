@@ -18,7 +18,7 @@ from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.tokenizers import Tokenizer
 from howsmooth.paper.bench import models_for, opened_bench
-from howsmooth.paper.figure_definition import Figure, Finding
+from howsmooth.paper.figure_definition import Finding, PaperFigure
 from howsmooth.paper.plotting import PAPER
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import ModelSpec
@@ -114,7 +114,7 @@ def asked(*models: ModelSpec, **changes: Any) -> FigureOptions:
 
 
 def measured(
-    figure: Figure,
+    figure: PaperFigure,
     folder: Path,
     options: FigureOptions,
     note: Note = lambda calls: None,
@@ -128,7 +128,7 @@ def measured(
     return found
 
 
-def shown(figure: Figure, found: Any, folder: Path) -> Finding:
+def shown(figure: PaperFigure, found: Any, folder: Path) -> Finding:
     """Draw what was measured; every finding has pictures with words for them, and no nan in a sentence."""
     with rc_context(PAPER):
         finding = figure.show(found, folder)

@@ -23,11 +23,11 @@ import jaxtyping
 import pytest
 import torch
 
-from howsmooth.adversarial.repeated_token_search import Atoms
+from howsmooth.adversarial.repeated_token_search import RepeatedTokens
 from howsmooth.attention import RMSNorm
 from howsmooth.errors import CertificateError, ModelError, NonFiniteError
 from howsmooth.jacobian.rounding_bounds import norm_error
-from howsmooth.measures.transport_problem import Plan
+from howsmooth.measures.transport_problem import TransportPlan
 from howsmooth.rounding import MatrixNorms
 
 ROOT = Path(__file__).parents[1]
@@ -63,8 +63,8 @@ def test_a_shape_that_its_annotation_denies_is_an_error(call: str) -> None:
     calls = {
         "a function": lambda: norm_error(RMSNorm(x[0, 0], 1e-6), x, off=wrong),
         "a method": lambda: MatrixNorms().spectral(x[0, 0]),
-        "a class method": lambda: Plan.of_matrix(x[0, 0].numpy()),
-        "a dataclass": lambda: Atoms("tokens", x, (1, 1)),
+        "a class method": lambda: TransportPlan.of_matrix(x[0, 0].numpy()),
+        "a dataclass": lambda: RepeatedTokens("tokens", x, (1, 1)),
     }
     norm_error(RMSNorm(x[0, 0], 1e-6), x, off=x[..., 0])  # a right call hides no wrong one
     with pytest.raises(jaxtyping.TypeCheckError):

@@ -87,5 +87,5 @@ ax.legend()
 plt.show()
 
 # %%
-# :doc:`/evidence` tells how the models were trained, with more seeds, and what all this leaves
+# :ref:`Evidence <certified-digits>` tells how the models were trained, with more seeds, and what all this leaves
 # open.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Tile", "launch", "padded_width"]
+__all__ = ["TileSize", "launch", "padded_width"]
 
 _NARROWEST = 16  # columns of an operand of a matrix unit
 # Index of the first tile that has fitted, for each kernel, dtype, device and set of options.
@@ -17,7 +17,7 @@ _fitted: dict[object, int] = {}
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileSize:
     """The tile size of a Triton kernel (query rows and keys), with its numbers of warps and
     pipeline stages.
     """
@@ -35,8 +35,8 @@ def padded_width(key_dim: int, value_dim: int) -> int:
 
 def launch(
     kernel: Any,
-    tiles: Sequence[Tile],
-    grid: Callable[[Tile], tuple[int, ...]],
+    tiles: Sequence[TileSize],
+    grid: Callable[[TileSize], tuple[int, ...]],
     q: Tensor,
     arguments: Sequence[object],
     options: Mapping[str, object],

@@ -13,7 +13,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth import adversarial
 from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, gradient_ascent, repeated_token_search
-from howsmooth.adversarial.repeated_token_search import Atoms, search_atoms
+from howsmooth.adversarial.repeated_token_search import RepeatedTokens, search_atoms
 from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.bounds.ball_upper_bounds import ball_upper_bound, causal_ball_upper_bound
 from howsmooth.bounds.bound import Bound
@@ -66,7 +66,7 @@ def test_a_sequence_of_atoms_has_the_norm_of_the_weighted_jacobian_or_of_a_split
     f = random_attention(32, heads=heads, temperature=2.0)
     counts = (1, 3, 2)
     points = tokens(33, 3, D)
-    x = Atoms("", points, counts).tokens()
+    x = RepeatedTokens("", points, counts).tokens()
     problem = repeated_token_search._Problem.of(f, [counts])
 
     def pair(v: Tensor, u: Tensor) -> Tensor:
@@ -116,11 +116,11 @@ def test_light_rows_of_long_causal_sequences_are_grouped_without_losing_any():
 
 def test_atoms_of_a_sequence():
     x = adversarial.two_heavy_tokens(head_of(36), 9, 1.0).x
-    atoms = Atoms.of("two_heavy_tokens", x)
+    atoms = RepeatedTokens.of("two_heavy_tokens", x)
     assert atoms is not None
     assert atoms.counts == (1, 1, 7)
     assert torch.equal(atoms.tokens(), x)
-    assert Atoms.of("many", tokens(37, 9, D)) is None
+    assert RepeatedTokens.of("many", tokens(37, 9, D)) is None
 
 
 # ---- what it finds

@@ -59,7 +59,7 @@ def alone(name: str, form: shared.Form) -> Callable[..., Certificate]:
         norm: hs.LayerNorm | hs.RMSNorm | None = None,
     ) -> Certificate:
         f, x = shared.checked_input(attention, X)
-        return shared.certify(f, x, lambda at: {name: form}, iterations, norm)
+        return shared.sharpest_certificate(f, x, lambda at: {name: form}, iterations, norm)
 
     return certify
 

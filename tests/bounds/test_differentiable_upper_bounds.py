@@ -14,7 +14,7 @@ import howsmooth as hs
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.bound_problem import at_tokens
 from howsmooth.bounds.differentiable_upper_bounds import (
-    Projections,
+    HeadMatrices,
     l2_layer,
     sigmoid_layer,
     sinkhorn_layer,
@@ -44,37 +44,37 @@ def test_the_numbers_cancel() -> None:
 
 
 def of_bias(left: list[float], right: list[float]) -> Tensor:
-    layer = Projections(ZERO[None], column(left)[None], ONE[None], ONE, column(right).mT)
+    layer = HeadMatrices(ZERO[None], column(left)[None], ONE[None], ONE, column(right).mT)
     return softmax_layer(layer, ROWS, 1.0, scale=1.0)
 
 
 def of_scores(bound: Callable[..., Tensor], *arguments: object, **more: float) -> Callable[..., Tensor]:
     def of(left: list[float], right: list[float]) -> Tensor:
-        layer = Projections(column(right)[None], column(left)[None], ONE[None], ONE)
+        layer = HeadMatrices(column(right)[None], column(left)[None], ONE[None], ONE)
         return bound(layer, *arguments, scale=1.0, **more)
 
     return of
 
 
 def of_scores_of_biases(left: list[float], right: list[float]) -> Tensor:
-    layer = Projections(ZERO[None], ZERO[None], ONE[None], ONE, column(right).mT, column(left).mT)
+    layer = HeadMatrices(ZERO[None], ZERO[None], ONE[None], ONE, column(right).mT, column(left).mT)
     return sigmoid_layer(layer, ROWS, 1.0, scale=1.0, shift=-4.0)
 
 
 def of_query_bias(left: list[float], right: list[float]) -> Tensor:
-    layer = Projections(ZERO[None], column(left)[None], ONE[None], ONE, column(right).mT)
+    layer = HeadMatrices(ZERO[None], column(left)[None], ONE[None], ONE, column(right).mT)
     return sigmoid_layer(layer, ROWS, 1.0, scale=1.0, shift=0.0)
 
 
 def of_values(left: list[float], right: list[float]) -> Tensor:
     """The bound is |V Qᵀ| |Q| for one token; |Q| is that of RIGHT."""
-    layer = Projections(column(right).mT[None], ZERO.mT[None], column(left).mT[None], ONE)
+    layer = HeadMatrices(column(right).mT[None], ZERO.mT[None], column(left).mT[None], ONE)
     return l2_layer(layer, visible_rows(1, "none"), math.inf) / column(right).norm()
 
 
 def of_output(left: list[float], right: list[float]) -> Tensor:
     return torch.tensor(
-        hull_radius(Projections(ZERO[None], ZERO[None], column(right)[None], column(left).mT), 1.0)
+        hull_radius(HeadMatrices(ZERO[None], ZERO[None], column(right)[None], column(left).mT), 1.0)
     )
 
 

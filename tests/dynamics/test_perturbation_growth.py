@@ -16,7 +16,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.dynamics import Layers, Rescaled, Sphere, flow, growth
 from howsmooth.dynamics.flow_equations import Tokens
-from howsmooth.dynamics.integrate import Plan
+from howsmooth.dynamics.integrate import Integration
 from howsmooth.dynamics.linearised_flow import LinearisedFlow
 from howsmooth.dynamics.velocity_fields import as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -48,7 +48,7 @@ def discrete_flow(
 def linearised(
     field: object, x: Tensor, times: list[float], method: str, step: float, kept: int = 0
 ) -> LinearisedFlow:
-    plan = Plan(method, step, 0.0, 0.0, 1000)
+    plan = Integration(method, step, 0.0, 0.0, 1000)
     return LinearisedFlow(Tokens(as_field(field), x), times, plan, kept)
 
 

@@ -38,8 +38,8 @@ DIGITS = 1e-5 if DEVICE.type == "cuda" else 3e-6
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut even few tokens into several tiles of rows and of keys, not all of them square."""
-    monkeypatch.setattr(fused_attention, "_ROWS", (triton_launch.Tile(32, 16, 4, 1),))
-    monkeypatch.setattr(fused_attention, "_KEYS", (triton_launch.Tile(16, 32, 4, 1),))
+    monkeypatch.setattr(fused_attention, "_ROWS", (triton_launch.TileSize(32, 16, 4, 1),))
+    monkeypatch.setattr(fused_attention, "_KEYS", (triton_launch.TileSize(16, 32, 4, 1),))
     monkeypatch.setattr(triton_launch, "_fitted", {})
 
 
@@ -290,8 +290,8 @@ def test_errors_are_at_most_twice_those_of_the_math_backend(
     dtype: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Value, both modes and one over the other, in tiles as on a device; keys may have much in common."""
-    monkeypatch.setattr(fused_attention, "_ROWS", (triton_launch.Tile(128, 64, 8, 1),))
-    monkeypatch.setattr(fused_attention, "_KEYS", (triton_launch.Tile(64, 128, 8, 1),))
+    monkeypatch.setattr(fused_attention, "_ROWS", (triton_launch.TileSize(128, 64, 8, 1),))
+    monkeypatch.setattr(fused_attention, "_KEYS", (triton_launch.TileSize(64, 128, 8, 1),))
     x = tuple(small(1, 1, 100, 32, seed=i) for i in range(3))
     if rule == "common keys":
         x = (x[0], x[1] + 10 * small(32, seed=7), x[2])
@@ -359,7 +359,7 @@ def test_smaller_tiles_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(fused_kernels, "value", Crowded())
     monkeypatch.setattr(
-        fused_attention, "_ROWS", (triton_launch.Tile(32, 64, 4, 1), triton_launch.Tile(32, 16, 4, 1))
+        fused_attention, "_ROWS", (triton_launch.TileSize(32, 64, 4, 1), triton_launch.TileSize(32, 16, 4, 1))
     )
     x = tuple(small(1, 40, 8, seed=i).half() for i in range(3))
     for _ in range(2):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.jacobian.closed_form import closed_form_jacobians
-from howsmooth.jacobian.unequal_lengths import energy_products_together, joined
+from howsmooth.jacobian.unequal_lengths import energy_products_together, joined_jacobian
 from howsmooth.spectral import LinearOperator
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
 from tests._selection import others_slow
@@ -50,7 +50,7 @@ def dense_jacobians(name: str) -> list[Tensor]:
 )
 def test_products_are_those_of_the_dense_jacobians(name: str, dtype: torch.dtype, loss: float) -> None:
     made, dense = operators(name, dtype), dense_jacobians(name)
-    one = joined(made)
+    one = joined_jacobian(made)
     assert (one.batch, one.in_shape) == (sum(MEMBERS), (LONGEST, D))
     e = [part.to(dtype) for part in batches(10)]
     rows = [j.shape[1] // n for j, n in zip(dense, LENGTHS, strict=True)]
@@ -78,7 +78,7 @@ def test_products_are_those_of_the_dense_jacobians(name: str, dtype: torch.dtype
 @pytest.mark.parametrize("name", FREE)
 def test_some_members_of_it(name: str) -> None:
     made = operators(name)
-    one, chosen = joined(made), torch.tensor([5, 0, 3])
+    one, chosen = joined_jacobian(made), torch.tensor([5, 0, 3])
     e = whole(batches(20))
     torch.testing.assert_close(
         one.select(chosen).gram_product(e[chosen])[1], one.gram_product(e)[1][chosen], rtol=1e-12, atol=1e-12
@@ -88,20 +88,20 @@ def test_some_members_of_it(name: str) -> None:
 @pytest.mark.parametrize("name", FREE)
 def test_rounding_is_that_of_each_member(name: str) -> None:
     made = operators(name)
-    torch.testing.assert_close(joined(made).rounding, torch.cat([op.rounding for op in made]))
+    torch.testing.assert_close(joined_jacobian(made).rounding, torch.cat([op.rounding for op in made]))
 
 
 def test_without_a_cap_one_tensor_serves_for_probabilities_and_slope() -> None:
     """As in the operators that are joined: twice the memory otherwise."""
     made = operators("multi-head")
-    core = joined(made).core
+    core = joined_jacobian(made).core
     assert core.slope is core.p
 
 
 def test_operators_of_unlike_kinds_are_refused() -> None:
     attention, norm = operators("multi-head"), operators("LayerNorm")
     with pytest.raises(TypeError, match=r"no common operator of .'AttentionJacobian', 'NormJacobian'."):
-        joined([attention[0], norm[1]])
+        joined_jacobian([attention[0], norm[1]])
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_each_sequence_gets_the_interval_that_it_gets_alone(
     f = CASES[name](LONGEST).to(dtype=dtype)
     xs = [tokens(i, n, D, dtype=dtype) for i, n in enumerate((2, 7, 1, 4, 2))]
     lots: list[int] = []
-    join = measurement.joined
+    join = measurement.joined_jacobian
 
     def noted(parts: list[LinearOperator]) -> LinearOperator:
         lots.append(len(parts))
         return join(parts)
 
-    monkeypatch.setattr(measurement, "joined", noted)
+    monkeypatch.setattr(measurement, "joined_jacobian", noted)
     rtol = 1e-9 if dtype == torch.float64 else 1e-4
     seeds = [3, 1, 4, 1, 5]
     together = hs.local_lipschitz(f, xs, rtol=rtol, seed=seeds)
@@ -169,7 +169,9 @@ def test_each_sequence_gets_the_interval_that_it_gets_alone(
 
 def test_a_cap_keeps_its_slope_where_it_is_joined() -> None:
     f = random_attention(3, softcap=0.5, temperature=4.0)
-    core = joined([at[torch.float64] for at in closed_form_jacobians(f, batches(0), (torch.float64,))]).core
+    core = joined_jacobian(
+        [at[torch.float64] for at in closed_form_jacobians(f, batches(0), (torch.float64,))]
+    ).core
     assert core.slope is not core.p
     assert (core.slope <= core.p).all()
     assert (core.slope < core.p).any()

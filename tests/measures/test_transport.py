@@ -18,7 +18,7 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Transport, wasserstein
 from howsmooth.measures.presolve import Pair
-from howsmooth.measures.transport_problem import Plan, Problem
+from howsmooth.measures.transport_problem import TransportPlan, TransportProblem
 
 
 def points(seed: int, n: int, d: int, shift: float = 0.0) -> Tensor:
@@ -140,10 +140,10 @@ def test_plan_has_the_marginals_and_the_cost():
 # ---- the certificates by themselves
 
 
-def _problem(seed: int, n: int, m: int) -> Problem:
+def _problem(seed: int, n: int, m: int) -> TransportProblem:
     mu, nu = measure(seed, n, 2), measure(seed + 5, m, 2)
     x, y = mu.points.numpy() / 16, nu.points.numpy() / 16
-    return Problem(x, y, mu.weights.numpy(), nu.weights.numpy(), 2.0)
+    return TransportProblem(x, y, mu.weights.numpy(), nu.weights.numpy(), 2.0)
 
 
 def test_any_potentials_are_below_and_any_plan_above():
@@ -158,7 +158,7 @@ def test_any_potentials_are_below_and_any_plan_above():
         assert below <= truth * (1 + 1e-12)
         assert (f[:, None] + g[None] <= problem.costs * (1 + 1e-12)).all()
         rows, columns = rng.integers(15, size=20), rng.integers(11, size=20)
-        plan = problem.repaired(Plan(rows, columns, rng.random(20) / 5))
+        plan = problem.repaired(TransportPlan(rows, columns, rng.random(20) / 5))
         matrix = plan.matrix((15, 11)).toarray()
         assert (plan.masses >= 0).all()
         assert np.abs(matrix.sum(1) - problem.a).max() < 1e-15
@@ -168,8 +168,8 @@ def test_any_potentials_are_below_and_any_plan_above():
 
 def test_mass_that_one_side_does_not_have_is_charged():
     x = np.array([[0.0], [0.5]])
-    problem = Problem(x, x, np.array([0.5, 0.5]), np.array([0.5, 0.5 - 1e-10]), 2.0)
-    plan = problem.repaired(Plan(np.arange(2), np.arange(2), np.array([0.5, 0.5])))
+    problem = TransportProblem(x, x, np.array([0.5, 0.5]), np.array([0.5, 0.5 - 1e-10]), 2.0)
+    plan = problem.repaired(TransportPlan(np.arange(2), np.arange(2), np.array([0.5, 0.5])))
     assert plan.unplaced == pytest.approx(1e-10)
     assert problem.cost_above(plan) == pytest.approx(1e-10 * 0.5**2)
     still = DiscreteMeasure(torch.full((4, 2), 3.0)), DiscreteMeasure(torch.full((3, 2), 3.0))

@@ -21,7 +21,7 @@ from howsmooth.bounds import (
     masked_ball_upper_bound,
     two_cluster_lower_bound,
 )
-from howsmooth.bounds.differentiable_upper_bounds import Projections, softmax_layer
+from howsmooth.bounds.differentiable_upper_bounds import HeadMatrices, softmax_layer
 from howsmooth.bounds.visible_key_counts import visible_rows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn import QueryKeyNormAttention, SoftmaxAttention
@@ -311,7 +311,7 @@ def test_worst_of_all_boolean_masks() -> None:
         if bool(seen.any(dim=1).all()):
             fixed = hs.SelfAttention(f.query, f.key, f.value, f.output, query_bias=f.query_bias, mask=seen)
             worst = max(worst, masked_ball_upper_bound(fixed, n, R).value)
-    parts = Projections(f.query, f.key, f.value, f.output, f.query_bias)
+    parts = HeadMatrices(f.query, f.key, f.value, f.output, f.query_bias)
     found = softmax_layer(parts, visible_rows(n, "any"), R, scale=f.scale)
     assert worst == pytest.approx(float(found), rel=1e-11)
 
@@ -669,7 +669,7 @@ def test_norms_of_the_bound_have_the_right_gradient() -> None:
         for gamma in (0.1, 0.4, 0.6, 2.0, 9.0):
 
             def bound(g: Tensor, mask: Any = mask) -> Tensor:
-                parts = Projections((g * eye)[None], eye[None], eye[None], eye)
+                parts = HeadMatrices((g * eye)[None], eye[None], eye[None], eye)
                 return softmax_layer(parts, visible_rows(30, mask), 1.0, scale=1.0)
 
             def truth(g: float, theorem: Any = theorem, mask: str = mask) -> float:

@@ -597,7 +597,7 @@ def test_formulas_with_masks(mask: str) -> None:
         r = math.sqrt(p) + 2 * min(math.sqrt(var * dist), math.sqrt(4 * a * var * p), math.sqrt(2) * a)
         squares.append(r**2)
         spreads.append(var)
-    parts = ball.Projections(one, one, one, one[0])
+    parts = ball.HeadMatrices(one, one, one, one[0])
     l2 = float(ball.l2_layer(parts, rows, radius))
     assert l2 == pytest.approx(math.sqrt(heaviest(squares)) + 2 * max(spreads), rel=1e-10)
 

@@ -30,9 +30,9 @@ from howsmooth.paper.appendix_c_7_quadratic_growth import (
     exponents_in_radius,
     lengths_from_3,
 )
-from howsmooth.paper.balanced_tokens import balanced
-from howsmooth.paper.figure_definition import Figure, choose_figures
-from howsmooth.paper.growth_with_length import Growth
+from howsmooth.paper.balanced_tokens import balanced_direction
+from howsmooth.paper.figure_definition import PaperFigure, choose_figures
+from howsmooth.paper.growth_with_length import LengthGrowth
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
@@ -150,7 +150,7 @@ def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("figure", [GAMMA_RADIUS, QUADRATIC_GROWTH], ids=lambda one: one.name)
-def test_models_with_other_scores_are_refused_in_a_sentence(figure: Figure, tmp_path: Path) -> None:
+def test_models_with_other_scores_are_refused_in_a_sentence(figure: PaperFigure, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"mistral, with rotary positions and a window"):
         measured(figure, tmp_path, asked(ModelSpec("mistral"), lengths=(6,)))
 
@@ -186,7 +186,7 @@ def _heads() -> Iterator[SelfAttention]:
 @pytest.mark.parametrize("f", list(_heads()), ids=lambda f: f.describe()[:60])
 def test_the_formula_is_the_last_block_of_the_jacobian(f: SelfAttention, n: int) -> None:
     head = _head(f)
-    tokens = balanced(head)
+    tokens = balanced_direction(head)
     x = tokens.tokens(n, 1.7)
     assert x.shape == (n, 4)
     assert float(x.sum(0).norm()) < 1e-12
@@ -204,13 +204,15 @@ def _head(f: SelfAttention) -> Head:
 def test_the_identity_grows_as_the_paper_says() -> None:
     head = Head(2.5 * torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64))
     for n in (3, 9):
-        assert balanced(head).formula(n, 4.0) == pytest.approx(1 / n + 2.5 * 16 * (n - 1) / n, rel=1e-12)
+        assert balanced_direction(head).formula(n, 4.0) == pytest.approx(
+            1 / n + 2.5 * 16 * (n - 1) / n, rel=1e-12
+        )
 
 
 def test_heads_without_scores_are_refused() -> None:
     nothing = torch.zeros(3, 3, dtype=torch.float64)
     with pytest.raises(ArgumentError, match="not zero"):
-        balanced(Head(nothing, torch.eye(3, dtype=torch.float64)))
+        balanced_direction(Head(nothing, torch.eye(3, dtype=torch.float64)))
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +240,7 @@ def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame
         own = rows[(rows["model"] == "bert") & (rows["head"] == h)]
         assert set(own["n"]) == {5}
         assert int(own["real"].sum()) == 1
-        tokens = balanced(_head(head))
+        tokens = balanced_direction(_head(head))
         for row in own.iloc[[0, 2, -1]].to_dict("records"):
             x = tokens.tokens(5, row["radius"])
             assert row["value"] == pytest.approx(dense_norm(head, x), rel=1e-5)
@@ -372,7 +374,7 @@ def test_norms_that_are_all_the_same_have_no_correlation() -> None:
     rows = pd.DataFrame({"n": [4, 8, 16, 32], "radius_mean": [5.0] * 4, "lipschitz": [1.0, 2.0, 4.0, 8.0]})
     rows["converged"] = True
     growing = pd.DataFrame({"n": rows["n"], "radius": rows["n"] * 2.0})
-    series = Growth("m", 0, "prose", rows, rows.iloc[:0], growing)
+    series = LengthGrowth("m", 0, "prose", rows, rows.iloc[:0], growing)
     columns = series.columns()
     assert math.isnan(columns["correlation, given to attention"])
     assert columns["correlation, entering the layer"] == pytest.approx(1)

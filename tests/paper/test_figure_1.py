@@ -16,7 +16,7 @@ from howsmooth.errors import HowsmoothError
 from howsmooth.paper.bench import models_for, opened_bench
 from howsmooth.paper.figure_1 import result_sentences
 from howsmooth.paper.figure_definition import choose_figures
-from howsmooth.paper.growth_with_length import Growth
+from howsmooth.paper.growth_with_length import LengthGrowth
 from howsmooth.paper.model_with_texts import models_of
 from howsmooth.paper.plotting import with_slope
 from howsmooth.paper.reproduce_options import FigureOptions
@@ -33,7 +33,7 @@ from tests._study import FakeModel, Tools, Work, installed, make_tools, words
 DEEP = FakeModel(layers=9)
 (FIGURE_1,) = choose_figures(["figure-1"])
 
-Panels = list[list[Growth]]
+Panels = list[list[LengthGrowth]]
 
 
 def tools_of_figure_1(**options: Any) -> tuple[Tools, Work]:
@@ -241,7 +241,7 @@ def test_the_second_row_is_against_the_mean_radius(tmp_path: Path, monkeypatch: 
     found = [[replace(found[0][0], rows=rows)]]
     drawn: dict[str, Any] = {}
     monkeypatch.setattr(
-        "howsmooth.paper.plotting.picture", lambda canvas, _, stem, *__, **___: drawn.update({stem: canvas})
+        "howsmooth.paper.plotting.write_picture", lambda canvas, _, stem, *__, **___: drawn.update({stem: canvas})
     )
     ((_, table),) = FIGURE_1.show(found, tmp_path).tables
     for stem, across, colour in (

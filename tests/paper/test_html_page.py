@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from howsmooth.paper.figure_definition import Figure, Finding
+from howsmooth.paper.figure_definition import Finding, PaperFigure
 from howsmooth.paper.plotting import Picture
-from howsmooth.paper.reproduction import render, section
+from howsmooth.paper.reproduction import figures_page, section
 from tests._browser import Complaints, chromium, opened
 
 PNG = base64.b64decode(
@@ -56,14 +56,14 @@ def page_of(
     )
     figure = figure_of(f"Title {words}", f"About {words}")
     text = section(figure, finding, folder, refused)
-    return render([(figure, text)], f"howsmooth reproduce {words}", {"python": "3", "cpu": words})
+    return figures_page([(figure, text)], f"howsmooth reproduce {words}", {"python": "3", "cpu": words})
 
 
-def figure_of(title: str, about: str) -> Figure:
+def figure_of(title: str, about: str) -> PaperFigure:
     def nothing(*arguments: Any) -> Any:
         raise AssertionError("the page measures and draws nothing")
 
-    return Figure("figure-1", title, "Figure 1", about, nothing, nothing)
+    return PaperFigure("figure-1", title, "Figure 1", about, nothing, nothing)
 
 
 def test_the_page_needs_nothing_outside(tmp_path: Path) -> None:

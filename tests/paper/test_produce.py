@@ -13,7 +13,7 @@ from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.paper import figure_definition, reproduction
 from howsmooth.paper.bench import Bench
-from howsmooth.paper.figure_definition import Figure, Finding
+from howsmooth.paper.figure_definition import Finding, PaperFigure
 from howsmooth.paper.plotting import Picture
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.measurement_run import run
@@ -32,7 +32,7 @@ class Pretence:
         self.asked: list[tuple[str, FigureOptions]] = []
         self.before: Callable[[str], None] = lambda name: None
 
-    def figure(self, name: str) -> Figure:
+    def figure(self, name: str) -> PaperFigure:
         def measure(bench: Bench) -> int:
             self.before(name)
             self.asked.append((name, bench.options))
@@ -48,7 +48,7 @@ class Pretence:
                 [("Times", pd.DataFrame({"times": [times], "value": [float("nan")]}))],
             )
 
-        return Figure(name, f"Title of {name}", f"Figure {name}", "About.", measure, show)
+        return PaperFigure(name, f"Title of {name}", f"Figure {name}", "About.", measure, show)
 
 
 @pytest.fixture
@@ -240,7 +240,10 @@ def test_an_interruption_says_how_to_go_on(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["three"], "figure: expected one of one, two, got 'three'"),
+        (
+            ["three"],
+            "figure: expected one of one, two, or a place in the paper such as figure-2, got 'three'",
+        ),
         (["--model", "a", "--model", "a"], "each only once, got 'a' twice"),
         (["--model", "a,as-decoder", "--model", "a,as-decoder"], "'a (as decoder)' twice"),
         (["--lengths", "0"], "lengths: expected numbers of at least 1"),

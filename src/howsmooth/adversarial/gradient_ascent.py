@@ -1,7 +1,7 @@
 """Gradient ascent on the local Lipschitz constant over a set of inputs, from many starts.
 
 The gradient of a simple singular value σ = uᵀJv is uᵀ(∂J)v with u and v held fixed. The documentation page
-"Worst inputs, and lower bounds" derives the method and reports the measurements behind each choice.
+"Worst inputs, and lower bounds" derives the method.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from torch import Tensor
 
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.query_key_norm_inputs import zero_query_or_key_inputs
-from howsmooth.adversarial.repeated_token_search import Atoms, AtomSearch, can_search_atoms, search_atoms
+from howsmooth.adversarial.repeated_token_search import (
+    AtomSearch,
+    RepeatedTokens,
+    can_search_atoms,
+    search_atoms,
+)
 from howsmooth.adversarial.search_domains import Around, Ball, Domain, Ellipsoid
 from howsmooth.attention import Residual, SelfAttention, TokenMap
 from howsmooth.attention.custom_code_attention import StagedAttention
@@ -34,7 +39,7 @@ from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_ascent,
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.rounding import LEAST_DIVISOR
 from howsmooth.seeds import torch_seed
-from howsmooth.spectral.scaling import Scaled, shifted
+from howsmooth.spectral.scaling import Scaled, times_power
 from howsmooth.threads import renew_threads, with_fastest_threads
 
 __all__ = ["Ascent", "ascend"]
@@ -330,7 +335,7 @@ def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _M
         u = torch.zeros_like(image)
         u[i] = image[i] / value.clamp_min(LEAST_DIVISOR)
         if isinstance(jacobian, Scaled):
-            value = shifted(value[None], -jacobian.powers.total)[0]
+            value = times_power(value[None], -jacobian.powers.total)[0]
         parts.append((value, e, u))
     value, e, u = (torch.stack(part) for part in zip(*parts, strict=True))
     return _Measured(value.cpu(), torch.ones(len(x), dtype=torch.bool), e, u)
@@ -613,7 +618,7 @@ def _search_atoms(
     steps: int,
     generator: torch.Generator,
 ) -> AtomSearch:
-    near = [atoms for name, x in given if (atoms := Atoms.of(f"atoms near {name}", x)) is not None]
+    near = [atoms for name, x in given if (atoms := RepeatedTokens.of(f"atoms near {name}", x)) is not None]
     if f.causal:  # in the causal search only the last atom may be repeated
         near = [atoms for atoms in near if set(atoms.counts[:-1]) <= {1}]
     return search_atoms(f, n, domain, near, restarts=restarts, steps=steps, generator=generator)

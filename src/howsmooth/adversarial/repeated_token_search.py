@@ -24,7 +24,7 @@ from howsmooth.adversarial.search_domains import Around, Domain
 from howsmooth.attention import SelfAttention
 from howsmooth.rounding import LEAST_DIVISOR
 
-__all__ = ["AtomSearch", "Atoms", "can_search_atoms", "search_atoms"]
+__all__ = ["AtomSearch", "RepeatedTokens", "can_search_atoms", "search_atoms"]
 
 # In a causal sequence, the rows of the light token are put into this many groups of equal logarithmic
 # width.
@@ -32,7 +32,7 @@ _GROUPS = 48
 
 
 @dataclass(frozen=True, eq=False)
-class Atoms:
+class RepeatedTokens:
     """A long sequence that consists of few distinct tokens (atoms), stored as the atoms and their numbers of
     copies.
 
@@ -51,7 +51,7 @@ class Atoms:
         return self.points.repeat_interleave(torch.tensor(self.counts), dim=0)
 
     @classmethod
-    def of(cls, name: str, x: Tensor) -> Atoms | None:
+    def of(cls, name: str, x: Tensor) -> RepeatedTokens | None:
         """Convert a sequence of tokens to atoms, with one atom for each run of equal tokens.
 
         The result is None for more than eight runs.
@@ -85,7 +85,7 @@ class AtomSearch:
 
     """
 
-    found: list[Atoms]
+    found: list[RepeatedTokens]
     values: Float64[Tensor, " restarts"]
     history: pd.DataFrame
 
@@ -108,7 +108,7 @@ def search_atoms(
     f: SelfAttention,
     length: int,
     domain: Domain,
-    starts: Sequence[Atoms],
+    starts: Sequence[RepeatedTokens],
     *,
     restarts: int,
     steps: int,
@@ -131,7 +131,7 @@ def search_atoms(
 def _search(
     f: SelfAttention,
     domain: Domain,
-    everything: list[Atoms],
+    everything: list[RepeatedTokens],
     steps: int,
     rate: float,
     generator: torch.Generator,
@@ -150,7 +150,7 @@ def _search(
         history[members] = raised.history.cpu()
         values[members] = raised.values.cpu()
         for i, found in zip(members, raised.points, strict=True):
-            best[i] = Atoms(everything[i].name, found, everything[i].counts)
+            best[i] = RepeatedTokens(everything[i].name, found, everything[i].counts)
     order = torch.argsort(values, descending=True, stable=True)
     table = pd.DataFrame(
         {
@@ -320,7 +320,7 @@ def _unit(t: Tensor) -> Tensor:
 
 def _random_atoms(
     f: SelfAttention, length: int, domain: Domain, restarts: int, generator: torch.Generator
-) -> list[Atoms]:
+) -> list[RepeatedTokens]:
     """Return random starts of the search: few distinct tokens (atoms), each with a number of copies.
 
     The numbers of copies come from :func:`_patterns`. There are ``restarts`` sets, or none if ``length`` is
@@ -332,7 +332,7 @@ def _random_atoms(
         if not patterns:
             break
         counts = patterns[i % len(patterns)]
-        found.append(Atoms(f"atoms {i}", domain.random(generator, len(counts), f.d), counts))
+        found.append(RepeatedTokens(f"atoms {i}", domain.random(generator, len(counts), f.d), counts))
     return found
 
 

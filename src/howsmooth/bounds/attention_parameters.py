@@ -50,12 +50,12 @@ __all__ = [
     "log_size",
     "log_spectral_norm",
     "norm",
+    "normalised",
     "norms_of_rows",
     "opened",
     "parameters_of",
     "remembered",
     "row_blocks",
-    "unit",
 ]
 
 ROUNDINGS = 8
@@ -105,7 +105,7 @@ def log_spectral_norm(*factors: Tensor, upper: bool = True) -> float:
     Each factor is divided by its size, so that the product neither overflows nor underflows. The result also
     holds for factors whose entries are ``ROUNDINGS`` away from those given.
     """
-    scaled = [unit(factor) for factor in factors]
+    scaled = [normalised(factor) for factor in factors]
     sizes = math.prod(float(torch.linalg.vector_norm(t)) for t in scaled)
     given = ROUNDINGS * len(factors)
     if upper and len(factors) == 2:
@@ -130,7 +130,7 @@ def log_size(tensor: Tensor) -> float:
     return math.log(_size(tensor)) if bool((tensor != 0).any()) else -math.inf
 
 
-def unit(tensor: Tensor) -> Tensor:
+def normalised(tensor: Tensor) -> Tensor:
     """Return a tensor divided by its size, so that its largest entry lies between 1 and 2."""
     return tensor / _size(tensor)
 
@@ -150,14 +150,14 @@ def row_blocks(n: int) -> Iterator[slice]:
 
 def largest_distance(x: Tensor) -> float:
     """Return the largest distance between two rows of x (n, d), from differences of rows, rounded up."""
-    exact, scaled = "donot_use_mm_for_euclid_dist", unit(x)  # squares of large entries overflow
+    exact, scaled = "donot_use_mm_for_euclid_dist", normalised(x)  # squares of large entries overflow
     blocks = (torch.cdist(scaled[rows], scaled, compute_mode=exact) for rows in row_blocks(len(x)))
     return _size(x) * above(max(float(distances.amax()) for distances in blocks), 2 * x.shape[1] + 4)
 
 
 def norms_of_rows(x: Tensor) -> Tensor:
     """Return the norms of the rows of x, whose squares may leave the range of float64, rounded up."""
-    norms: Tensor = torch.linalg.vector_norm(unit(x), dim=-1)
+    norms: Tensor = torch.linalg.vector_norm(normalised(x), dim=-1)
     return _size(x) * above(norms, x.shape[-1] + 2)
 
 

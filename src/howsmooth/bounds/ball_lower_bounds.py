@@ -28,9 +28,9 @@ from howsmooth.bounds.catalogue import OURS, PAPER, Condition
 from howsmooth.bounds.log_numbers import Log, maximum
 from howsmooth.bounds.worst_case_tokens import (
     HeavyTokens,
-    forms,
     light_rows,
     log_tie,
+    score_vectors,
     searched_pairs,
     searched_tokens,
     spread_directions,
@@ -308,7 +308,7 @@ def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
     stacked = _same_gram(table).unflatten(1, (len(heads), c, c + 2))
 
     values = torch.stack([w @ head.V for w, head in zip(p.outputs, heads, strict=True)])  # (H, d_out, d)
-    y = torch.stack([forms(head, points.light) for head in heads])  # (H, d)
+    y = torch.stack([score_vectors(head, points.light) for head in heads])  # (H, d)
     shifts = points.heavies[:, None, :] - torch.cat([points.heavies, points.light[None]])  # (c, c + 1, d)
     moved = torch.einsum("hod,abd->habo", values, shifts)
     blocks = torch.einsum("rha,hod->road", stacked[..., 0], values)
@@ -329,7 +329,7 @@ def _log_weights(heads: Sequence[Head], points: HeavyTokens, log_m: Tensor) -> t
     """Return the logs of the weights that a light token gives to each heavy token (rows, H, c), and to all
     light tokens together (rows, H), where ``log_m`` (rows,) are those of the numbers of light tokens it sees.
     """
-    y = torch.stack([forms(head, points.light) for head in heads])
+    y = torch.stack([score_vectors(head, points.light) for head in heads])
     gaps = y @ (points.heavies - points.light).mT  # (H, c)
     total = torch.logaddexp(torch.logsumexp(gaps, dim=1), log_m[:, None])  # (rows, H)
     return gaps - total[..., None], log_m[:, None] - total

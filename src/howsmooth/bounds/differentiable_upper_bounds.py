@@ -34,8 +34,8 @@ from howsmooth.rounding import LEAST_DIVISOR, gamma, product_norms_above, up
 from howsmooth.rounding import spectral_norms_above as norms
 
 __all__ = [
+    "HeadMatrices",
     "Products",
-    "Projections",
     "l2_layer",
     "lipschitz_norm_layer",
     "query_key_norm_layer",
@@ -91,7 +91,7 @@ class Products(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Projections:
+class HeadMatrices:
     """The matrices and biases of an attention layer with H heads, in float64 on the CPU for a bound.
 
     Queries and keys are (H, k, d), values (H, value_dim, d), the output is (d_out, H · value_dim). The biases
@@ -160,7 +160,7 @@ class Projections:
 # ---- softmax attention
 
 
-def softmax_layer(layer: Projections, rows: VisibleRows, radius: float, *, scale: float) -> Tensor:
+def softmax_layer(layer: HeadMatrices, rows: VisibleRows, radius: float, *, scale: float) -> Tensor:
     """Bound the Lipschitz constant of multi-head softmax attention on a ball, by Theorem A for each head."""
     a = a3 = scale * product_norms_above(layer.key.mT, layer.query) * radius * radius
     if layer.query_bias is not None:
@@ -170,7 +170,7 @@ def softmax_layer(layer: Projections, rows: VisibleRows, radius: float, *, scale
 
 
 def query_key_norm_layer(
-    layer: Projections, rows: VisibleRows, radius: float, *, temperature: Tensor, eps: float
+    layer: HeadMatrices, rows: VisibleRows, radius: float, *, temperature: Tensor, eps: float
 ) -> Tensor:
     """Bound attention with normalised queries and keys and scores τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε)."""
     tau, size_q, size_k = temperature.abs(), layer.sizes["query"], layer.sizes["key"]
@@ -180,7 +180,7 @@ def query_key_norm_layer(
     return _of_rows(layer, rows, moved, p)
 
 
-def _of_rows(layer: Projections, rows: VisibleRows, moved: Tensor, rho: Tensor) -> Tensor:
+def _of_rows(layer: HeadMatrices, rows: VisibleRows, moved: Tensor, rho: Tensor) -> Tensor:
     """Return the smaller of M(s + √(max_j Σ ρ_i)) and M(s) + √(max_j Σ (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)), with
     sums over the rows i that see j. ``moved`` (heads,) is s, which is left out if every row sees one key.
 
@@ -200,7 +200,7 @@ def _of_rows(layer: Projections, rows: VisibleRows, moved: Tensor, rho: Tensor) 
 # ---- other attentions
 
 
-def l2_layer(layer: Projections, rows: VisibleRows, radius: float) -> Tensor:
+def l2_layer(layer: HeadMatrices, rows: VisibleRows, radius: float) -> Tensor:
     """Bound multi-head L2 attention with query and key matrices Q_h, and values V_h Q_hᵀ Q_h x/√k."""
     root, sizes = math.sqrt(layer.query.shape[1]), layer.sizes["query"]
     folded = Products.of(layer.value, layer.query.mT, 1 / root)
@@ -228,7 +228,7 @@ def _l2_cores(sizes: Tensor, rows: VisibleRows, radius: float) -> Tensor:
 
 
 def scaled_cosine_layer(
-    layer: Projections, rows: VisibleRows, radius: float, *, temperature: float, gain: float, eps: float
+    layer: HeadMatrices, rows: VisibleRows, radius: float, *, temperature: float, gain: float, eps: float
 ) -> Tensor:
     """Bound multi-head scaled cosine attention, ν softmax(τ q kᵀ) v of normalised vectors u/√(|u|² + ε)."""
     tau, parts = abs(temperature), ("query", "key", "value")
@@ -244,7 +244,7 @@ def scaled_cosine_layer(
     return layer.whole * (abs(gain) / math.sqrt(eps)) * total
 
 
-def sinkhorn_layer(layer: Projections, radius: float, *, scale: float) -> Tensor:
+def sinkhorn_layer(layer: HeadMatrices, radius: float, *, scale: float) -> Tensor:
     """Bound converged multi-head Sinkhorn attention on a ball, for every length; biases do not matter."""
     a, o = Products.of(layer.key.mT, layer.query, scale), Products.of(layer.blocks, layer.value)
     values, ones = layer.sizes["value"], torch.ones(len(layer.value), dtype=torch.float64)
@@ -254,7 +254,7 @@ def sinkhorn_layer(layer: Projections, radius: float, *, scale: float) -> Tensor
     return linear + radius * radius * torch.minimum(apart, folded)
 
 
-def lipschitz_norm_layer(layer: Projections, rows: VisibleRows) -> Tensor:
+def lipschitz_norm_layer(layer: HeadMatrices, rows: VisibleRows) -> Tensor:
     """Bound multi-head LipschitzNorm attention on the whole space; each head has its own normaliser."""
     q, k, v = (part.flatten(0, 1) for part in (layer.query, layer.key, layer.value))
     kappa = rows.heaviest(_weights(rows, torch.ones((), dtype=torch.float64))).sqrt()
@@ -265,7 +265,7 @@ def lipschitz_norm_layer(layer: Projections, rows: VisibleRows) -> Tensor:
 
 
 def sigmoid_layer(
-    layer: Projections, rows: VisibleRows, radius: float, *, scale: float, shift: float
+    layer: HeadMatrices, rows: VisibleRows, radius: float, *, scale: float, shift: float
 ) -> Tensor:
     """Bound multi-head sigmoid attention with weights σ(s⟨q_i, k_j⟩ + b), s = ``scale`` and b = ``shift``."""
     zero = layer.query.new_zeros(layer.query.shape[:2])

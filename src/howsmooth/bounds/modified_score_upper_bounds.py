@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.attention.masks import Visibility
-from howsmooth.bounds.attention_parameters import log_size, log_spectral_norm, opened, unit
+from howsmooth.bounds.attention_parameters import log_size, log_spectral_norm, normalised, opened
 from howsmooth.bounds.attention_parameters import norm as spectral_norm
 from howsmooth.bounds.ball_upper_bounds import mask_blocks
 from howsmooth.bounds.bilinear_score_norms import BilinearScoreNorms
@@ -165,7 +165,9 @@ def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: Log) -> list[_Score
     # The norms are linear in each of these four, which are divided by their largest entries.
     parts = f.query[h], f.key[group], *biases
     q, k, shift_q, shift_k = (_ZERO if t is None else Log(log_size(t)) for t in parts)
-    Q, K, b_q, b_k = (torch.zeros(f.key_dim, dtype=torch.float64) if t is None else unit(t) for t in parts)
+    Q, K, b_q, b_k = (
+        torch.zeros(f.key_dim, dtype=torch.float64) if t is None else normalised(t) for t in parts
+    )
     if f.rotary is None:
         norms: BilinearScoreNorms | None = BilinearScoreNorms.without_positions(Q, K, b_q, b_k)
     else:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.attention_parameters import ROUNDINGS, log_size, norm, unit
+from howsmooth.bounds.attention_parameters import ROUNDINGS, log_size, norm, normalised
 from howsmooth.bounds.ball_upper_bounds import for_all_lengths, masked_or_not, theorem_a
 from howsmooth.bounds.bound_problem import Problem
 from howsmooth.bounds.catalogue import OURS, PAPER
@@ -96,7 +96,7 @@ def quadratic_form(
     """
     if values is None:
         values = [torch.eye(W.shape[1], dtype=torch.float64) for W in maps]
-    W, V = (torch.stack([unit(part) for part in parts]) for parts in (maps, values))
+    W, V = (torch.stack([normalised(part) for part in parts]) for parts in (maps, values))
     sizes = zip(bounds, map(log_size, maps), map(log_size, values), strict=True)
     size = torch.stack([(c * Log(of_map) * Log(of_value)).log for c, of_map, of_value in sizes])
     own = torch.stack([norm(*parts).log for parts in zip(W, V, strict=True)])

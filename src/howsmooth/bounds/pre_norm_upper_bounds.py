@@ -14,7 +14,7 @@ from howsmooth.bounds.applicable_bounds import best
 from howsmooth.bounds.attention_parameters import as_matrix
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length
 from howsmooth.bounds.certificates.attention_with_error_bounds import shortest_lengths
-from howsmooth.bounds.certificates.certificate_at_tokens import certify, checked_input
+from howsmooth.bounds.certificates.certificate_at_tokens import checked_input, sharpest_certificate
 from howsmooth.bounds.log_numbers import Log
 from howsmooth.bounds.norm_layer_outputs import checked_norm
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -67,7 +67,7 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: object
         norm = norm.to(dtype=torch.float64, device="cpu")
         quantity, shortest = Quantity.LOCAL, float(shortest_lengths(norm, known_to(x))[1].min())
         with contextlib.suppress(NonFiniteError):  # at tokens of extreme size the bound on the ball is left
-            certified = Log.of(float(certify(f, x, norm=norm).value))
+            certified = Log.of(float(sharpest_certificate(f, x, norm=norm).value))
     found = Log(on_the_ball.log_value) / shortest
     if certified.log < found.log:
         theorem, found = "certificate", certified

@@ -20,9 +20,9 @@ from howsmooth.bounds.log_numbers import Log
 
 __all__ = [
     "HeavyTokens",
-    "forms",
     "light_rows",
     "log_tie",
+    "score_vectors",
     "searched_pairs",
     "searched_tokens",
     "spread_directions",
@@ -49,7 +49,7 @@ class HeavyTokens:
         return torch.cat([self.heavies, self.light.expand(length - len(self.heavies), -1)])
 
 
-def forms(head: Head, x: Float64[Tensor, "*n d"]) -> Float64[Tensor, "*n d"]:
+def score_vectors(head: Head, x: Float64[Tensor, "*n d"]) -> Float64[Tensor, "*n d"]:
     """Return for each token x_i the vector A x_i + b, whose inner products with the tokens are the scores of
     x_i.
     """
@@ -102,7 +102,7 @@ def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> Heav
         return None
     _, u, ratio = line
     heavies = radius * torch.stack([u, -u])
-    gains = ((forms(head, ratio * heavies)) * (1 - ratio) * heavies).sum(1)
+    gains = ((score_vectors(head, ratio * heavies)) * (1 - ratio) * heavies).sum(1)
     heavy = heavies[int(gains[1] > gains[0])]
     return HeavyTokens(heavy[None], ratio * heavy)
 
@@ -120,7 +120,7 @@ def searched_tokens(head: Head, radius: float) -> list[HeavyTokens]:
     step = torch.full((len(w), 1), size, dtype=torch.float64)
     value = _gap(head, w, radius)
     for _ in range(_GAP_STEPS):
-        y = forms(head, w)
+        y = score_vectors(head, w)
         z = radius * _unit(y)
         gradient = ((z - w) @ head.left) @ head.right - y
         trial = _into_ball(w + step * gradient, radius)
@@ -130,7 +130,7 @@ def searched_tokens(head: Head, radius: float) -> list[HeavyTokens]:
         value = torch.where(better[:, 0], raised, value)
         step = torch.where(better, 1.5 * step, 0.3 * step)
     order = torch.argsort(value, descending=True, stable=True).tolist()
-    return [HeavyTokens(radius * _unit(forms(head, w[i : i + 1])), w[i]) for i in order]
+    return [HeavyTokens(radius * _unit(score_vectors(head, w[i : i + 1])), w[i]) for i in order]
 
 
 def log_tie(
@@ -146,7 +146,7 @@ def log_tie(
     With y = A w + b for the light token w and half the difference h of the heavy tokens, orthogonal to y, it
     is √(2 Σ_rows p²) |y| |V h|. ``log_m`` and ``log_rows`` are those of :func:`light_rows`.
     """
-    y, norm = forms(head, light), torch.linalg.vector_norm
+    y, norm = score_vectors(head, light), torch.linalg.vector_norm
     gap = (y * (heavies.mean(dim=0) - light)).sum(-1)
     log_p = -torch.logaddexp(torch.tensor(math.log(2), dtype=torch.float64), log_m - gap)
     rows = torch.logsumexp(2 * log_p + log_rows, dim=0)
@@ -182,7 +182,7 @@ def searched_pairs(head: Head, length: int, radius: float, *, masked: bool) -> l
     for _ in range(_PAIR_STEPS + 1):
         with torch.enable_grad():
             light = radius * _into_ball(w, 1.0)
-            direction = _unit(forms(head, light))
+            direction = _unit(score_vectors(head, light))
             off = _unit(v - (v * direction).sum(1, keepdim=True) * direction)
             theta = 0.5 * math.pi * torch.sigmoid(angle)
             along, across = radius * torch.cos(theta) * direction, radius * torch.sin(theta) * off
@@ -232,7 +232,7 @@ def spread_directions(head: Head) -> Float64[Tensor, "count d"]:
 
 
 def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
-    y = forms(head, w)
+    y = score_vectors(head, w)
     gap: Tensor = radius * torch.linalg.vector_norm(y, dim=1) - (y * w).sum(1)
     return gap
 

@@ -12,14 +12,14 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
-from howsmooth.cli.typer_command import FAILED, Shown, command, means_of, resumable
+from howsmooth.cli.typer_command import FAILED, Quiet, Shown, command, means_of, resumable
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.execution_options import Execution, Out
 from howsmooth.study.options import Told, Words, described, options
 from howsmooth.words import encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.paper.figure_definition import Figure
+    from howsmooth.paper.figure_definition import PaperFigure
     from howsmooth.paper.reproduction import Reproduction
 
 __all__ = ["reproduce"]
@@ -60,6 +60,7 @@ class ReproduceShown(Shown):
         Told("FIGURE", positional=True, several=True),
         "Names of figures, as --list prints them, or their places in the paper. Default: all.",
     ] = ()
+    quiet: Quiet = False
     list: Annotated[bool, "Print the names of all figures and exit."] = False
     dry_run: Annotated[
         bool, "Count the tasks of each figure that are left. Nothing is measured or written."
@@ -99,7 +100,7 @@ def reproduce(options: FigureOptions, execution: ReproduceExecution, shown: Repr
     return FAILED if made.refused else 0
 
 
-def _tell_tasks(chosen: Sequence[Figure], options: FigureOptions, out: Path, shown: Shown) -> int:
+def _tell_tasks(chosen: Sequence[PaperFigure], options: FigureOptions, out: Path, shown: Shown) -> int:
     from howsmooth.paper.figure_definition import tasks_left
 
     found = tasks_left(chosen, options, out)
@@ -108,13 +109,15 @@ def _tell_tasks(chosen: Sequence[Figure], options: FigureOptions, out: Path, sho
     else:
         rows = [[one.name, str(one.tasks)] for one in found if not one.refused]
         show_table(["figure", "tasks left"], rows, left=["figure"])
+        if labels := {label for one in found for label in one.unknown}:
+            say(f"All layers of {', '.join(sorted(labels))} count as one: their number is not known yet.")
         for one in (one for one in found if one.refused):
             say(f"Cannot be made: {one.name}: {readable(one.refused, longest=300)}")
         say("Nothing was written.")
     return FAILED if any(one.refused for one in found) else 0
 
 
-def _show(made: Reproduction, figures: Sequence[Figure]) -> None:
+def _show(made: Reproduction, figures: Sequence[PaperFigure]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -127,7 +130,7 @@ def _show(made: Reproduction, figures: Sequence[Figure]) -> None:
     say(f"Also in {made.page.parent}: a folder for each figure, with PDF, tables and measurements")
 
 
-def _as_json(made: Reproduction, figures: Sequence[Figure], options: FigureOptions, folder: Path) -> str:
+def _as_json(made: Reproduction, figures: Sequence[PaperFigure], options: FigureOptions, folder: Path) -> str:
     from howsmooth.study.records import plain_rows
 
     drawn = []
@@ -141,5 +144,5 @@ def _as_json(made: Reproduction, figures: Sequence[Figure], options: FigureOptio
     return as_json(out=folder, page=made.page, settings=settings, refused=made.refused, figures=drawn)
 
 
-def _listed(figure: Figure) -> dict[str, Any]:
+def _listed(figure: PaperFigure) -> dict[str, Any]:
     return {name: getattr(figure, name) for name in ("name", "paper", "title")}

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from howsmooth.dynamics.integrate import ADAPTIVE, FIXED, Plan
+from howsmooth.dynamics.integrate import ADAPTIVE, FIXED, Integration
 from howsmooth.dynamics.velocity_fields import Field, Layers, Sphere, positive
 from howsmooth.errors import ArgumentError
 
@@ -58,7 +58,7 @@ def check_plan(
     rtol: object,
     atol: object,
     max_steps: object,
-) -> Plan:
+) -> Integration:
     """Check the integration method of a flow and its step or tolerances, and return them as a
     :class:`Plan`.
     """
@@ -84,7 +84,7 @@ def check_plan(
                 expected=f"a number from {smallest:g}, below which rounding in {dtype} dominates, to 1",
                 got=f"{relative:g}",
             )
-        return Plan(method, None, relative, absolute, max_steps)
+        return Integration(method, None, relative, absolute, max_steps)
     for name, given in (("rtol", rtol), ("atol", atol)):
         if given is not None:
             raise ArgumentError(
@@ -119,7 +119,7 @@ def check_plan(
                     expected=f"whole multiples of {size:g} after {origin:g}, where residual layers end",
                     got=f"{time:g}",
                 )
-    plan = Plan(method, size, relative, absolute, max_steps)
+    plan = Integration(method, size, relative, absolute, max_steps)
     longest = max(plan.steps(after - before) for before, after in pairwise(moments))
     if longest > max_steps:
         raise ArgumentError(

@@ -1,8 +1,7 @@
 """The flow of tokens or of a measure through attention: the solution of dX/dt = f(X) with attention f as
 velocity.
 
-The documentation page "Flows: tokens, measures and Gaussians through depth" has the derivations and the
-convergence rates of integrators, layers and particles.
+Derivations: documentation page "Flows: tokens, measures and Gaussians through depth".
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 
 from howsmooth.dynamics.arguments import check_plan, check_times
 from howsmooth.dynamics.flow_equations import System, system_of
-from howsmooth.dynamics.integrate import ORDERS, Plan, Run, Status, integrate
+from howsmooth.dynamics.integrate import ORDERS, FlowStates, Integration, Status, integrate
 from howsmooth.dynamics.trajectory import Trajectory
 from howsmooth.dynamics.velocity_fields import Velocity, as_field
 from howsmooth.errors import NonFiniteError
@@ -106,7 +105,7 @@ def flow(
     with contextlib.nullcontext() if system.start.requires_grad else torch.no_grad():
         _check_first_velocity(system, moments)
         run = integrate(system, system.start, moments, plan)
-        second: Run | None = None
+        second: FlowStates | None = None
         blows_up = run.status == "blew up" and plan.method != "residual"
         # A second, finer run estimates the error, and confirms or rejects a blow-up.
         if estimate_error or blows_up:
@@ -136,7 +135,7 @@ def flow(
 
 
 def _ending(
-    plan: Plan, run: Run, second: Run | None, origin: float
+    plan: Integration, run: FlowStates, second: FlowStates | None, origin: float
 ) -> tuple[Status, str, tuple[float, float] | None]:
     """Decide whether a flow reached its last time, stopped early or blew up, by comparison with a more
     accurate integration.
@@ -170,7 +169,7 @@ def _ending(
     return "blew up", f"{run.reason}, between t = {lower:.10g} and {upper:.10g}", (lower, upper)
 
 
-def _error(system: System, plan: Plan, run: Run, second: Run, kept: int) -> float:
+def _error(system: System, plan: Integration, run: FlowStates, second: FlowStates, kept: int) -> float:
     """Estimate the error of the last state of a flow by comparison with a more accurate integration.
 
     The last of the first ``kept`` states is compared, with Richardson extrapolation.

@@ -21,7 +21,7 @@ from torchdiffeq import odeint
 from howsmooth.dynamics.flow_equations import System
 from howsmooth.dynamics.velocity_fields import Velocity
 
-__all__ = ["ADAPTIVE", "FIXED", "ORDERS", "Plan", "Run", "Status", "integrate"]
+__all__ = ["ADAPTIVE", "FIXED", "ORDERS", "FlowStates", "Integration", "Status", "integrate"]
 
 ADAPTIVE = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun")
 FIXED = ("euler", "midpoint", "heun2", "heun3", "rk4", "residual")
@@ -38,7 +38,7 @@ _LARGE_POWER = 0.4
 
 
 @dataclass(frozen=True)
-class Plan:
+class Integration:
     """The settings of an integration: the method, and its fixed step size or the tolerances of its adaptive
     steps.
     """
@@ -54,7 +54,7 @@ class Plan:
         """True if the integration method chooses its own step sizes."""
         return self.method in ADAPTIVE
 
-    def refined(self) -> Plan:
+    def refined(self) -> Integration:
         """Return the settings of a more accurate integration: half the step size, or a tenth of the
         tolerances.
         """
@@ -72,7 +72,7 @@ class Plan:
 
 
 @dataclass
-class Run:
+class FlowStates:
     """The result of the integration of a flow: the states at the times that were reached, and why the
     integration ended.
     """
@@ -109,7 +109,7 @@ class _CheckedVelocity:
 
     velocity: Velocity
     finite: Callable[[Tensor], bool]
-    plan: Plan
+    plan: Integration
     span: float
     initial: float
     time: float
@@ -174,11 +174,11 @@ class _CheckedVelocity:
         )
 
 
-def integrate(system: System, start: Tensor, times: list[float], plan: Plan) -> Run:
+def integrate(system: System, start: Tensor, times: list[float], plan: Integration) -> FlowStates:
     """Integrate a flow from the first time to the last, or until it blows up, and return the state at each
     time.
     """
-    run = Run([start], drift=system.drift(start))
+    run = FlowStates([start], drift=system.drift(start))
     span, initial = times[-1] - times[0], _size(start)
     y = start
     for begin, end in pairwise(times):

@@ -21,7 +21,7 @@ from howsmooth.dynamics.flow_jacobian import (
     StepJacobian,
     TangentJacobian,
 )
-from howsmooth.dynamics.integrate import Plan
+from howsmooth.dynamics.integrate import Integration
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, Velocity
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
@@ -81,7 +81,7 @@ class LinearisedFlow:
 
     """
 
-    def __init__(self, system: Tokens, times: list[float], plan: Plan, kept_bytes: int) -> None:
+    def __init__(self, system: Tokens, times: list[float], plan: Integration, kept_bytes: int) -> None:
         self.system = system
         self.plan = plan
         self.tableau = TABLEAUX[plan.method]

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from howsmooth.attention.masks import Visibility
 
-__all__ = ["Block", "BlockMap", "Flags", "Grid", "Part", "Shape", "apply", "kept_whole", "reduced"]
+__all__ = ["BlockMap", "Flags", "Grid", "Part", "ScoreBlock", "Shape", "apply", "kept_whole", "reduced"]
 
 # Kind of a tensor, by its last three axes: queries (group, rows, entries), keys (1, keys, entries), or scores
 # (group or 1, rows or 1, keys or 1).
@@ -40,7 +40,7 @@ _FEWEST_ROWS = 32
 
 
 @dataclass(frozen=True)
-class Block:
+class ScoreBlock:
     """A rectangular block of the scores (lead, kv_heads, group, m, n), with the whole axis ``group``."""
 
     lead: slice
@@ -96,7 +96,7 @@ class Grid:
     m: int
     visible: Visibility
 
-    def blocks(self, times: int, device: torch.device) -> Iterator[Block]:
+    def blocks(self, times: int, device: torch.device) -> Iterator[ScoreBlock]:
         """Yield the blocks in which some key is seen.
 
         ``times`` is the product of the lengths of the axes that vmap has added, whose indices a block is
@@ -122,11 +122,11 @@ class Grid:
                     rows = slice(row, min(row + length, self.m))
                     keys = self.visible.keys(rows)
                     if keys.start < keys.stop:
-                        yield Block(slice(member, member + lead), slice(head, head + heads), rows, keys)
+                        yield ScoreBlock(slice(member, member + lead), slice(head, head + heads), rows, keys)
 
 
 # Computes the summands of one block from its parts of the tensors, in the shapes that are given.
-Compute = Callable[[Block, tuple[Tensor, ...], tuple[Shape, ...]], tuple[Tensor, ...]]
+Compute = Callable[[ScoreBlock, tuple[Tensor, ...], tuple[Shape, ...]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +167,7 @@ class BlockMap:
     kernel: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
     kept: int = 0
 
-    def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
+    def targets(self, block: ScoreBlock, extra: Shape = ()) -> tuple[Shape, ...]:
         """Return the shapes of the summands of one block, with the axes ``extra`` in front."""
         return tuple((*extra, *self.extra, *block.cut_shape(shape, part)) for part, shape in self.outputs)
 
@@ -211,7 +211,7 @@ class BlockMap:
         count = len(moved)
 
         def compute(
-            block: Block, tensors: tuple[Tensor, ...], targets: tuple[Shape, ...]
+            block: ScoreBlock, tensors: tuple[Tensor, ...], targets: tuple[Shape, ...]
         ) -> tuple[Tensor, ...]:
             at, tangents = tensors[:count], tensors[count:]
             points = [t for t, m in zip(at, moved, strict=True) if m]
@@ -253,7 +253,7 @@ class BlockMap:
         count, axes = len(wanted), len(shapes[0])
 
         def compute(
-            block: Block, tensors: tuple[Tensor, ...], targets: tuple[Shape, ...]
+            block: ScoreBlock, tensors: tuple[Tensor, ...], targets: tuple[Shape, ...]
         ) -> tuple[Tensor, ...]:
             at, cotangents = tensors[:count], tensors[count:]
             # Axes that vmap has added since: each index gets its own cotangents, so tensors are expanded.

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from howsmooth.functional.blockwise_autograd import Block, BlockMap, Flags, Part, Shape, reduced
+from howsmooth.functional.blockwise_autograd import BlockMap, Flags, Part, ScoreBlock, Shape, reduced
 from howsmooth.functional.fused_attention import KEPT, KernelRows
 from howsmooth.functional.scores import PARTS, Scores, rows_of
 from howsmooth.jacobian.softmax_tile import WholeRows
@@ -68,7 +68,7 @@ def _map(
                 found |= {(kind, name): t for name, t in some.items()}
         return [found[result] for result in results]
 
-    def compute(block: Block, tensors: Tensors, targets: tuple[Shape, ...]) -> Tensors:
+    def compute(block: ScoreBlock, tensors: Tensors, targets: tuple[Shape, ...]) -> Tensors:
         at = rows_of(scores, block, dict(zip(scores.names, tensors, strict=False)))
         return tuple(reduced(t, target) for t, target in zip(evaluated(at, tensors), targets, strict=True))
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from howsmooth.functional.scores import Scores
-from howsmooth.triton_launch import Tile, launch, padded_width
+from howsmooth.triton_launch import TileSize, launch, padded_width
 
-__all__ = ["KEPT", "KernelRows", "obstacle", "precision", "tiles"]
+__all__ = ["KEPT", "KernelRows", "input_precision", "obstacle", "tiles"]
 
 KEPT = ("mean", "lse")
 """Names of the kept tensors: O in float32 (lead, kv_heads, group, m, value_dim), and log₂ of the softmax
@@ -37,21 +37,21 @@ _WIDEST = 256  # entries of a head
 # on the chip is used. The search begins at the first tile whose numbers fit, or nearly fit, into registers of
 # a thread, as the compiler reports for compute capability 9.0 (benchmarks/kernels.py).
 _ROWS = (
-    Tile(128, 64, 8, 3),
-    Tile(128, 64, 8, 2),
-    Tile(128, 32, 8, 2),
-    Tile(64, 32, 4, 2),
-    Tile(64, 16, 4, 2),
-    Tile(32, 32, 4, 1),
-    Tile(16, 16, 4, 1),
+    TileSize(128, 64, 8, 3),
+    TileSize(128, 64, 8, 2),
+    TileSize(128, 32, 8, 2),
+    TileSize(64, 32, 4, 2),
+    TileSize(64, 16, 4, 2),
+    TileSize(32, 32, 4, 1),
+    TileSize(16, 16, 4, 1),
 )
 _KEYS = (
-    Tile(64, 128, 8, 2),
-    Tile(32, 128, 8, 2),
-    Tile(32, 64, 8, 2),
-    Tile(16, 64, 4, 2),
-    Tile(16, 32, 4, 2),
-    Tile(16, 16, 4, 1),
+    TileSize(64, 128, 8, 2),
+    TileSize(32, 128, 8, 2),
+    TileSize(32, 64, 8, 2),
+    TileSize(16, 64, 4, 2),
+    TileSize(16, 32, 4, 2),
+    TileSize(16, 16, 4, 1),
 )
 # Index of the first tile that is tried for each kernel: in half precision and in float32, for heads of up to
 # 64, 128 and 256 entries.
@@ -226,7 +226,7 @@ class KernelRows:
             "BIAS": added is not None,
             "CAPPED": scores.softcap is not None,
             "SINKS": "sinks" in x,
-            "PRECISION": precision(q.dtype),
+            "PRECISION": input_precision(q.dtype),
             "KEY": q.shape[-1],
             "VALUE": v.shape[-1],
             "WIDTH": width,
@@ -234,21 +234,21 @@ class KernelRows:
         by_keys = name in _BY_KEYS
         heads = math.prod((k if by_keys else q).shape[:3])
 
-        def grid(tile: Tile) -> tuple[int]:
+        def grid(tile: TileSize) -> tuple[int]:
             return (heads * (-(-k.shape[-2] // tile.keys) if by_keys else -(-q.shape[-2] // tile.rows)),)
 
         kernel = getattr(fused_kernels, name)
         launch(kernel, tiles(name, q.dtype, width), grid, q, arguments, options)
 
 
-def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
+def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[TileSize, ...]:
     """Return the tiles of a kernel that pads rows to ``width`` numbers, from the largest to the smallest."""
     every = _KEYS if name in _BY_KEYS else _ROWS
     first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
     return every[min(first, len(every) - 1) :]
 
 
-def precision(dtype: torch.dtype) -> str:
+def input_precision(dtype: torch.dtype) -> str:
     """Return the setting ``input_precision`` of Triton with which products of a dtype keep all digits."""
     import triton
 

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from howsmooth.attention.masks import Visibility
 from howsmooth.errors import ArgumentError
-from howsmooth.functional.blockwise_autograd import Block, BlockMap, Grid, apply
+from howsmooth.functional.blockwise_autograd import BlockMap, Grid, ScoreBlock, apply
 from howsmooth.functional.derivatives import attention_map
 from howsmooth.functional.fused_attention import obstacle
 from howsmooth.functional.scores import Scores
@@ -143,7 +143,7 @@ def evaluated(tensors: Sequence[Tensor], *settings: Any) -> Tensor:
 def whole(function: BlockMap, *tensors: Tensor) -> Tensor:
     """Evaluate a BlockMap of one result as one block, in operations that PyTorch can differentiate."""
     grid = function.grid
-    block = Block(*(slice(0, size) for size in (grid.lead, grid.kv_heads, grid.m, grid.visible.n)))
+    block = ScoreBlock(*(slice(0, size) for size in (grid.lead, grid.kv_heads, grid.m, grid.visible.n)))
     dtype = tensors[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
     with torch.autocast(tensors[0].device.type, enabled=False):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.masks import Visibility
-from howsmooth.functional.blockwise_autograd import Block, Grid, Part, kept_whole
+from howsmooth.functional.blockwise_autograd import Grid, Part, ScoreBlock, kept_whole
 from howsmooth.jacobian.softmax_tile import WholeRows
 
 __all__ = ["PARTS", "Scores", "rows_of"]
@@ -55,7 +55,7 @@ class Scores:
     dropout: float = 0.0
 
 
-def rows_of(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> WholeRows:
+def rows_of(scores: Scores, block: ScoreBlock, x: Mapping[str, Tensor]) -> WholeRows:
     """Return attention at one block of query rows; ``x`` holds the block's part of each tensor, by name."""
     q, k = scores.scale * x["q"], x["k"]
     # The rows of all query heads of a group form one matrix, so that heads with one key head share a product.
@@ -95,7 +95,7 @@ def rows_of(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> WholeRows:
     return WholeRows({"q": q, "k": k, "v": x["v"]}, scores.scale, p, scores.softcap, tanh, sink, dropout)
 
 
-def _dropout(scores: Scores, block: Block, seed: Tensor, dtype: torch.dtype) -> Tensor:
+def _dropout(scores: Scores, block: ScoreBlock, seed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix of dropout factors of a block: 0 for dropped entries, and 1/(1 − p) for all others.
 
     An entry depends on the seed, head, query and key alone. So the derivatives, whose blocks may be others,
@@ -122,7 +122,7 @@ def _hashed(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
+def _ordered(s: Tensor, visible: Visibility, block: ScoreBlock) -> Tensor:
     """Set the scores of a block to −∞, maybe in place, where causal order or a window hides the key."""
     first = block.keys.start
     if visible.triangle:

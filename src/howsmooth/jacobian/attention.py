@@ -20,7 +20,7 @@ from howsmooth.attention.atom_weights import Weighting
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.fused_softmax import fused
 from howsmooth.jacobian.norm_layers import NormJacobian, query_and_key_norms
-from howsmooth.jacobian.projections import Projection
+from howsmooth.jacobian.projections import LayerMatrices
 from howsmooth.jacobian.rounding_bounds import AttentionRounding
 from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative, weighted_softmax_derivative
 from howsmooth.jacobian.streamed_softmax import StreamedDerivative, streamed_derivative
@@ -40,7 +40,7 @@ class _MultiHeadJacobian(LinearOperator):
     def __init__(
         self,
         core: SoftmaxDerivative | StreamedDerivative,
-        projection: Projection,
+        projection: LayerMatrices,
         norms: Norms,
         proved: ProductError | None = None,
     ) -> None:
@@ -198,7 +198,7 @@ class StreamedAttentionJacobian(_MultiHeadJacobian):
 def attention_jacobians(
     f: SelfAttention,
     x: Float[Tensor, "batch n d"],
-    made: Mapping[torch.dtype, Callable[[SelfAttention], Projection]],
+    made: Mapping[torch.dtype, Callable[[SelfAttention], LayerMatrices]],
     off: Float[Tensor, "batch n"] | None,
     norms: MatrixNorms,
     weighting: Weighting | None = None,

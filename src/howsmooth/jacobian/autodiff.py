@@ -33,7 +33,7 @@ from howsmooth.jacobian.lost_products import overflows, underflows, values_out_o
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.operator import check_finite
-from howsmooth.spectral.scaling import PowersOfTwo, in_range, out_of_range, shifted
+from howsmooth.spectral.scaling import PowersOfTwo, in_range, out_of_range, times_power
 
 __all__ = [
     "MULTIPLES",
@@ -300,12 +300,12 @@ class AutodiffJacobian(LinearOperator):
         total = self.powers.total
         sizes = total[_nonzero(je).cpu().numpy()].min(initial=total.max()) - total
         with self._range_first(e, u):
-            check_adjoint(e, shifted(je, sizes), u, shifted(jtu, sizes), forward, reverse)
+            check_adjoint(e, times_power(je, sizes), u, times_power(jtu, sizes), forward, reverse)
         # Where only scaled products are not zero, the values of f have underflowed, too, and show nothing.
         shown, known = e, first
         if self.powers:
             lost = _nonzero(first) & ~_nonzero(unscaled)
-            known = shifted(first, -self.powers.total)
+            known = times_power(first, -self.powers.total)
             shown, known = (torch.where(lost.view(-1, *(1,) * (t.ndim - 1)), 0.0, t) for t in (shown, known))
         with self._range_first(e, u):
             check_against_differences(
@@ -358,8 +358,8 @@ class AutodiffJacobian(LinearOperator):
             raise
 
     def _underflows(self, e: Tensor, u: Tensor, *, digits: bool = False) -> bool:
-        u = shifted(u, self.powers.adjoint_before).reshape(self._y_shape)
-        e = shifted(e, self.powers.before).reshape(self._x.shape)
+        u = times_power(u, self.powers.adjoint_before).reshape(self._y_shape)
+        e = times_power(e, self.powers.before).reshape(self._x.shape)
         with one_backend():
             return self._kept.underflows(e, u, digits=digits)
 
@@ -522,9 +522,9 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float =
     exponents = np.zeros(len(je), dtype=np.int64)
     if je.dtype == torch.float64:  # squares of float32 numbers are in range
         exponents = -out_of_range(je)
-    je = shifted(je, exponents)
+    je = times_power(je, exponents)
     size = je.double().flatten(1).norm(dim=1)
-    changes = [(shifted(product, exponents) - je).double().flatten(1).norm(dim=1) for product in moved]
+    changes = [(times_power(product, exponents) - je).double().flatten(1).norm(dim=1) for product in moved]
     change = torch.stack(changes).amax(dim=0)
     return allowed * torch.where(size > 0, change / size, 0.0).cpu()
 

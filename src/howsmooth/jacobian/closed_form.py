@@ -30,7 +30,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.attention import attention_jacobians
 from howsmooth.jacobian.custom_code_attention import StagedJacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, ScaleJacobian
-from howsmooth.jacobian.projections import Projection, projections
+from howsmooth.jacobian.projections import LayerMatrices, projections
 from howsmooth.jacobian.rounding_bounds import composed_error, image_off, residual_error
 from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator
@@ -52,7 +52,7 @@ class _Form:
     :func:`closed_form_jacobian`, and with norms of matrices for proofs of rounding errors.
     """
 
-    made: Mapping[torch.dtype, Callable[[SelfAttention], Projection]]
+    made: Mapping[torch.dtype, Callable[[SelfAttention], LayerMatrices]]
     weighting: Weighting | None = None
     streamed: bool = False
     allowance: float | None = None

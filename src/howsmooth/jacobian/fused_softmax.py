@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from howsmooth.jacobian.softmax_tile import OfKeys, OfOutputs, OfQueries, OfValues
 from howsmooth.jacobian.streamed_softmax import StreamedDerivative, Through
-from howsmooth.triton_launch import Tile, launch, padded_width
+from howsmooth.triton_launch import TileSize, launch, padded_width
 
 __all__ = ["PARTS_BYTES", "FusedDerivative", "fused", "within"]
 
@@ -37,11 +37,11 @@ _LARGEST_SCORE = 128.0
 
 # The tile of each kernel, by the number of parts: the fastest of about eight, on an H200, with heads of 64
 # entries.
-_IMAGE = {2: Tile(128, 64, 8, 2), 3: Tile(128, 64, 8, 1)}
-_QUERIES = {2: Tile(128, 64, 8, 3), 3: Tile(128, 64, 8, 2)}
-_KEYS = {2: Tile(64, 64, 4, 2), 3: Tile(64, 64, 4, 1)}
+_IMAGE = {2: TileSize(128, 64, 8, 2), 3: TileSize(128, 64, 8, 1)}
+_QUERIES = {2: TileSize(128, 64, 8, 3), 3: TileSize(128, 64, 8, 2)}
+_KEYS = {2: TileSize(64, 64, 4, 2), 3: TileSize(64, 64, 4, 1)}
 # Tiles that are tried if those above do not fit into the memory on the chip.
-_SMALLER = (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
+_SMALLER = (TileSize(64, 64, 4, 1), TileSize(64, 32, 4, 1), TileSize(32, 32, 4, 1), TileSize(16, 16, 4, 1))
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class FusedDerivative(StreamedDerivative):
             self.visibility.window or 0,
         )
 
-    def _run(self, kernel: Any, tiles: dict[int, Tile], of: str, *arguments: object) -> None:
+    def _run(self, kernel: Any, tiles: dict[int, TileSize], of: str, *arguments: object) -> None:
         """Run a kernel on all heads, and on all blocks of rows if ``of`` is "rows", otherwise of keys."""
         heads, length = self.k.shape[:2]
         if of == "rows":

@@ -13,11 +13,11 @@ from torch import Tensor
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.rounding import gamma
 
-__all__ = ["Moments", "moment_columns"]
+__all__ = ["Deviations", "moment_columns"]
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
+class Deviations:
     """Upper bounds on the deviations of keys and values from their means under P, and on norms of P.
 
     Axes: b = batch member times key/value head, m = query rows of all its query heads.
@@ -42,7 +42,7 @@ class Moments:
         total: Float[Tensor, "b m"],
         sink: Float[Tensor, "b m"],
         p: Float[Tensor, "b m n"] | None = None,
-    ) -> Moments:
+    ) -> Deviations:
         """Compute the bounds from the averages under P of :func:`moment_columns` and of the shifted values,
         ``mean``. Without P itself, which streamed products do not keep, row sums bound ``squares`` and
         ``spread``.
@@ -81,7 +81,7 @@ class Moments:
 
 
 def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
-    """Return columns with an entry for each key, whose averages under P determine :class:`Moments`.
+    """Return columns with an entry for each key, whose averages under P determine :class:`Deviations`.
 
     They are k, |k|² and |v|². If there is a sink, |k|² and |v|² of the unshifted keys and values follow.
     """

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from howsmooth.attention import Rotary, SelfAttention
 
-__all__ = ["Projection", "projections"]
+__all__ = ["LayerMatrices", "projections"]
 
 # Number of products with JᵀJ that a measurement usually takes.
 _EXPECTED_STEPS = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Projection:
+class LayerMatrices:
     """The matrices of one attention layer.
 
     The rows of ``weight`` are those of the queries, with the scale of the scores multiplied in, the keys and
@@ -39,7 +39,7 @@ class Projection:
     tokens: int
 
     @classmethod
-    def of(cls, f: SelfAttention, dtype: torch.dtype, tokens: int) -> Projection:
+    def of(cls, f: SelfAttention, dtype: torch.dtype, tokens: int) -> LayerMatrices:
         """Return the matrices of a float64 layer in ``dtype``, for products of so many tokens."""
         parts = (f.scale * f.query, f.key, f.value)
         weight = torch.cat([part.to(dtype).flatten(0, 1) for part in parts])
@@ -104,8 +104,8 @@ class Projection:
 
 def projections(
     dtypes: Iterable[torch.dtype], tokens: int
-) -> dict[torch.dtype, Callable[[SelfAttention], Projection]]:
+) -> dict[torch.dtype, Callable[[SelfAttention], LayerMatrices]]:
     """Return, for each dtype, the function that gives the matrices of a layer, each converted once, for
     products of so many tokens.
     """
-    return {dtype: cache(partial(Projection.of, dtype=dtype, tokens=tokens)) for dtype in dtypes}
+    return {dtype: cache(partial(LayerMatrices.of, dtype=dtype, tokens=tokens)) for dtype in dtypes}

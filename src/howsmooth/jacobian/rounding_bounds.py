@@ -25,7 +25,7 @@ from torch import Tensor
 from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, SelfAttention, TokenMap
 from howsmooth.attention.multi_head_projections import in_heads
 from howsmooth.jacobian.centred_queries_keys_values import Operands
-from howsmooth.jacobian.key_value_moments import Moments
+from howsmooth.jacobian.key_value_moments import Deviations
 from howsmooth.rounding import LOST, MatrixNorms, U, above, gamma, up
 from howsmooth.spectral.operator import ProductError
 
@@ -305,7 +305,7 @@ class AttentionRounding:
             heads = self.norms.spectral(f.output) * heads + self.rounding * summed
         return _covered(heads, relative.flatten(1, 2).amax(dim=1))
 
-    def product_error(self, moments: Moments, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
+    def product_error(self, moments: Deviations, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
         """Return bounds on the rounding errors of products with the Jacobian, where ``mean`` are the outputs,
         shifted as the values are.
 

@@ -15,7 +15,7 @@ from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.scaled_dot_product import attention_scores, cap_slope, row_blocks, weighted_values
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian.centred_queries_keys_values import Operands
-from howsmooth.jacobian.key_value_moments import Moments, moment_columns
+from howsmooth.jacobian.key_value_moments import Deviations, moment_columns
 from howsmooth.jacobian.softmax_tile import OfKeys, OfOutputs, OfQueries, OfValues, Tile
 
 __all__ = [
@@ -88,7 +88,7 @@ class SoftmaxDerivative(Tile):
 
     mean: OfOutputs
     sink: Sink | None = None
-    moments: Moments | None = None
+    moments: Deviations | None = None
     log_range: float | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
@@ -180,7 +180,7 @@ def softmax_derivative(
     mean, sink = outputs_and_sink(operands, averages[..., : v.shape[-1]], total, sink_p, dtype)
     moments = None
     if dtype == torch.float64:
-        moments = Moments.of(operands, averages[..., v.shape[-1] :], mean, total, sink_p, rounded)
+        moments = Deviations.of(operands, averages[..., v.shape[-1] :], mean, total, sink_p, rounded)
     q, k, v, mean = (t.to(dtype) for t in (q, k, v, mean))
     slope = rounded if features.softcap is None else slope.flatten(1, 2)
     return SoftmaxDerivative(q, k, v, rounded, slope, slope, mean, sink, moments)

@@ -21,11 +21,11 @@ from torch import Tensor
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.scaled_dot_product import ScoreFeatures, cap_slope
 from howsmooth.jacobian.centred_queries_keys_values import Operands
-from howsmooth.jacobian.key_value_moments import Moments, moment_columns
+from howsmooth.jacobian.key_value_moments import Deviations, moment_columns
 from howsmooth.jacobian.scratch_memory import Scratch
 from howsmooth.jacobian.softmax import Sink, largest_score, outputs_and_sink, rounding_of
 from howsmooth.jacobian.softmax_tile import OfKeys, OfOutputs, OfQueries, OfValues, Tile
-from howsmooth.jacobian.tiling import Block, Piece, Tiling
+from howsmooth.jacobian.tiling import Piece, RowBlock, Tiling
 
 __all__ = ["SINGLE_SCORES", "StreamedDerivative", "streamed_derivative"]
 
@@ -84,7 +84,7 @@ class StreamedDerivative:
     visibility: Visibility
     features: ScoreFeatures
     kv_heads: int
-    moments: Moments | None = None
+    moments: Deviations | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
         """Estimate what :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative` does: the same error, and κ
@@ -187,7 +187,7 @@ class _Cotangents:
         )
 
     def add(
-        self, block: Block, keys: slice, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
+        self, block: RowBlock, keys: slice, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
     ) -> None:
         """Add left[0] @ right[0] and left[1] @ right[1] to the cotangents of a tile's keys and values."""
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
@@ -232,13 +232,13 @@ class _Tiles:
         self.scratch = Scratch()
         self.views: dict[tuple[int, ...], Tensor] = {}
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[RowBlock]:
         """Yield blocks that cover all query rows and heads, each with as many heads as fit into one tile."""
         for block in self.tiling.blocks():
             yield from block.cut(self.tiling.heads_at_once(block))
 
     def product(
-        self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor
+        self, block: RowBlock, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "heads group rows value_dim"]:
         """Return the tangents of the outputs of one block of query rows."""
         out = self._of_pieces(block, lambda piece: self._image(piece, dq, dk, dv))
@@ -248,7 +248,7 @@ class _Tiles:
         return out
 
     def add_adjoint(
-        self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
+        self, block: RowBlock, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> None:
         """Write the cotangents of the queries of one block to ``parts``, and add those of keys and values."""
         out = self._of_pieces(
@@ -259,7 +259,7 @@ class _Tiles:
         parts.queries[block.heads, :, block.rows] = out
 
     def _of_pieces(
-        self, block: Block, of_piece: Callable[[Piece], Float[Tensor, "b r width"]]
+        self, block: RowBlock, of_piece: Callable[[Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
         """Return the sum of what ``of_piece`` returns for all pieces of one block of query rows."""
         group, out = self.at.q.shape[1], None
@@ -314,7 +314,7 @@ class _Tiles:
                 parts.add(block, keys, left, (ds, tile.p))
         return out
 
-    def _keys(self, t: Float[Tensor, "heads n width"], block: Block, keys: slice) -> Tensor:
+    def _keys(self, t: Float[Tensor, "heads n width"], block: RowBlock, keys: slice) -> Tensor:
         """Return the rows of a range of keys, as a view that is made once and kept."""
         name = (id(t), keys.start, keys.stop, *block.keys_of)
         view = self.views.get(name)
@@ -322,7 +322,7 @@ class _Tiles:
             view = self.views[name] = block.of_keys(t, keys)
         return view
 
-    def _tile(self, place: int, block: Block, keys: slice, q: Tensor, scored: _Scored) -> Tile | None:
+    def _tile(self, place: int, block: RowBlock, keys: slice, q: Tensor, scored: _Scored) -> Tile | None:
         """Form one tile of P in the memory ``place``, or return None if all of its keys are hidden."""
         at = self.at
         # Scores in the dtype of the products are turned into P in place, so they need the memory of the tile.
@@ -341,14 +341,14 @@ class _Tiles:
             slope = torch.mul(p, slope, out=self._empty(("slope", place), p.shape, at.q.dtype))
         return Tile(q, self._keys(at.k, block, keys), self._keys(at.v, block, keys), p, slope, slope)
 
-    def _scored(self, block: Block, *, normalised: bool = True) -> _Scored:
+    def _scored(self, block: RowBlock, *, normalised: bool = True) -> _Scored:
         at = self.at
         q, k = (at.q, at.k) if at.exact is None else at.exact
         less = (block.of_rows(at.lse[..., None]) * _LOG2_E).to(q.dtype) if normalised else None
         return _Scored(block.of_rows(q), k, less)
 
     def _scores(
-        self, place: int, block: Block, keys: slice, scored: _Scored
+        self, place: int, block: RowBlock, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
         """Return the scores of one tile times log₂ e, less ``scored.less``, without the rules of
         ``visibility``, and the derivative of a soft cap; or None if a mask hides the whole tile.
@@ -373,7 +373,7 @@ class _Tiles:
 
     def normalise(
         self,
-        block: Block,
+        block: RowBlock,
         table: Float[Tensor, "b n columns"],
         lse: Float[Tensor, "b group m"],
         averages: Float[Tensor, "b group m columns"],
@@ -474,7 +474,7 @@ def streamed_derivative(operands: Operands, visibility: Visibility, dtype: torch
     moments = None
     if dtype == torch.float64:
         of_moments = averages[..., -columns[-1].shape[-1] :]
-        moments = Moments.of(operands, *(t.flatten(1, 2) for t in (of_moments, mean, total, sink_p)))
+        moments = Deviations.of(operands, *(t.flatten(1, 2) for t in (of_moments, mean, total, sink_p)))
     return replace(at, mean=mean.to(dtype).contiguous(), sink=sink, moments=moments)
 
 

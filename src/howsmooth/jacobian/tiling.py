@@ -19,7 +19,7 @@ from torch import Tensor
 
 from howsmooth.attention.masks import Visibility
 
-__all__ = ["Block", "DiagonalSquares", "Piece", "Tiling", "parts_for_threads", "shifted", "working_bytes"]
+__all__ = ["DiagonalSquares", "Piece", "RowBlock", "Tiling", "parts_for_threads", "shifted", "working_bytes"]
 
 # Most entries of a tile, enough for the full rate of matrix products, and on a CPU few enough for its caches;
 # and most keys (columns) of a tile.
@@ -79,7 +79,7 @@ def shifted(rows: slice, by: int) -> slice:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """A range of query rows with all keys, for a range of key heads of one sequence.
 
     Matrix products are batched over the heads or, if there is one head, over ``batches`` equal parts of the
@@ -100,7 +100,7 @@ class Block:
         """A tuple that is equal for blocks with the same keys."""
         return self.heads.start, self.heads.stop, self.batches
 
-    def cut(self, heads: int) -> list[Block]:
+    def cut(self, heads: int) -> list[RowBlock]:
         """Divide this block into blocks of at most ``heads`` key heads each."""
         first, last = self.heads.start, self.heads.stop
         return [replace(self, heads=slice(i, min(i + heads, last))) for i in range(first, last, heads)]
@@ -119,7 +119,7 @@ class Block:
         """Undo the flattening of :meth:`of_rows`."""
         return t.view(self.heads.stop - self.heads.start, group, self.length, t.shape[-1])
 
-    def part_of(self, t: Tensor, block: Block) -> Tensor:
+    def part_of(self, t: Tensor, block: RowBlock) -> Tensor:
         """Return this block's rows of a tensor (heads, group, rows, width) of a larger block."""
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
@@ -129,7 +129,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class DiagonalSquares(Block):
+class DiagonalSquares(RowBlock):
     """The same range of rows in each of several equal squares on the causal diagonal, one for each thread.
 
     ``rows`` and keys are numbered from the first row and key of their square. The first square begins at row
@@ -158,7 +158,7 @@ class DiagonalSquares(Block):
         """Undo the flattening of :meth:`of_rows`: there is one query head."""
         return t.unsqueeze(1)
 
-    def part_of(self, t: Tensor, block: Block) -> Tensor:
+    def part_of(self, t: Tensor, block: RowBlock) -> Tensor:
         """Return this block's rows of a tensor (1, 1, rows, width) of a larger block."""
         _, _, row, entry = t.stride()
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
@@ -182,7 +182,7 @@ class DiagonalSquares(Block):
 class Piece:
     """A block of queries with some of the keys that they see: a range for each tile of scores."""
 
-    block: Block
+    block: RowBlock
     keys: list[slice]
 
     @property
@@ -221,7 +221,7 @@ class Tiling:
         """The number of equal parts into which the query rows of one head are cut."""
         return parts_for_threads(self.kv_heads, self.device)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[RowBlock]:
         """Yield blocks that cover all scores, each for all key heads of one sequence."""
         window = self.visibility.window
         # Keys that a block of rows sees, roughly: their tiles are kept between J and Jᵀ.
@@ -234,13 +234,13 @@ class Tiling:
             for row in range(0, self.m, length):
                 yield self._block(slice(head, head + self.kv_heads), row, min(row + length, self.m))
 
-    def heads_at_once(self, block: Block) -> int:
+    def heads_at_once(self, block: RowBlock) -> int:
         """Return the number of key heads for which the scores of a block fit into one tile."""
         heads, most, _ = _tile_shape(self.kv_heads * self.group, self.n, self.itemsize, self.device)
         # A block with fewer rows, at the end of the sequence or in a window, can have more heads.
         return max(1, min(self.kv_heads, heads * most // (block.length * self.group)))
 
-    def strips(self, block: Block) -> list[Block]:
+    def strips(self, block: RowBlock) -> list[RowBlock]:
         """Divide a block into smaller ones, unless all of its rows see the same keys."""
         length = self._strip if self._edged else block.length
         if block.length <= length:
@@ -248,7 +248,7 @@ class Tiling:
         first, last = block.rows.start, block.rows.stop
         return [self._block(block.heads, i, min(i + length, last)) for i in range(first, last, length)]
 
-    def pieces(self, block: Block) -> list[Piece]:
+    def pieces(self, block: RowBlock) -> list[Piece]:
         """Divide a block of query rows into pieces, such that few masked scores are computed: one with the
         keys that all of its rows see, and one for each strip of rows, with the further keys that these see.
         """
@@ -270,7 +270,7 @@ class Tiling:
             for strip, keys in zip(strips, seen, strict=True)
         ]
 
-    def _has_diagonal_squares(self, block: Block) -> bool:
+    def _has_diagonal_squares(self, block: RowBlock) -> bool:
         plain = self.visibility.triangle and self.group == 1 and not self.features
         side = block.length // block.batches
         # A tile of a square must lie within one tile of the sequence, where its cotangents are added.
@@ -278,7 +278,7 @@ class Tiling:
         aligned &= side % self.columns == 0 or self.columns % side == 0
         return bool(block.batches > 1 and plain and aligned)
 
-    def _diagonal_squares(self, block: Block) -> list[Piece]:
+    def _diagonal_squares(self, block: RowBlock) -> list[Piece]:
         """Return pieces that cover a block's scores from the key of its first row to the causal diagonal.
 
         The rows of each thread form one piece with the keys before their own first row, and a square at the
@@ -308,8 +308,8 @@ class Tiling:
     def _strip(self) -> int:
         return _STRIP if self.device.type == "cpu" else max(_STRIP, self.n // 16)
 
-    def _block(self, heads: slice, first: int, last: int) -> Block:
+    def _block(self, heads: slice, first: int, last: int) -> RowBlock:
         # Rows are cut into a part for each thread only if all parts have the same size and are not too small.
         each, left = divmod(self.group * (last - first), self.batches)
         apart = left == 0 and each >= _FEWEST_ROWS_APART
-        return Block(heads, slice(first, last), self.batches if apart else 1)
+        return RowBlock(heads, slice(first, last), self.batches if apart else 1)

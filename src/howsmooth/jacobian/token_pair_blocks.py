@@ -34,7 +34,7 @@ from howsmooth.attention.compositions import layers
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, closed_form_jacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, query_and_key_norms
-from howsmooth.jacobian.projections import Projection
+from howsmooth.jacobian.projections import LayerMatrices
 from howsmooth.jacobian.softmax import softmax_derivative
 from howsmooth.jacobian.softmax_tile import derivative_in_own_query
 from howsmooth.spectral import LinearOperator
@@ -168,7 +168,7 @@ class _AttentionBlocks:
         self._group = torch.arange(f.heads, device=f.device) // (f.heads // f.kv_heads)
         self._k, self._v = core.k[self._group], core.v[self._group]
         self._query_norm, self._key_norm = query_and_key_norms(f, tokens, torch.float64)
-        self._projections: dict[torch.dtype, Projection] = {}
+        self._projections: dict[torch.dtype, LayerMatrices] = {}
 
     def weights(self) -> Tensor:
         weights = self._p.amax(dim=0)
@@ -189,7 +189,7 @@ class _AttentionBlocks:
         found: list[LinearOperator] = []
         for dtype in dtypes:
             if dtype not in self._projections:
-                self._projections[dtype] = Projection.of(self._f, dtype, len(i))
+                self._projections[dtype] = LayerMatrices.of(self._f, dtype, len(i))
             p, moved, read = (t.to(dtype).contiguous() for t in parts)
             digits = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
             rounding = digits * self._core.rounding(1).expand(len(i))
@@ -309,7 +309,7 @@ class _AttentionTile(LinearOperator):
 
     def __init__(
         self,
-        projection: Projection,
+        projection: LayerMatrices,
         p: Float[Tensor, "pairs heads"],
         moved: Float[Tensor, "pairs heads value_dim"],
         read: Float[Tensor, "owners heads d"],

@@ -2,8 +2,9 @@
 
 Their products are packed without padding (:func:`energy_products_together`): a projection maps each token by
 itself, so the tokens of all sequences go through it in one matrix product, and the softmax of each sequence
-is computed by itself, at its own length. Or they are joined to one batched operator (:func:`joined`), padded
-with zeros: for short sequences, above all on a GPU, starting an operation takes longer than the operation.
+is computed by itself, at its own length. Or they are joined to one batched operator
+(:func:`joined_jacobian`), padded with zeros: for short sequences, above all on a GPU, starting an operation
+takes longer than the operation.
 The Jacobians are padded, not the tokens: each is computed at its own length.
 """
 
@@ -29,7 +30,7 @@ from howsmooth.spectral.operator import ProductError, squared_lengths
 
 _Kind = TypeVar("_Kind", bound=LinearOperator)
 
-__all__ = ["energy_products_together", "filled", "joined", "shares_products"]
+__all__ = ["energy_products_together", "filled", "joined_jacobian", "shares_products"]
 
 
 def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
@@ -115,7 +116,7 @@ def _instances(operators: Sequence[LinearOperator], kind: type[_Kind]) -> list[_
     return found if len(found) == len(operators) else None
 
 
-def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
+def joined_jacobian(operators: Sequence[LinearOperator]) -> LinearOperator:
     """Join the Jacobians of one map at sequences of different lengths to one batched operator.
 
     Products take vectors (batch, n, d) that are zero from each sequence's own length on, and return the
@@ -133,9 +134,11 @@ def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
         n = max(op.in_shape[0] for op in scales)
         return ScaleJacobian(scales[0].weight, sum(op.batch for op in scales), n)
     if (residuals := _instances(operators, ResidualJacobian)) is not None:
-        return ResidualJacobian(joined([op.inner for op in residuals]))
+        return ResidualJacobian(joined_jacobian([op.inner for op in residuals]))
     if (composed := _instances(operators, ComposedJacobian)) is not None:
-        return ComposedJacobian(joined([op.outer for op in composed]), joined([op.inner for op in composed]))
+        return ComposedJacobian(
+            joined_jacobian([op.outer for op in composed]), joined_jacobian([op.inner for op in composed])
+        )
     raise TypeError(f"no common operator of {sorted({type(op).__name__ for op in operators})}")
 
 

@@ -20,7 +20,7 @@ from howsmooth.batching import footprint
 from howsmooth.jacobian.attention import AttentionJacobian, attention_jacobians
 from howsmooth.jacobian.closed_form import in_double
 from howsmooth.jacobian.projections import projections
-from howsmooth.jacobian.unequal_lengths import joined
+from howsmooth.jacobian.unequal_lengths import joined_jacobian
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.local import local_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
@@ -158,7 +158,7 @@ class HeadsJacobian(AttentionJacobian):
     def of_heads(cls, heads: Sequence[LinearOperator]) -> HeadsJacobian:
         """Join the Jacobians of single heads of one layer at one sequence to one batched operator."""
         matrices = [head.projection.weight for head in heads if isinstance(head, AttentionJacobian)]
-        whole = joined(heads)
+        whole = joined_jacobian(heads)
         assert isinstance(whole, AttentionJacobian)
         return cls._with(whole, torch.stack(matrices))
 

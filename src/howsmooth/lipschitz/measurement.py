@@ -21,7 +21,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.jacobian.autodiff import allowance_for_rounding, moved_by_rounding, weighted_autodiff_jacobian
 from howsmooth.jacobian.closed_form import closed_form_jacobians, in_double
-from howsmooth.jacobian.unequal_lengths import joined
+from howsmooth.jacobian.unequal_lengths import joined_jacobian
 from howsmooth.lipschitz.singular_value_solver import Solver
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.checked_products import CheckedByAdjoint, CheckedProducts
@@ -83,9 +83,9 @@ def _kept(
     operators: list[LinearOperator] = []
     for lot in groups:
         at = list(itertools.islice(found, len(lot)))
-        whole = joined([one[exact] for one in at])
+        whole = joined_jacobian([one[exact] for one in at])
         operators.append(
-            whole if dtype == exact else CheckedProducts(joined([one[dtype] for one in at]), whole)
+            whole if dtype == exact else CheckedProducts(joined_jacobian([one[dtype] for one in at]), whole)
         )
     return operators
 

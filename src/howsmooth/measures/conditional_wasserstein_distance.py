@@ -17,7 +17,7 @@ from howsmooth.measures.discrete import DiscreteMeasure
 from howsmooth.measures.distance_arguments import Options, check_discrete, check_order, check_same_space
 from howsmooth.measures.presolve import Answer, Pair
 from howsmooth.measures.transport import Transport, solve, transport_of
-from howsmooth.measures.transport_problem import EPSILON, Plan
+from howsmooth.measures.transport_problem import EPSILON, TransportPlan
 
 __all__ = ["conditional_wasserstein"]
 
@@ -118,7 +118,7 @@ def _total(
         terms = [
             np.tile(logs + pair.p * np.log(own), (3, 1)) + pair.p * slack * np.array([[-1.0], [0.0], [1.0]])
         ]
-    plans, weights = [Plan(rows, columns, np.exp(logs))], [logs]
+    plans, weights = [TransportPlan(rows, columns, np.exp(logs))], [logs]
     for s in np.flatnonzero(~forced):
         here, there = members[0][s], members[1][s]
         part = Pair(pair.x[here], pair.y[there], log_a[here], log_b[there], pair.p, pair.exponent)
@@ -127,10 +127,10 @@ def _total(
             sizes = pair.p * np.log([answer.lower, answer.value, answer.upper])
         terms.append(masses[0][s] + sizes[:, None])
         shares = answer.log_masses + masses[0][s]
-        plans.append(Plan(here[answer.plan.rows], there[answer.plan.columns], np.exp(shares)))
+        plans.append(TransportPlan(here[answer.plan.rows], there[answer.plan.columns], np.exp(shares)))
         weights.append(shares)
     lower, value, upper = _roots(np.concatenate(terms, axis=1), pair.p)
-    whole = Plan(
+    whole = TransportPlan(
         np.concatenate([plan.rows for plan in plans]),
         np.concatenate([plan.columns for plan in plans]),
         np.concatenate([plan.masses for plan in plans]),

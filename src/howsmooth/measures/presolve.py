@@ -16,7 +16,7 @@ from scipy.special import logsumexp
 
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.discrete import DiscreteMeasure
-from howsmooth.measures.transport_problem import EPSILON, TINY, Plan, Problem
+from howsmooth.measures.transport_problem import EPSILON, TINY, TransportPlan, TransportProblem
 from howsmooth.measures.transport_solvers import Solution
 
 __all__ = ["Answer", "Pair", "in_units"]
@@ -41,7 +41,7 @@ class Answer:
     value: float
     lower: float
     upper: float
-    plan: Plan
+    plan: TransportPlan
     log_masses: Float[ndarray, " e"]
     left: Float[ndarray, " n"] | None
     right: Float[ndarray, " m"] | None
@@ -83,11 +83,11 @@ class Pair:
         return self.log_a >= _LIGHTEST, self.log_b >= _LIGHTEST
 
     @cached_property
-    def problem(self) -> Problem:
+    def problem(self) -> TransportProblem:
         """The optimal transport problem between the two measures without their atoms of negligible weight."""
         here, there = self.kept
         a, b = np.exp(self.log_a[here]), np.exp(self.log_b[there])
-        return Problem(self.x[here], self.y[there], a / math.fsum(a), b / math.fsum(b), self.p)
+        return TransportProblem(self.x[here], self.y[there], a / math.fsum(a), b / math.fsum(b), self.p)
 
     @property
     def reach_of_light_atoms(self) -> float:
@@ -123,7 +123,7 @@ class Pair:
         # Rounding of the distances, of the sum of logarithms, and of the exponential.
         slack = (3 * self.x.shape[1] + 64 + 4 * abs(log_value) if moved.any() else 0) * EPSILON
         n = len(own)
-        plan = Plan(np.arange(n), np.arange(n), np.exp(self.log_a))
+        plan = TransportPlan(np.arange(n), np.arange(n), np.exp(self.log_a))
         return Answer(
             value, value * (1 - slack), value * (1 + slack), plan, self.log_a, own**self.p, np.zeros(n)
         )
@@ -135,7 +135,7 @@ class Pair:
             nearest, _ = cKDTree(self.y).query(self.x)
         else:
             # p-th powers of small distances may underflow, so distances are compared.
-            nearest = Problem(self.x, self.y, self.log_a, self.log_b, 1.0).costs.min(axis=1)
+            nearest = TransportProblem(self.x, self.y, self.log_a, self.log_b, 1.0).costs.min(axis=1)
         return bool(np.all(own <= nearest * (1 + (self.x.shape[1] + 16) * EPSILON)))
 
     def answer(self, solution: Solution) -> Answer:
@@ -143,7 +143,7 @@ class Pair:
         ignored all atoms of negligible weight.
         """
         here, there = (np.flatnonzero(kept) for kept in self.kept)
-        plan = Plan(here[solution.plan.rows], there[solution.plan.columns], solution.plan.masses)
+        plan = TransportPlan(here[solution.plan.rows], there[solution.plan.columns], solution.plan.masses)
         slack = self.reach_of_light_atoms
         # The p-th roots of the cost's limits are rounded outwards, and light atoms widen the interval.
         above = solution.above ** (1 / self.p)

@@ -20,7 +20,7 @@ from howsmooth.measures.discrete import DiscreteMeasure
 from howsmooth.measures.distance_arguments import Options, check_discrete, check_order, check_same_space
 from howsmooth.measures.gaussian import Gaussian
 from howsmooth.measures.presolve import Answer, Pair
-from howsmooth.measures.transport_solvers import entropic, exact, on_the_line
+from howsmooth.measures.transport_solvers import entropic, network_simplex, on_the_line
 from howsmooth.rounding import interval_in_digits
 
 __all__ = ["Transport", "solve", "transport_of", "wasserstein"]
@@ -179,7 +179,7 @@ def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
     if method == "1d":
         return pair.answer(on_the_line(pair.problem)), "1d"
     if method == "exact":
-        return pair.answer(exact(pair.problem)), "exact"
+        return pair.answer(network_simplex(pair.problem)), "exact"
     strength = options.regularisation
     if strength is not None:
         # The regularisation is given in the user's units; costs are in units of the scaled points.

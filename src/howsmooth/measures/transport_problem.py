@@ -22,7 +22,7 @@ from scipy.spatial.distance import cdist
 
 from howsmooth.rounding import U
 
-__all__ = ["Plan", "Problem"]
+__all__ = ["TransportPlan", "TransportProblem"]
 
 # Distance of neighbouring numbers between 1 and 2.
 EPSILON = 2 * U
@@ -33,7 +33,7 @@ _BLOCK_PAIRS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransportPlan:
     """A transport plan between two discrete measures: the mass that moves from each atom of the first measure
     to each atom of the second measure.
 
@@ -47,7 +47,7 @@ class Plan:
     unplaced: float = 0.0
 
     @classmethod
-    def of_matrix(cls, matrix: Float[ndarray, "n m"]) -> Plan:
+    def of_matrix(cls, matrix: Float[ndarray, "n m"]) -> TransportPlan:
         """Return the transport plan whose masses are the nonzero entries of ``matrix``."""
         rows, columns = np.nonzero(matrix)
         return cls(rows, columns, matrix[rows, columns])
@@ -58,7 +58,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Problem:
+class TransportProblem:
     """An optimal transport problem: move masses ``a`` at points ``x`` to masses ``b`` at points ``y`` at the
     lowest cost.
 
@@ -90,7 +90,7 @@ class Problem:
         """
         return float((self.x.shape[1] + 8) * (self.p / 2 + 1) * EPSILON)
 
-    def costs_of(self, plan: Plan) -> Float[ndarray, " e"]:
+    def costs_of(self, plan: TransportPlan) -> Float[ndarray, " e"]:
         """Return the transport costs |x_i − y_j|^p for the pairs of points between which a plan moves mass.
 
         The cost of a positive distance never underflows to zero.
@@ -106,7 +106,7 @@ class Problem:
 
     # ---- the upper limit
 
-    def repaired(self, plan: Plan) -> Plan:
+    def repaired(self, plan: TransportPlan) -> TransportPlan:
         """Return a transport plan close to the given plan that moves exactly the masses ``a`` to the masses
         ``b``, up to rounding.
 
@@ -120,14 +120,14 @@ class Problem:
         left = np.maximum(self.a - np.bincount(plan.rows, masses, n), 0.0)
         right = np.maximum(self.b - np.bincount(plan.columns, masses, m), 0.0)
         rest = _corner(left, right)
-        return Plan(
+        return TransportPlan(
             np.concatenate((plan.rows, rest.rows)),
             np.concatenate((plan.columns, rest.columns)),
             np.concatenate((masses, rest.masses)),
             unplaced=abs(math.fsum(left) - math.fsum(right)),
         )
 
-    def cost_above(self, plan: Plan) -> float:
+    def cost_above(self, plan: TransportPlan) -> float:
         """Return the cost of a transport plan, rounded up, which is an upper limit of the optimal cost.
 
         Mass that the plan leaves unplaced is counted at the largest distance.
@@ -186,7 +186,7 @@ def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
     return shares
 
 
-def _corner(left: ndarray, right: ndarray) -> Plan:
+def _corner(left: ndarray, right: ndarray) -> TransportPlan:
     """Return a transport plan from the masses ``left`` to the masses ``right``, constructed by the north-west
     corner rule.
     """
@@ -195,8 +195,10 @@ def _corner(left: ndarray, right: ndarray) -> Plan:
     rows, columns = np.flatnonzero(left), np.flatnonzero(right)
     ends_left, ends_right = np.cumsum(left[rows]), np.cumsum(right[columns])
     if not (len(rows) and len(columns)):
-        return Plan(rows[:0], columns[:0], left[:0])
+        return TransportPlan(rows[:0], columns[:0], left[:0])
     ends = np.unique(np.concatenate((ends_left, ends_right)))
     ends = ends[ends <= min(ends_left[-1], ends_right[-1])]
     masses = np.diff(ends, prepend=0.0)
-    return Plan(rows[np.searchsorted(ends_left, ends)], columns[np.searchsorted(ends_right, ends)], masses)
+    return TransportPlan(
+        rows[np.searchsorted(ends_left, ends)], columns[np.searchsorted(ends_right, ends)], masses
+    )

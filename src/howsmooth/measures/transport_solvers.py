@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from howsmooth.measures.transport_problem import EPSILON, Plan, Problem
+from howsmooth.measures.transport_problem import EPSILON, TransportPlan, TransportProblem
 
-__all__ = ["Solution", "entropic", "exact", "on_the_line"]
+__all__ = ["Solution", "entropic", "network_simplex", "on_the_line"]
 
 # A network simplex needs about n log n pivots; this limit only stops runs that would not terminate.
 _PIVOTS = 100_000_000
@@ -38,28 +38,30 @@ class Solution:
     potentials if available.
     """
 
-    plan: Plan
+    plan: TransportPlan
     below: float
     above: float
     left: Float[ndarray, " n"] | None = None
     right: Float[ndarray, " m"] | None = None
 
 
-def exact(problem: Problem) -> Solution:
+def network_simplex(problem: TransportProblem) -> Solution:
     """Solve a transport problem by the network simplex algorithm of POT, with a lower and an upper limit of
     its optimal cost.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the width of the interval tells whether the solver finished
         matrix, log = ot.emd(problem.a, problem.b, problem.costs, numItermax=_PIVOTS, log=True)
-    plan = problem.repaired(Plan.of_matrix(matrix))
+    plan = problem.repaired(TransportPlan.of_matrix(matrix))
     # For atoms that move to their nearest point, potentials g = 0 lose fewer digits than the solver's.
     starts = (log["v"], np.zeros(len(problem.b)))
     below, left, right = max((problem.cost_below(start) for start in starts), key=lambda found: found[0])
     return Solution(plan, below, problem.cost_above(plan), left, right)
 
 
-def entropic(problem: Problem, regularisation: float | None, rtol: float, max_iterations: int) -> Solution:
+def entropic(
+    problem: TransportProblem, regularisation: float | None, rtol: float, max_iterations: int
+) -> Solution:
     """Solve a transport problem by the Sinkhorn algorithm of POT. The entropic regularisation is decreased
     step by step.
 
@@ -108,10 +110,10 @@ def entropic(problem: Problem, regularisation: float | None, rtol: float, max_it
     return best
 
 
-def _of_entropic(problem: Problem, matrix: torch.Tensor, right: torch.Tensor) -> Solution:
+def _of_entropic(problem: TransportProblem, matrix: torch.Tensor, right: torch.Tensor) -> Solution:
     rows = matrix.numpy()
     rows = np.where(rows >= _SHARE / rows.shape[1] * problem.a[:, None], rows, 0.0)
-    plan = problem.repaired(Plan.of_matrix(rows))
+    plan = problem.repaired(TransportPlan.of_matrix(rows))
     below, f, g = problem.cost_below(right.numpy())
     return Solution(plan, below, problem.cost_above(plan), f, g)
 
@@ -131,7 +133,7 @@ def _tighter(one: Solution | None, other: Solution) -> Solution:
     return Solution(above.plan, below.below, above.above, below.left, below.right)
 
 
-def on_the_line(problem: Problem) -> Solution:
+def on_the_line(problem: TransportProblem) -> Solution:
     """Solve a transport problem between points on a line by sorting the points, which is optimal for all
     orders p >= 1.
 
@@ -141,7 +143,7 @@ def on_the_line(problem: Problem) -> Solution:
     """
     x, y = problem.x[:, 0], problem.y[:, 0]
     found = ot.emd_1d(x, y, problem.a, problem.b, metric="sqeuclidean", dense=False).tocoo()
-    plan = Plan(found.row, found.col, found.data)
+    plan = TransportPlan(found.row, found.col, found.data)
     costs = problem.costs_of(plan)
     # The plan is monotone if targets increase whenever sources increase.
     order = np.lexsort((y[plan.columns], x[plan.rows]))

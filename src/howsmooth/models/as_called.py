@@ -22,7 +22,7 @@ from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import padding_of
 from howsmooth.models.preserved_state import preserved_state
 from howsmooth.models.tolerance import relative_error
-from howsmooth.models.tracing.recorder import Recorder, own_copies, run
+from howsmooth.models.tracing.recorder import Recorder, own_copies, run_once
 
 __all__ = ["as_called"]
 
@@ -90,7 +90,7 @@ def _compared(given: ModelCall, wanted: Sequence[int] | None, training: bool) ->
                 return model(**own_copies(named)), None
             call = replace(given, named=dict(named))
             if padding is not None or not {"cache"}.issuperset(keep):
-                return run(call), None
+                return run_once(call), None
             record = Recorder(call, wanted, whole=True)
             return record.run(), record
 

@@ -40,9 +40,9 @@ from howsmooth.models.inputs.model_inputs import embedding_of, takes_decoder_ids
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import one_by_one, padding_of
-from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
 from howsmooth.models.tracing.module_replay import first_tensor
-from howsmooth.models.tracing.recorder import AttentionLayer, run, trace_forward_pass
+from howsmooth.models.tracing.recorder import AttentionLayer, run_once, trace_forward_pass
 from howsmooth.watching import Call, StopForward, notice_downcasts, watched
 
 __all__ = ["ModelParts"]
@@ -91,7 +91,7 @@ class ModelParts:
         if takes_decoder_ids(model) and side is None:
             raise CaptureError(
                 f"{type(model).__name__} is an encoder-decoder, whose output depends on two sequences. Take "
-                "its encoder alone, with the part encoder (--part encoder); or capture it with scope "
+                'its encoder alone, with part="encoder"; or capture it with scope '
                 "'model' and side='queries', from the decoder's embeddings, or side='memory', from the "
                 "encoder's."
             )
@@ -370,7 +370,7 @@ class ModelParts:
         else:
             return
         own, other = output.of(run.returned), output.of(other)
-        if not relative_error(other, own) <= tolerance(precision(torch.float32)):
+        if not relative_error(other, own) <= tolerance(lowest_epsilon(torch.float32)):
             raise _PassedBy(
                 f"{type(self.model).__name__} is not captured from {run.start}: its output also depends on "
                 "what enters the model past that point, such as by a residual around it. Write a module of "
@@ -491,7 +491,7 @@ class _Run:
             raise StopForward
 
         with observed(self.given.model, self.end, reached):
-            run(self.given)
+            run_once(self.given)
         if not found:
             raise CaptureError(f"The forward pass did not reach {self.end}.")
         return found[0]
@@ -533,13 +533,13 @@ def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
         own = [of(one.returned) for one in runs]
         moved = moved_tokens(x)
         wanted = [of(one.moved(tokens)) for one, tokens in zip(runs, moved, strict=True)]
-    eps = precision(x.dtype, downcast=downcasts.seen)
+    eps = lowest_epsilon(x.dtype, downcast=downcasts.seen)
     grown = max(
         relative_error(plain(tokens), plain(at))
         for at in (x[0], moved[0])
         for tokens in itertools.islice(moved_by_rounding(at), _SHIFTS)
     )
-    allowed = (1 + depth) * (tolerance(eps) + 16.0 * grown * eps / precision(x.dtype))
+    allowed = (1 + depth) * (tolerance(eps) + 16.0 * grown * eps / lowest_epsilon(x.dtype))
     for what, tokens, values in (("", x, own), (" on other tokens", moved, wanted)):
         for i, (one, want) in enumerate(zip(tokens, values, strict=True)):
             got = plain(one)

@@ -19,7 +19,7 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.model_call import ModelCall
-from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.recorder import TracedLayer
 
@@ -183,7 +183,7 @@ def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding
     own = first_tensor(alone(alone.x))
     pairs = ((whole.tokens(), alone.tokens()), (whole.rows(call.result), alone.rows(own)))
     # Rounding grows with depth, and float64 models may compute some steps in float32.
-    allowed = (1 + place.index) * tolerance(precision(torch.float32), layer.found.condition)
+    allowed = (1 + place.index) * tolerance(lowest_epsilon(torch.float32), layer.found.condition)
     for padded, plain in pairs:
         rows = _real_rows(padded, padding.real, sequence, plain.shape[1])
         if rows is not None and not bool(rows.isfinite().all()):

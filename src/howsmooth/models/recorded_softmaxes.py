@@ -27,7 +27,13 @@ from howsmooth.models.padded_sequences import check_one_sequence
 from howsmooth.models.tolerance import relative_error
 from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import first_tensor
-from howsmooth.models.tracing.recorder import AttentionLayer, is_linear, output_of, run, run_with_attention
+from howsmooth.models.tracing.recorder import (
+    AttentionLayer,
+    is_linear,
+    output_of,
+    run_once,
+    run_with_attention,
+)
 from howsmooth.models.tracing.softmax_call import SoftmaxCall, plain_attention
 from howsmooth.seeds import torch_seed
 from howsmooth.watching import Call, watched
@@ -129,7 +135,7 @@ class RecordedModel:
             if not self.layers:
                 other = "".join(f" Its layer {one} has {NO_SOFTMAX}." for one in self.without_softmax[:1])
                 raise CaptureError(f"No softmax attention of {name} was seen.{other}")
-            output = run(self.call)
+            output = run_once(self.call)
             #: The logits of the unchanged model, (rows, classes): one row for each token, or for the
             #: sequence. None if the model has none.
             self.logits = self._rows(output)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["one_operation", "precision", "relative_error", "tolerance"]
+__all__ = ["lowest_epsilon", "one_operation", "relative_error", "tolerance"]
 
 
-def precision(dtype: torch.dtype, *, downcast: bool = False) -> float:
+def lowest_epsilon(dtype: torch.dtype, *, downcast: bool = False) -> float:
     """Return the machine epsilon of the lowest precision in which the model computes.
 
     This is the epsilon of ``dtype``, or of float32 if the model computes some steps in float32.
@@ -27,7 +27,7 @@ def tolerance(eps: float, condition: float = 0.0) -> float:
     Parameters
     ----------
     eps
-        Machine epsilon, from :func:`precision`.
+        Machine epsilon, from :func:`lowest_epsilon`.
     condition
         A bound on the absolute scores, scale · max|q| · max|k|. A score s has an absolute error of a few
         eps·|s|, and the exponential turns it into a relative error of the attention weights.

@@ -17,11 +17,11 @@ __all__ = [
     "Placement",
     "check",
     "check_ball",
+    "check_layer_input",
     "check_length",
     "check_number",
     "check_placement",
     "check_size",
-    "check_tokens",
     "look",
     "norm_above",
     "refuse_where",
@@ -102,7 +102,7 @@ def check_placement(device: object = None, dtype: object = None) -> None:
         raise ArgumentError("device", expected=expected, got=got) from error
 
 
-def check_tokens(
+def check_layer_input(
     argument: str, x: object, *, dim: int | None = None, ndim: int | None = None, like: Tensor | None = None
 ) -> Tensor:
     """Return ``x`` after checking that it is a tensor of floating-point tokens.

@@ -20,7 +20,7 @@ from howsmooth.paper.bench import Bench, Values
 from howsmooth.paper.bound_ratios import AS_CODED, KINDS, bound_table, bound_words, display_name, logs_of
 from howsmooth.paper.figure_definition import Finding
 from howsmooth.paper.model_with_texts import models_of, other_scores
-from howsmooth.paper.plotting import Curve, Panel, exp
+from howsmooth.paper.plotting import Curve, Panel, exponentials
 from howsmooth.paper.published_code import c_3_as_coded
 from howsmooth.results.drawing import literal
 from howsmooth.words import readable
@@ -56,7 +56,7 @@ def measure(bench: Bench) -> pd.DataFrame:
             if scope == "head" or not wide or place == first:
                 compute, key = partial(_rows, scope, bench.options.seed), {"layer": layer, "scope": scope}
                 units.append(model.unit(*place, compute, key, scope=scope, layers=[layer]))
-    rows = bench.kept("layers' bounds", units)
+    rows = bench.kept(units)
     rows = rows if bench.options.as_published else rows[rows["name"] != AS_CODED]
     where = np.where(rows["quantity"] == _LOCAL, "local ", "ball ")
     measured = (logs_of(rows["lower"]) + logs_of(rows["upper"])) / 2
@@ -97,7 +97,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     scopes = rows.groupby("scope", sort=False)
     pictures = [_picture(part, folder, str(scope)) for scope, part in scopes if part["holds"].any()]
     named = {"lower": "measured lower", "upper": "measured upper"}
-    every = rows.assign(value=exp(rows["log_value"])).astype({"head": "Int64"}).rename(columns=named)
+    every = rows.assign(value=exponentials(rows["log_value"])).astype({"head": "Int64"}).rename(columns=named)
     ratios = ("Bounds over the measured constant", bound_table(rows))
     return Finding(pictures, bound_words(rows), [ratios, ("Every bound at every sequence", every[_COLUMNS])])
 
@@ -128,7 +128,7 @@ def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
     beyond = f" (dots at $10^{_MOST_DECADES:.0f}$ lie beyond)" if most > _MOST_DECADES else ""
     limits = (min(0.0, least) - 0.1, min(_MOST_DECADES, math.ceil(most)) + 0.1, len(names) - 0.4, -0.6)
     panel = Panel(curves, title, f"bound / measured constant{beyond}", "", ("decades", "linear"), limits)
-    canvas, axes = plotting.draw([[panel]], 1.1 + 0.165 * len(names), wide=True)
+    canvas, axes = plotting.draw_panels([[panel]], 1.1 + 0.165 * len(names), wide=True)
     # Label each row with its bound, the kinds in bold, and draw a line at the ratio one.
     axis = axes[0, 0]
     axis.axvline(0.0, color="black", linewidth=0.8, zorder=1)
@@ -138,4 +138,4 @@ def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
         text.set_fontweight("normal" if words.startswith(" ") else "bold")
     axis.tick_params(axis="y", length=0, pad=4.1 * max(map(len, names)))
     axis.spines["left"].set_visible(False)
-    return plotting.picture(canvas, folder, f"bounds-{scope}", title, legend=3)
+    return plotting.write_picture(canvas, folder, f"bounds-{scope}", title, legend=3)

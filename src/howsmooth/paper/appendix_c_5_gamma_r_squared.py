@@ -41,7 +41,7 @@ def measure(bench: Bench) -> pd.DataFrame:
     for model in models_of(bench, layers=lambda _: "all", fitting=bench.options.lengths is None):
         key = {"layers": model.plan.layers.text, "samples": model.plan.samples}
         units += [model.unit(*place, partial(_rows, model.label), key) for place in model.places()]
-    return bench.kept("lengths of texts", units)
+    return bench.kept(units)
 
 
 def _rows(label: str, sites: list[Any]) -> Iterator[Values]:
@@ -94,12 +94,12 @@ def _picture(families: Sequence[pd.DataFrame], folder: Path, stem: str) -> plott
     low, high = float(values.min().min()), float(values.max().max())
     wide = low > 0 and high > 20 * low
     panels = [_panel(part, "log" if wide else "linear") for part in families]
-    canvas, axes = plotting.draw([panels], 2.3, sharey=True)
+    canvas, axes = plotting.draw_panels([panels], 2.3, sharey=True)
     for axis in axes[0]:
         axis.axhline(_HALF, color=plotting.RED, linestyle=plotting.DASHED, label=rf"$\log({_LONG - 1})/2$")
         axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     names = "; ".join(readable(str(part["model"].iloc[0])) for part in families)
-    return plotting.picture(canvas, folder, stem, f"Appendix C.5: {names}")
+    return plotting.write_picture(canvas, folder, stem, f"Appendix C.5: {names}")
 
 
 def _panel(rows: pd.DataFrame, scale: str) -> Panel:

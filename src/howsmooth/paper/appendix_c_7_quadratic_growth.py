@@ -16,12 +16,12 @@ from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
-from howsmooth.paper.balanced_tokens import balanced
+from howsmooth.paper.balanced_tokens import balanced_direction
 from howsmooth.paper.bench import Bench, Key, Unit, Values
 from howsmooth.paper.figure_definition import Finding
 from howsmooth.paper.identity_head import identity_head
 from howsmooth.paper.model_with_texts import ModelWithTexts, attention_of, models_of
-from howsmooth.paper.plotting import Curve, Panel, between, exp
+from howsmooth.paper.plotting import Curve, Panel, between, exponentials
 from howsmooth.results.drawing import literal
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
@@ -50,7 +50,7 @@ def measure(bench: Bench) -> pd.DataFrame:
     for model in models_of(bench, lengths=(64,), fitting=True):
         for layer in model.layers:
             units += _of_layer(model, layer, max(lengths))
-    return bench.kept("heads", units)
+    return bench.kept(units)
 
 
 def lengths_from_3(asked: tuple[int, ...]) -> list[int]:
@@ -79,7 +79,7 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
     """Yield the constant of a head and the logarithms of upper bounds on the ball, for each radius R."""
     n, parameters = int(key["n"] or 0), parameters_of(f)
     head = parameters.one_head("quadratic growth")
-    norm, tokens = head.A_norm, balanced(head)
+    norm, tokens = head.A_norm, balanced_direction(head)
     sharp, paper, free = bounds.ball_upper_bound, bounds.theorem_3_3, bounds.mean_field_upper_bound
     if parameters.masking == "causal":
         sharp, paper = bounds.causal_ball_upper_bound, bounds.theorem_4_3
@@ -128,8 +128,8 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
         parts.append(name)
         seen.append(f"{name}, {_result_sentences(part, ' to '.join(ends))}")
     sheet = [row for _, row in plotting.sheets(panels, 2)]
-    canvas, _ = plotting.draw(sheet, 0.7 + 2.1 * len(sheet))
-    picture = plotting.picture(canvas, folder, "quadratic-growth", f"Appendix C.7: {'; '.join(parts)}")
+    canvas, _ = plotting.draw_panels(sheet, 0.7 + 2.1 * len(sheet))
+    picture = plotting.write_picture(canvas, folder, "quadratic-growth", f"Appendix C.7: {'; '.join(parts)}")
     return Finding([picture], seen, [(f"Exponents in R, where ‖A‖R² is at least {FAR:g}", table)])
 
 
@@ -155,7 +155,7 @@ def _result_sentences(rows: pd.DataFrame, exponents: str) -> str:
 
 def _identity_panel(rows: pd.DataFrame, title: str) -> Panel:
     longest = rows[rows["n"] == rows["n"].max()].sort_values("radius")
-    logs = longest.filter(like="log_").apply(exp)
+    logs = longest.filter(like="log_").apply(exponentials)
     top = 3 * float(logs["log_sharp"].max())
     n = longest["n"].iloc[0]
     curves = plotting.lines(

@@ -14,7 +14,7 @@ from howsmooth.errors import HowsmoothError
 from howsmooth.paper import plotting
 from howsmooth.paper.bench import Bench, Values
 from howsmooth.paper.figure_definition import Finding
-from howsmooth.paper.growth_with_length import Growth, growths
+from howsmooth.paper.growth_with_length import LengthGrowth, growths
 from howsmooth.paper.model_with_texts import ModelWithTexts, models_of
 from howsmooth.paper.plotting import Curve, Panel, correlation_label, fitted, power_label
 from howsmooth.results.drawing import literal
@@ -25,7 +25,7 @@ __all__ = ["measure", "show"]
 _MOST_ACROSS = 4
 
 
-def measure(bench: Bench) -> tuple[list[list[Growth]], list[str]]:
+def measure(bench: Bench) -> tuple[list[list[LengthGrowth]], list[str]]:
     """Measure the constants of the layers of each model, and the norms of the tokens that enter them.
 
     There is a list of growths for each layer, one a text, and the reasons why norms are missing.
@@ -54,7 +54,7 @@ def _norms(model: ModelWithTexts) -> pd.DataFrame:
         starts = [subject.starts[n, sample] for sample in range(model.plan.samples)]
         key = {"layers": model.plan.layers.text, "starts": repr(starts)}
         units.append(model.unit(subject, n, _entering, key, scope="block"))
-    return model.bench.kept("norms of sequences", units)
+    return model.bench.kept(units)
 
 
 def _entering(sites: list[Any]) -> list[Values]:
@@ -65,7 +65,7 @@ def _entering(sites: list[Any]) -> list[Values]:
     ]
 
 
-def show(found: tuple[list[list[Growth]], list[str]], folder: Path) -> Finding:
+def show(found: tuple[list[list[LengthGrowth]], list[str]], folder: Path) -> Finding:
     """Draw the constants above the norms of the tokens, at most four layers a picture, and describe both."""
     layers, reasons = found
     pictures = []
@@ -78,18 +78,18 @@ def show(found: tuple[list[list[Growth]], list[str]], folder: Path) -> Finding:
     return Finding(pictures, seen + reasons, [("Exponents, and correlations of norm and length", table)])
 
 
-def _picture(layers: Sequence[list[Growth]], folder: Path) -> plotting.Picture:
+def _picture(layers: Sequence[list[LengthGrowth]], folder: Path) -> plotting.Picture:
     panels = list(zip(*map(_panels, layers), strict=True))
-    canvas, _ = plotting.draw(panels, 4.3, sharex=True, sharey=True)
+    canvas, _ = plotting.draw_panels(panels, 4.3, sharex=True, sharey=True)
     name = readable(layers[0][0].model)
     canvas.suptitle(literal(name))
     numbers = [each[0].layer for each in layers]
     stem = file_stem("gpt2", layers[0][0].model, *(f"layer-{layer:02d}" for layer in numbers))
     title = f"Appendix E.2: {name}, layers {', '.join(map(str, numbers))}"
-    return plotting.picture(canvas, folder, stem, title, legend=5)
+    return plotting.write_picture(canvas, folder, stem, title, legend=5)
 
 
-def _panels(layer: Sequence[Growth]) -> tuple[Panel, Panel]:
+def _panels(layer: Sequence[LengthGrowth]) -> tuple[Panel, Panel]:
     """Return the panels of the constants and of the norms of one layer against n; each text has a colour."""
     constants, norms, above, below = list[Curve](), list[Curve](), [f"layer {layer[0].layer}"], list[str]()
     for each, (colour, mark) in zip(layer, cycle(plotting.LOOKS), strict=False):

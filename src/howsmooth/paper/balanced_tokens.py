@@ -11,7 +11,7 @@ from torch import Tensor
 from howsmooth.bounds.attention_parameters import Head
 from howsmooth.errors import ArgumentError
 
-__all__ = ["Balanced", "balanced"]
+__all__ = ["Balanced", "balanced_direction"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Balanced:
         return float(torch.linalg.matrix_norm(block, 2))
 
 
-def balanced(head: Head) -> Balanced:
+def balanced_direction(head: Head) -> Balanced:
     """Choose u so that the constant of a head is large at its tokens.
 
     Of two left singular vectors of the score matrix A and two right ones of the value matrix V, without their

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from howsmooth.paper.plotting import exp
+from howsmooth.paper.plotting import exponentials
 from howsmooth.words import readable
 
 __all__ = ["AS_CODED", "KINDS", "bound_table", "bound_words", "display_name", "logs_of"]
@@ -59,7 +59,7 @@ def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
     groups = ratios.groupby([*_LAYER, "name", "side"], sort=False)
     table = groups.agg(of=("kind", "first"), cases=("name", "size"), **{"holds in": ("holds", "sum")})
     table = table.assign(
-        **{name: exp(groups["ratio"].agg(way)) for name, way in _RATIOS.items()}
+        **{name: exponentials(groups["ratio"].agg(way)) for name, way in _RATIOS.items()}
     ).reset_index()
     table = table.assign(
         place=table.groupby(_LAYER, sort=False).ngroup(),

@@ -47,7 +47,7 @@ def measure(bench: Bench) -> pd.DataFrame:
         key: Key = {"power": power, "seed": bench.options.seed}
         words = f"exp(2γR²) = 10^{power}, n = {n:.3g}"
         units.append(Unit({**key, "n": str(n)}, partial(_rows, key, power * _DECADE / 2, n), words))
-    return bench.kept("constants at two Diracs", units)
+    return bench.kept(units)
 
 
 def _rows(key: Key, g: float, n: int) -> Iterator[Values]:
@@ -80,8 +80,8 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     table = growth_ends(rows)
     top = 1.03 * float(rows[["log_theorem", "log_free"]].max().max()) / _DECADE
     panels = [_panel(part, top) for _, part in rows.groupby("power")]
-    canvas, _ = plotting.draw([panels], 2.9, sharey=True)
-    picture = plotting.picture(canvas, folder, "crossover", "Where growth like the root of n ends")
+    canvas, _ = plotting.draw_panels([panels], 2.9, sharey=True)
+    picture = plotting.write_picture(canvas, folder, "crossover", "Where growth like the root of n ends")
     caption = "Where the growth ends; powers of ten"
     return Finding([picture], result_sentences(rows, table), [(caption, table)])
 

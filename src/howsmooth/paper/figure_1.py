@@ -13,7 +13,7 @@ from matplotlib.colors import Normalize
 from howsmooth.paper import plotting
 from howsmooth.paper.bench import Bench
 from howsmooth.paper.figure_definition import Finding
-from howsmooth.paper.growth_with_length import Growth, growths
+from howsmooth.paper.growth_with_length import LengthGrowth, growths
 from howsmooth.paper.model_with_texts import models_of
 from howsmooth.paper.plotting import Curve, Panel, correlation_label, fitted, power_label
 from howsmooth.results.drawing import COLOURS, literal, logarithmic, set_bar_ticks, shades
@@ -26,12 +26,12 @@ _MOST_ACROSS = 3
 _NAMES = {"n": "sequence length", "radius_mean": "mean radius"}
 
 
-def measure(bench: Bench) -> list[list[Growth]]:
+def measure(bench: Bench) -> list[list[LengthGrowth]]:
     """Measure how the constant grows with the length: a list for each layer, with one growth a text."""
     return growths(models_of(bench))
 
 
-def show(columns: list[list[Growth]], folder: Path) -> Finding:
+def show(columns: list[list[LengthGrowth]], folder: Path) -> Finding:
     """Draw a panel for each layer and text, at most three layers a picture, and describe the results."""
     pictures = [
         _picture(part, folder, f"figure-1{row}{end}", across, colour)
@@ -44,14 +44,14 @@ def show(columns: list[list[Growth]], folder: Path) -> Finding:
 
 
 def _picture(
-    columns: Sequence[list[Growth]], folder: Path, stem: str, across: str, colour: str
+    columns: Sequence[list[LengthGrowth]], folder: Path, stem: str, across: str, colour: str
 ) -> plotting.Picture:
     norms = [logarithmic(np.concatenate([growth.drawn[colour] for growth in column])) for column in columns]
     panels = [
         [_panel(growth, across, colour, norm) for growth, norm in zip(row, norms, strict=True)]
         for row in zip(*columns, strict=True)
     ]
-    canvas, axes = plotting.draw(panels, 1.15 + 1.75 * len(panels), sharex=True)
+    canvas, axes = plotting.draw_panels(panels, 1.15 + 1.75 * len(panels), sharex=True)
     for column, norm, below in zip(columns, norms, axes.T, strict=True):
         name = f"{literal(readable(column[0].model, 34))}\nlayer {column[0].layer}"
         below[0].set_title(f"{name}\n{below[0].get_title()}")
@@ -60,10 +60,10 @@ def _picture(
         set_bar_ticks(bar, norm)
         bar.set_label(_NAMES[colour])
     title = f"Figure 1, against the {_NAMES[across]}: {'; '.join(column[0].name for column in columns)}"
-    return plotting.picture(canvas, folder, stem, title, above=True)
+    return plotting.write_picture(canvas, folder, stem, title, above=True)
 
 
-def _panel(growth: Growth, across: str, colour: str, norm: Normalize) -> Panel:
+def _panel(growth: LengthGrowth, across: str, colour: str, norm: Normalize) -> Panel:
     rows, theirs = growth.drawn, growth.published
     y = f"{literal(readable(growth.text, 30))}\nlocal Lipschitz constant"
     colours = shades(rows[colour], norm)
@@ -84,7 +84,7 @@ def _panel(growth: Growth, across: str, colour: str, norm: Normalize) -> Panel:
     return Panel(curves, title, y=y)
 
 
-def result_sentences(growths: list[Growth]) -> list[str]:
+def result_sentences(growths: list[LengthGrowth]) -> list[str]:
     """Return sentences on the exponents, first in how many panels their interval contains 1/4."""
     seen = [_quarters("The", [growth.fit for growth in growths])]
     seen += [_quarters("As published, the", [growth.published_fit for growth in growths])]

@@ -16,11 +16,11 @@ from howsmooth.study.exponents import Correlation, Exponent, fit_exponent, radiu
 from howsmooth.study.records import CORRECTED, PUBLISHED, PublishedValue
 from howsmooth.words import readable
 
-__all__ = ["Growth", "growths"]
+__all__ = ["LengthGrowth", "growths"]
 
 
 @dataclass(frozen=True, eq=False)
-class Growth:
+class LengthGrowth:
     """The measured constants of one layer on one text (``rows``), and the powers of n fitted to them.
 
     ``published`` has the published code's values at the same sequences, with the columns ``n``, ``lipschitz``
@@ -123,10 +123,10 @@ def _exponent(of: str, fit: Exponent) -> dict[str, float]:
     return {of + name: value for name, value in ends.items()}
 
 
-def growths(models: Sequence[ModelWithTexts]) -> list[list[Growth]]:
+def growths(models: Sequence[ModelWithTexts]) -> list[list[LengthGrowth]]:
     """Measure the constants of all models on their texts, and with ``as_published`` the published values.
 
-    There is one list for each layer, with one :class:`Growth` for each text.
+    There is one list for each layer, with one :class:`LengthGrowth` for each text.
     """
     published = models[0].bench.options.as_published
     measure_constants(models, published=published)
@@ -138,7 +138,7 @@ def growths(models: Sequence[ModelWithTexts]) -> list[list[Growth]]:
             own = [table[table["layer"] == layer] for table in tables]
             split = ([part[part["text"] == text] for part in own] for text in model.texts)
             both = zip(model.texts, split, strict=True)
-            found.append([Growth(model.label, layer, text, *parts) for text, parts in both])
+            found.append([LengthGrowth(model.label, layer, text, *parts) for text, parts in both])
     return found
 
 

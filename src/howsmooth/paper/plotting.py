@@ -20,9 +20,33 @@ from howsmooth.study.exponents import LEVEL, Correlation, Exponent
 from howsmooth.words import decimal
 
 __all__ = [
-    "BLACK", "BLUE", "DASHDOT", "DASHED", "DOTTED", "GREY", "LOOKS", "ORANGE", "PAPER", "RED", "SOLID",
-    "TEAL", "VIOLET", "Curve", "Panel", "Picture", "between", "correlation_label", "draw", "exp", "fitted",
-    "lines", "picture", "power", "power_label", "sheets", "with_slope",
+    "BLACK",
+    "BLUE",
+    "DASHDOT",
+    "DASHED",
+    "DOTTED",
+    "GREY",
+    "LOOKS",
+    "ORANGE",
+    "PAPER",
+    "RED",
+    "SOLID",
+    "TEAL",
+    "VIOLET",
+    "Curve",
+    "Panel",
+    "Picture",
+    "between",
+    "correlation_label",
+    "draw_panels",
+    "exponentials",
+    "fitted",
+    "lines",
+    "power",
+    "power_label",
+    "sheets",
+    "with_slope",
+    "write_picture",
 ]  # fmt: skip
 
 _WIDTH, _NARROW = 6.75, 3.7
@@ -88,7 +112,7 @@ def sheets(items: Sequence[Any], most: int) -> Iterator[tuple[str, Sequence[Any]
         yield f"-{first // most + 1}" if first else "", items[first : first + most]
 
 
-def draw(
+def draw_panels(
     panels: Sequence[Sequence[Panel]],
     height: float,
     *,
@@ -103,7 +127,7 @@ def draw(
     return drawn(panels, (width, height), sharex=sharex, sharey=sharey)
 
 
-def picture(
+def write_picture(
     canvas: Canvas, folder: Path, stem: str, title: str, *, legend: int = 4, above: bool = False
 ) -> Picture:
     """Add a legend of ``legend`` columns below or above the panels, and write the figure as PDF and PNG.
@@ -142,7 +166,7 @@ def between(values: pd.Series, say: str = "{:.3g}") -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def exp(logs: pd.Series) -> pd.Series:
+def exponentials(logs: pd.Series) -> pd.Series:
     """Return the exponentials of logarithms, infinite where they overflow."""
     values = logs.to_numpy(np.float64)
     return pd.Series(np.where(values > _LARGEST, math.inf, np.exp(np.minimum(values, _LARGEST))), logs.index)

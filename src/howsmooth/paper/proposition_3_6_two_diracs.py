@@ -57,7 +57,7 @@ def measure(bench: Bench) -> pd.DataFrame:
         key: Key = {"family": family, "weight": weight, "seed": bench.options.seed}
         words = f"{family}, {weight}, R = {radius}"
         units.append(Unit({**key, "radius": repr(radius)}, partial(_rows, key, radius), words))
-    return bench.kept("constants at two Diracs", units)
+    return bench.kept(units)
 
 
 def _rows(key: Key, radius: float) -> Iterator[Values]:
@@ -119,8 +119,8 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     left = Panel(growth, title, "radius $R$", y, scales, limits, [_OVERFLOW])
     title, y = "Over the rate of the proposition", r"divided by $(g/2)\,e^g$"
     right = Panel(shares, title, "radius $R$", y, ("linear", "linear"), (0, 1.02 * _NEAR, 0, 4.2))
-    canvas, _ = plotting.draw([[left, right]], 3.0)
-    picture = plotting.picture(canvas, folder, "two-dirac", "Proposition 3.6: two Diracs", legend=3)
+    canvas, _ = plotting.draw_panels([[left, right]], 3.0)
+    picture = plotting.write_picture(canvas, folder, "two-dirac", "Proposition 3.6: two Diracs", legend=3)
     columns = ["family", "weight", "radius", "g", "log_value", "ratio", "log_paper", "log_free", "converged"]
     caption = "Logarithms of the constant, and its ratio to (g/2) e^g"
     table = rows.assign(ratio=ratios["log_value"])[columns]

@@ -16,16 +16,15 @@ from howsmooth.errors import HowsmoothError
 from howsmooth.files import replace_file, write_table, written_beside
 from howsmooth.paper import figure_definition
 from howsmooth.paper.bench import models_for, opened_bench
-from howsmooth.paper.figure_definition import Figure, Finding
+from howsmooth.paper.figure_definition import Finding, PaperFigure
 from howsmooth.paper.plotting import PAPER
 from howsmooth.paper.reproduce_options import FigureOptions
-from howsmooth.results.drawing import data_url
 from howsmooth.results.page import frame, page, parts
 from howsmooth.study.environment import environment
 from howsmooth.study.runner import Means
 from howsmooth.words import counted, readable
 
-__all__ = ["PAGE", "Reproduction", "make", "produce", "render", "section"]
+__all__ = ["PAGE", "Reproduction", "figures_page", "make", "produce", "section"]
 
 PAGE = "reproduce.html"
 """The file name of the page."""
@@ -49,7 +48,7 @@ class Reproduction:
 
 
 def produce(
-    chosen: Sequence[Figure],
+    chosen: Sequence[PaperFigure],
     options: FigureOptions,
     folder: str | os.PathLike[str],
     means: Means | None = None,
@@ -86,7 +85,9 @@ def produce(
     return made
 
 
-def make(figure: Figure, options: FigureOptions, folder: str | os.PathLike[str], means: Means) -> Finding:
+def make(
+    figure: PaperFigure, options: FigureOptions, folder: str | os.PathLike[str], means: Means
+) -> Finding:
     """Measure and draw one figure, and write its files into its own folder within ``folder``."""
     own = Path(folder) / figure.name
     with opened_bench(figure, options, own, means) as bench:
@@ -110,10 +111,12 @@ def _write_page(made: Reproduction, options: FigureOptions, folder: Path, comman
         elif path.is_file():
             sections.append((figure, path.read_text(encoding="utf-8")))
     with written_beside(folder, "finished measurements"):
-        replace_file(made.page, render(sections, command, environment(options.device)))
+        replace_file(made.page, figures_page(sections, command, environment(options.device)))
 
 
-def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Mapping[str, str]) -> str:
+def figures_page(
+    sections: Sequence[tuple[PaperFigure, str]], command: str, environment: Mapping[str, str]
+) -> str:
     """Return the page as HTML, from pairs of a figure and its section, the command that the user typed, and
     the software and hardware (:func:`howsmooth.study.environment.environment`).
     """
@@ -136,7 +139,7 @@ def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Ma
     )
 
 
-def section(figure: Figure, finding: Finding, folder: str | os.PathLike[str], refused: str = "") -> str:
+def section(figure: PaperFigure, finding: Finding, folder: str | os.PathLike[str], refused: str = "") -> str:
     """Return the section of a figure as HTML, with links relative to ``folder``.
 
     ``refused`` is the reason why the figure could not be made; empty if it was made.
@@ -148,8 +151,7 @@ def section(figure: Figure, finding: Finding, folder: str | os.PathLike[str], re
         body.append(html.words(words))
     for picture in finding.pictures:
         file = picture.pdf.relative_to(folder).as_posix()
-        image = data_url(picture.png.read_bytes())
-        body.append(html.picture(image, picture.alt, picture.width, f"{picture.title}.", file))
+        body.append(html.picture(**picture.on_page(), caption=f"{picture.title}.", file=file))
     if finding.seen:
         body += [html.heading("What is seen", level=3), html.items(finding.seen)]
     for number, (caption, table) in enumerate(finding.tables, 1):

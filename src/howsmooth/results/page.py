@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from howsmooth.words import readable
 
-__all__ = ["cell", "frame", "page", "parts", "plain", "style_of_parts", "templates"]
+__all__ = ["cell", "frame", "page", "parts", "plain_text", "style_of_parts", "templates"]
 
 
 def templates(*packages: str) -> jinja2.Environment:
@@ -32,7 +32,7 @@ def templates(*packages: str) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"plain": plain, "digest": _digest}
+    environment.filters |= {"plain": plain_text, "digest": _digest}
     return environment
 
 
@@ -85,7 +85,7 @@ def style_of_parts() -> str:
     return templates().get_template("parts.css").render()
 
 
-def plain(value: object, longest: int = 300) -> str | Markup:
+def plain_text(value: object, longest: int = 300) -> str | Markup:
     """Show a name or text without control characters and of bounded length; HTML stays."""
     return value if isinstance(value, Markup) else readable(str(value), longest)
 

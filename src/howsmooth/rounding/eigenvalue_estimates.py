@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["lanczos", "largest_eigenvalue_estimates"]
+__all__ = ["largest_eigenpairs", "largest_eigenvalue_estimates"]
 
 # Size of matrices above which the largest eigenvalue is estimated alone, without the others.
 _FULL_SPECTRUM = 256
@@ -36,7 +36,7 @@ def _largest(matrix: Float[Tensor, "r r"]) -> Float[Tensor, ""]:
     vector = vector.to(matrix.device)
     last = matrix.new_zeros(1)
     for _ in range(_ROUNDS):
-        top, vector = lanczos(lambda row: row @ matrix, vector, _STEPS)
+        top, vector = largest_eigenpairs(lambda row: row @ matrix, vector, _STEPS)
         if top <= last * (1 + _GAIN):
             break
         last = top
@@ -45,7 +45,7 @@ def _largest(matrix: Float[Tensor, "r r"]) -> Float[Tensor, ""]:
     return torch.maximum(top, last)[0]
 
 
-def lanczos(
+def largest_eigenpairs(
     image: Callable[[Float[Tensor, "n r"]], Float[Tensor, "n r"]], b: Float[Tensor, "n r"], steps: int
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, "n r"]]:
     """Estimate the largest eigenvalues and their vectors of positive semidefinite matrices by Lanczos steps.

@@ -12,7 +12,7 @@ The α on the diagonal and the γ beside it are the tridiagonal matrix T_k = V_k
 largest eigenvalue is a lower limit of ‖J‖, and :mod:`howsmooth.spectral.probabilistic_upper_limits` gives an
 upper limit. Each step needs one pass over an operator that shares work between J and Jᵀ. The basis is used
 only for reorthogonalisation and for the Ritz vector, so it may be kept in half precision, whose error enters
-in second order. Derivation and measurements: documentation page "The spectral norm, with an interval".
+in second order. Derivation: documentation page "The spectral norm, with an interval".
 
 :func:`_in_step` is the algorithm. :class:`_Run` has the vectors of one operator, and :class:`_Members` the
 numbers: it computes the interval of each member from T_k, and ends the members whose interval is narrow
@@ -45,7 +45,7 @@ from howsmooth.spectral.probabilistic_upper_limits import (
     rounded_upper,
     start_quantile,
 )
-from howsmooth.spectral.scaling import PowersOfTwo, Scaled, in_range, shifted, unscaled
+from howsmooth.spectral.scaling import PowersOfTwo, Scaled, in_range, times_power, unscaled
 from howsmooth.threads import renew_threads
 
 __all__ = ["lanczos", "lanczos_together"]
@@ -354,7 +354,7 @@ class _Run:
         gram = self._gram
         if gram is not None:
             # In float64, because float32 has no number for the square of a small J
-            gram = shifted(gram.double(), -2 * self._powers.total) if self._powers else gram
+            gram = times_power(gram.double(), -2 * self._powers.total) if self._powers else gram
             gram = gram.view(found.right.shape)
         judged = operator.judged(found, gram, self._settings.rtol)
         # More steps would not help members that float32 took as finished. Members that used up their steps

@@ -19,7 +19,7 @@ from torch import Tensor
 from howsmooth.errors import NonFiniteError
 from howsmooth.spectral.operator import LinearOperator, ProductError
 
-__all__ = ["PowersOfTwo", "Scaled", "in_range", "out_of_range", "shifted", "unscaled"]
+__all__ = ["PowersOfTwo", "Scaled", "in_range", "out_of_range", "times_power", "unscaled"]
 
 _Product = Callable[[Tensor], Tensor]
 _Exponents = Int[np.ndarray, " batch"]
@@ -63,13 +63,13 @@ class PowersOfTwo:
         """
         if not self._any:
             return product(e)
-        return shifted(product(shifted(e, self.before)), self.total - self.before)
+        return times_power(product(times_power(e, self.before)), self.total - self.before)
 
     def adjoint_product(self, product: _Product, u: Tensor) -> Tensor:
         """Return the product of the transposed scaled maps with the vectors ``u``."""
         if not self._any:
             return product(u)
-        return shifted(product(shifted(u, self.adjoint_before)), self.total - self.adjoint_before)
+        return times_power(product(times_power(u, self.adjoint_before)), self.total - self.adjoint_before)
 
     def among(self, chosen: Bool[np.ndarray, " batch"]) -> PowersOfTwo:
         """Return powers that change nothing of the maps that are not chosen."""
@@ -120,10 +120,10 @@ def in_range(operator: LinearOperator, e: Tensor, image: Tensor) -> tuple[Powers
         return powers, image
     before, image = _before(operator.product, e, image)
     total = before - out_of_range(image)
-    image = shifted(image, total - before)
+    image = times_power(image, total - before)
     # A cotangent along the image, for which the adjoint product is as large as the map
     sizes = _sizes(image)
-    u = shifted(image, -np.frexp(np.where(np.isfinite(sizes), sizes, 0.0))[1].astype(np.int64))
+    u = times_power(image, -np.frexp(np.where(np.isfinite(sizes), sizes, 0.0))[1].astype(np.int64))
     u = torch.where(image.flatten(1).any(dim=1).view(-1, *(1,) * (image.ndim - 1)), u, 1.0)
     adjoint_before, _ = _before(operator.adjoint_product, u, operator.adjoint_product(u))
     return PowersOfTwo(total, before, adjoint_before), image
@@ -155,7 +155,7 @@ def unscaled(
     return np.stack((value, np.maximum(lower - lost, 0.0), upper + lost))
 
 
-def shifted(t: Tensor, exponents: _Exponents) -> Tensor:
+def times_power(t: Tensor, exponents: _Exponents) -> Tensor:
     """Multiply each member of a batch by the power of two with its exponent."""
     if not exponents.any():
         return t
@@ -181,7 +181,7 @@ def _before(product: _Product, vectors: Tensor, made: Tensor) -> tuple[_Exponent
         return shift, made
     # Room for vectors that are larger than these
     room = np.where(shift > 0, 8, 0)
-    again = shifted(product(shifted(vectors, shift + room)), -room)
+    again = times_power(product(times_power(vectors, shift + room)), -room)
     # Where the numbers overflow inside, the product stays as it was.
     worse = np.isfinite(sizes) & ~np.isfinite(_sizes(again))
     if worse.any():

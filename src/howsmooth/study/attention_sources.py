@@ -14,12 +14,12 @@ from howsmooth.study.plans import BoundPlan, ModelSpec, Plan
 from howsmooth.study.study_preparation import Models, capture_sites, open_sources, place_sequences, subject_of
 from howsmooth.words import place_in_words
 
-__all__ = ["AttentionSource", "Ball", "Target"]
+__all__ = ["AttentionSource", "Target", "TokenBall"]
 
 _USUAL = 64
 
 
-class Ball(NamedTuple):
+class TokenBall(NamedTuple):
     """A ball of tokens around zero: its radius, and a phrase that says where the radius comes from."""
 
     radius: float
@@ -43,15 +43,15 @@ class Target:
         """The layer and the head in words, such as "layer 3, head 1"."""
         return place_in_words(self.layer, self.head)
 
-    def ball(self, radius: float | str) -> Ball:
+    def ball(self, radius: float | str) -> TokenBall:
         """Return the ball of tokens around zero on which to bound the attention. With the radius ``"auto"``
         it is that of the norm layer before the attention, or else the norm of the longest token.
         """
         if not isinstance(radius, str):
-            return Ball(float(radius), "given")
+            return TokenBall(float(radius), "given")
         if self.norm is not None:
-            return Ball(norm_radius(self.norm), f"the {type(self.norm).__name__} before the attention")
-        return Ball(largest_norm(self.x), f"the longest of {self.x.shape[0]} tokens")
+            return TokenBall(norm_radius(self.norm), f"the {type(self.norm).__name__} before the attention")
+        return TokenBall(largest_norm(self.x), f"the longest of {self.x.shape[0]} tokens")
 
 
 def largest_norm(x: Tensor) -> float:

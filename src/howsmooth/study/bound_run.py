@@ -24,7 +24,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.files import writable_folder
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.seeds import derive_seed
-from howsmooth.study.attention_sources import AttentionSource, Ball, Target, largest_norm
+from howsmooth.study.attention_sources import AttentionSource, Target, TokenBall, largest_norm
 from howsmooth.study.plans import BoundPlan
 from howsmooth.study.progress_listener import SILENT, Listener
 
@@ -86,7 +86,7 @@ class Bounded:
 
     target: Target
     n: int
-    ball: Ball
+    ball: TokenBall
     rows: pd.DataFrame
     worst: Worst | None = None
 
@@ -118,7 +118,7 @@ def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SIL
                 rows = _rows(one, n, ball.radius)
             except ArgumentError as error:
                 raise _of_layer(one, error) from error
-            ball = Ball(float(rows.attrs["radius"]), ball.origin)
+            ball = TokenBall(float(rows.attrs["radius"]), ball.origin)
             worst = None
             if plan.search:
                 worst = search_ball(one, n, ball.radius, steps=plan.steps, seed=plan.seed, told=told)

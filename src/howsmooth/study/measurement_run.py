@@ -31,7 +31,7 @@ from howsmooth.study.tasks.task import Failed, Work
 from howsmooth.study.worker_processes import WORTH, worker_processes
 from howsmooth.threads import fastest_threads
 
-__all__ = ["DryRun", "Part", "dry_run", "run"]
+__all__ = ["DryRun", "Remaining", "dry_run", "run"]
 
 
 def run(
@@ -105,7 +105,7 @@ _VECTORS = 40
 
 
 @dataclass(frozen=True)
-class Part:
+class Remaining:
     """How much is left to measure of one model on one text in one scope."""
 
     model: str
@@ -127,7 +127,7 @@ class Part:
 class DryRun:
     """What a run of a plan would measure."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Remaining, ...]
     kept: int  #: The number of measurements that the store already has.
     #: The models and texts that cannot be measured, as (model, text or None, reason).
     impossible: tuple[tuple[str, str | None, str], ...]
@@ -156,7 +156,7 @@ def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = Fa
             sequences = {(task.n, sample) for task in tasks for sample in task.starts}
             here = sum(task.size for task in tasks)
             counts = (len(layers), len(lengths), max(lengths), len(sequences), here)
-            parts.append(Part(model, text, scope, *counts, memory, lacking))
+            parts.append(Remaining(model, text, scope, *counts, memory, lacking))
         reasons = ((label, text, " ".join(error.split())) for label, text, error in impossible)
         return DryRun(tuple(parts), left.kept, tuple(dict.fromkeys(reasons)))
 

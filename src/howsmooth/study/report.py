@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from howsmooth.results.drawing import Picture, data_url
-from howsmooth.results.page import page, plain, templates
+from howsmooth.results.drawing import Picture
+from howsmooth.results.page import page, plain_text, templates
 from howsmooth.rounding import limit_in_digits
 from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.exponents import GROUP, LEVEL, STRATA
@@ -107,15 +107,15 @@ def render(
 
 
 def _template(contents: Contents) -> jinja2.Template:
-    nouns = {plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
+    nouns = {plain_text(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
     environment = templates("howsmooth.study")
     environment.globals |= {"amount": amount_in_words, "place": place_in_words, "scope": scope_in_words}
-    named = {one.__name__: one for one in (number, slope, chance, duration, sentence)}
+    named = {one.__name__: one for one in (three_digits, slope, chance, duration, sentence)}
     environment.filters |= named | {
         "limit": partial(limit_in_digits, digits=3),
         "percent": lambda share: f"{100 * share:.2g} %",
         "head": lambda head: "all" if head is None else head,
-        "noun": lambda text: nouns.get(plain(text), "text"),
+        "noun": lambda text: nouns.get(plain_text(text), "text"),
     }
     return environment.get_template("report.html.jinja")
 
@@ -129,8 +129,7 @@ def _headlines(rows: pd.DataFrame, exponents: pd.DataFrame) -> Iterator[dict[str
 
 
 def _image(picture: Picture) -> dict[str, Any]:
-    shown = {"source": data_url(picture.png.read_bytes()), "file": f"figures/{picture.pdf.name}"}
-    return shown | {"alt": picture.alt, "title": f"{picture.title}.", "width": picture.width}
+    return picture.on_page() | {"file": f"figures/{picture.pdf.name}", "title": f"{picture.title}."}
 
 
 def _script() -> str:
@@ -146,7 +145,7 @@ def _asset(name: str) -> str:
 # ---- Headlines and tables
 
 
-def number(value: float | None) -> str:
+def three_digits(value: float | None) -> str:
     """Format a number with three significant digits; a missing one is empty."""
     return "" if value is None or math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}"
 
@@ -164,7 +163,7 @@ def chance(value: float | None) -> str:
 def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
     """Return one sentence on how large the constants of one model, text and scope are, and how they grow."""
     span = f"lengths {rows['n'].min()} to {rows['n'].max()}"
-    low, high = number(rows["lipschitz"].min()), number(rows["lipschitz"].max())
+    low, high = three_digits(rows["lipschitz"].min()), three_digits(rows["lipschitz"].max())
     values = f"The constants measured are between {low} and {high}"
     good = sorted((row for row in plain_rows(exponents) if not row["note"]), key=lambda row: row["slope"])
     if not good:
@@ -178,9 +177,11 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
     if least != most:
         low_end, high_end = (place_in_words(row["layer"], row["head"]) for row in (first, last))
         powers = f"between {least} ({low_end}) and {most} ({high_end})"
+    flat = sum(row["low"] <= 0 <= row["high"] for row in good)
     quarter = sum(row["quarter"] >= 1 - LEVEL for row in good)
     return (
-        f"The constant grows like n to a power {powers} over {span}. {values}. "
+        f"The constant grows like n to a power {powers} over {span} (in {flat or 'none'} of {len(good)} fits "
+        f"the interval contains 0, no growth). {values}. "
         f"The interval of {quarter or 'none'} of the {len(good)} exponents contains 1/4."
     )
 
@@ -359,7 +360,7 @@ def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]],
     names, numbers = {}, {}
     for column in columns:
         numbers[column], found = pd.factorize(table[column])
-        names[column] = [plain(name) for name in found]
+        names[column] = [plain_text(name) for name in found]
     return names, table.assign(**numbers)
 
 

@@ -28,11 +28,11 @@ from howsmooth.bounds.radius import (
     margin_expansion,
 )
 from howsmooth.bounds.radius.ellipsoid_arithmetic import (
+    ellipsoid_image,
     ellipsoid_sum,
     enclosing,
     gram,
     half_widths,
-    image,
     mixture,
     product,
 )
@@ -288,11 +288,13 @@ def test_ellipsoids_are_rounded_outwards() -> None:
         B, u, w = normal(g, 3, 4), normal(g, 4), normal(g, 3)
         flat = u[:, None] * u
         Bd, Ud, wd = many_digits(B), many_digits(flat), many_digits(w)
-        assert smallest_eigenvalue(many_digits(image(B, flat)) - Bd @ Ud @ Bd.T) >= 0
+        assert smallest_eigenvalue(many_digits(ellipsoid_image(B, flat)) - Bd @ Ud @ Bd.T) >= 0
         turned = normal(g, 3, 4)
         turned = B + 1e-3 * turned / turned.norm()
         Td = many_digits(turned)
-        assert smallest_eigenvalue(many_digits(image(exact(B, 1.001e-3), flat)) - Td @ Ud @ Td.T) >= 0
+        assert (
+            smallest_eigenvalue(many_digits(ellipsoid_image(exact(B, 1.001e-3), flat)) - Td @ Ud @ Td.T) >= 0
+        )
         assert smallest_eigenvalue(many_digits(gram(B)) - Bd @ Bd.T) >= 0
         assert smallest_eigenvalue(many_digits(gram(exact(B, 1.001e-3))) - Td @ Td.T) >= 0
         assert smallest_eigenvalue(many_digits(product(flat, flat, flat)) - Ud * Ud * Ud) >= 0

@@ -14,7 +14,7 @@ from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.models.identification.layer_trace import ModuleCall
 from howsmooth.models.identification.norm_and_residual_placement import norm_map
 from howsmooth.models.identification.qkv_projections import matching_columns
-from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
 from howsmooth.models.tracing.mask_and_bias import describe_mask
 from tests._tiny_models import VOCABULARY
 
@@ -105,12 +105,14 @@ def test_norms_by_value(dtype: torch.dtype) -> None:
 
 
 def test_tolerance_is_of_the_precision_that_was_used() -> None:
-    assert precision(torch.float64) == torch.finfo(torch.float64).eps
+    assert lowest_epsilon(torch.float64) == torch.finfo(torch.float64).eps
     assert (
-        precision(torch.float64, downcast=True) == precision(torch.float32) == torch.finfo(torch.float32).eps
+        lowest_epsilon(torch.float64, downcast=True)
+        == lowest_epsilon(torch.float32)
+        == torch.finfo(torch.float32).eps
     )
     assert tolerance(1e-16, 10.0) > tolerance(1e-16)
-    assert tolerance(precision(torch.float64)) < 1e-13
+    assert tolerance(lowest_epsilon(torch.float64)) < 1e-13
     assert relative_error(torch.zeros(3), torch.zeros(3)) == 0.0
     assert relative_error(torch.ones(3), torch.zeros(3)) == float("inf")
     assert relative_error(torch.tensor([1.0, 2.1]), torch.tensor([1.0, 2.0])) == pytest.approx(0.05)

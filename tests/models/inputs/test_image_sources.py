@@ -29,7 +29,7 @@ from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import LoadedModel, image_inputs, load_model
 from howsmooth.models.inputs.builtin_images import BUILTIN_SIDE
 from howsmooth.models.inputs.image_sources import load_images
-from howsmooth.models.loading.model_location import Place
+from howsmooth.models.loading.model_location import Location
 from howsmooth.models.loading.processors import ImagePreparation, image_preparation
 
 SIZES: dict[str, Any] = {
@@ -373,7 +373,7 @@ def test_files_that_cannot_be_understood(vit: Path, content: str) -> None:
 
 
 def test_a_model_cannot_ask_for_an_image_that_fills_the_memory(tmp_path: Path) -> None:
-    place = Place("large", None, "", local_files_only=True)
+    place = Location("large", None, "", local_files_only=True)
     with pytest.raises(ModelError, match="1000000 x 1000000"):
         image_preparation(place, ViTConfig(image_size=10**6), torch.nn.Identity())
     with pytest.raises(ArgumentError, match="from 1 to 4096"):

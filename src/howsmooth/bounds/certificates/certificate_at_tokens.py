@@ -21,7 +21,7 @@ from howsmooth.bounds.certificates.whole import by_whole, is_small
 from howsmooth.errors import ArgumentError
 from howsmooth.rounding import Enclosed, above, limit_in_digits, spectral_norm_above, up
 
-__all__ = ["ASSUMPTIONS", "Certificate", "certificate", "certify", "checked_input", "forms"]
+__all__ = ["ASSUMPTIONS", "Certificate", "certificate", "checked_input", "forms", "sharpest_certificate"]
 
 _SOURCE = 'howsmooth documentation, "Certificates at given tokens", '
 
@@ -129,7 +129,7 @@ def certificate(attention: object, X: object = None, *, iterations: int = 30) ->
     f, x = checked_input(attention, X)
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise ArgumentError("iterations", expected="a whole number >= 0", got=repr(iterations))
-    return certify(f, x, iterations=iterations)
+    return sharpest_certificate(f, x, iterations=iterations)
 
 
 def forms(at: HeadsAt) -> Mapping[str, Form]:
@@ -222,7 +222,7 @@ def _self_attention(heads: Head | Parameters) -> SelfAttention:
     )
 
 
-def certify(
+def sharpest_certificate(
     f: SelfAttention,
     x: Tensor,
     forms: Callable[[HeadsAt], Mapping[str, Form]] = forms,

@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt, row_blocks
 from howsmooth.bounds.certificates.products import FORMED, Groups, dominated, sandwich
 from howsmooth.rounding import Enclosed, above, gamma, shrink, spectral_norms, up
-from howsmooth.rounding.eigenvalue_estimates import lanczos
+from howsmooth.rounding.eigenvalue_estimates import largest_eigenpairs
 
 __all__ = ["Weights", "averages", "by_parts", "diagonal", "moving_keys", "pair_weights", "search"]
 
@@ -182,7 +182,7 @@ def search(at: HeadsAt, iterations: int) -> Weights:
             moved = rho * (x @ v.mT - (x * o).sum(-1, keepdim=True))
             return ((moved @ v - moved.sum(-1, keepdim=True) * o) @ W.mT).sum(0)
 
-        c, of_rows = lanczos(image, of_rows, steps)
+        c, of_rows = largest_eigenpairs(image, of_rows, steps)
         back = (a32 * c[:, None]).mT.contiguous()
 
         def image_of_keys(u: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def search(at: HeadsAt, iterations: int) -> Weights:
             x = x if turns is None else _multiplied(x, turns.mT)
             return (x @ K.mT).sum(0)
 
-        phi, of_columns = lanczos(image_of_keys, of_columns, steps)
+        phi, of_columns = largest_eigenpairs(image_of_keys, of_columns, steps)
         return c, phi
 
     q = best = torch.ones(at.n)
@@ -243,7 +243,7 @@ def _diagonal_guesses(
         return (_multiplied(x @ Q.mT, F) @ W.mT).sum(0)
 
     b = torch.randn(W.shape[1], generator=torch.Generator().manual_seed(1)).expand(F.shape[1], -1)
-    return lanczos(image, b, _STEPS)[0].double() * ((of_W * of_Q * of_F) ** 2 * _ABOVE)
+    return largest_eigenpairs(image, b, _STEPS)[0].double() * ((of_W * of_Q * of_F) ** 2 * _ABOVE)
 
 
 def _scaled(parts: Sequence[Tensor]) -> tuple[Tensor, float]:

@@ -19,11 +19,11 @@ from howsmooth.rounding.tensor_with_error_bound import plain, settled
 
 __all__ = [
     "balls",
+    "ellipsoid_image",
     "ellipsoid_sum",
     "enclosing",
     "gram",
     "half_widths",
-    "image",
     "mixture",
     "product",
     "radii",
@@ -82,7 +82,9 @@ def ellipsoid_sum(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch
     return _enlarged(found, gamma(len(shapes) + _MORE) * _traces(found))
 
 
-def image(matrix: Float[Tensor, "... m d"], shapes: Float[Tensor, "... d d"]) -> Float[Tensor, "... m m"]:
+def ellipsoid_image(
+    matrix: Float[Tensor, "... m d"], shapes: Float[Tensor, "... d d"]
+) -> Float[Tensor, "... m m"]:
     """Return ellipsoids that contain the images of given ellipsoids under matrices with rounding errors."""
     value, error = settled(matrix)
     trace = _traces(shapes)
@@ -143,7 +145,7 @@ def weighted_images(
     for size, shape in zip(sizes, shapes, strict=True):
         factor = torch.where(size > 0, total / torch.where(size > 0, size, 1.0), 0.0)
         whole.addcmul_(factor[..., None, None], shape)
-    return image(matrix, _enlarged(whole, gamma(len(shapes) + _MORE) * _traces(whole)))
+    return ellipsoid_image(matrix, _enlarged(whole, gamma(len(shapes) + _MORE) * _traces(whole)))
 
 
 def mixture(
@@ -171,4 +173,6 @@ def radii(shapes: Float[Tensor, "... d d"], matrix: Float[Tensor, "... m d"] | N
     """Bound the norm of all points of each ellipsoid. If ``matrix`` is given, multiply the points by it
     before their norm is bounded.
     """
-    return largest_eigenvalues_by_squaring(plain(shapes if matrix is None else image(matrix, shapes))).sqrt()
+    return largest_eigenvalues_by_squaring(
+        plain(shapes if matrix is None else ellipsoid_image(matrix, shapes))
+    ).sqrt()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.ellipsoid_arithmetic import ellipsoid_sum, image
+from howsmooth.bounds.radius.ellipsoid_arithmetic import ellipsoid_image, ellipsoid_sum
 from howsmooth.bounds.radius.transformer_layers import Attention
 from howsmooth.bounds.radius.transformer_network import Network, Stage
 from howsmooth.rounding.tensor_with_error_bound import exact, settled
@@ -110,7 +110,7 @@ class Errors:
             for later, remainder in self._since[1:]:
                 found = _carried(later, found, remainder)
             self._between.append(found)
-            self.lengths.append(length(found))
+            self.lengths.append(frobenius_bound(found))
 
     def leave(self, step: Step, remainder: Tensor, width: int) -> None:
         """Update the errors after a stage whose Taylor remainder lies in the ellipsoids ``remainder`` (n',
@@ -129,7 +129,7 @@ class Errors:
             return
         shapes = [added]
         for source, cause in zip(step.sources, self._between, strict=True):
-            shapes += list(image(source, cause[:, None]))
+            shapes += list(ellipsoid_image(source, cause[:, None]))
         self.state, self._since = ellipsoid_sum(*shapes), [(step, added)]
 
 
@@ -139,7 +139,7 @@ def _carried(step: Step, shapes: Tensor, added: Tensor) -> Tensor:
     They are the images of the ellipsoids ``shapes``, enlarged by the error ``added`` of the stage itself.
     """
     assert step.own is not None
-    return ellipsoid_sum(image(step.own, shapes), added)
+    return ellipsoid_sum(ellipsoid_image(step.own, shapes), added)
 
 
 class Residuals(NamedTuple):
@@ -172,7 +172,7 @@ class Residuals(NamedTuple):
         return found + sum(of * cause for of, cause in zip(self.sources, causes, strict=True))
 
 
-def length(shapes: Tensor) -> float:
+def frobenius_bound(shapes: Tensor) -> float:
     """Bound the Frobenius norm of n vectors that lie in n given ellipsoids (n, d, d)."""
     return float(shapes.diagonal(dim1=1, dim2=2).sum().clamp_min(0).sqrt())
 
@@ -185,7 +185,7 @@ def rounding_loss(residuals: Sequence[Residuals], errors: Sequence[Tensor], epsi
     """
     total = 0.0
     for at, error in zip(residuals, errors, strict=True):
-        e = at.size_of_forms * epsilon**2 / 2 + length(error)
+        e = at.size_of_forms * epsilon**2 / 2 + frobenius_bound(error)
         total += at.size_of_adjoint * at.state + at.bent * epsilon * e
         total += at.adjoint * (at.size_of_tangents * epsilon + e)
     return total

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoid_arithmetic import (
     balls,
+    ellipsoid_image,
     ellipsoid_sum,
     enclosing,
     gram,
     half_widths,
-    image,
     mixture,
     product,
     radii,
@@ -56,7 +56,7 @@ __all__ = [
     "Left",
     "NormRemainder",
     "Reached",
-    "TokenWise",
+    "TokenwiseRemainder",
     "gated_rest",
     "largest_weights",
     "mean_square",
@@ -120,7 +120,7 @@ class NormRemainder:
         return Left(shape, torch.where(t < NEARLY_ONE, margin, torch.inf).sum())
 
 
-class TokenWise:
+class TokenwiseRemainder:
     """Bounds on the Taylor remainder of a layer that acts on each token separately, collected from bounds for
     the single tokens.
 
@@ -171,7 +171,7 @@ class FeedForwardRemainder:
         """
         # Ellipsoid matrices are squares of lengths: ε² belongs to changes linear in δ, ε⁴ to quadratic ones.
         linear = epsilon**2 * self.linear
-        y = enclosing(image(self.layer.up, errors))
+        y = enclosing(ellipsoid_image(self.layer.up, errors))
         z = ellipsoid_sum(linear, y)
         beyond = ((self.bend / 2, product(y, y)), (self.twist / 6, product(z, z, z)))
         change = z.diagonal(dim1=1, dim2=2).sqrt()
@@ -208,7 +208,7 @@ class GatedFeedForwardRemainder:
         The tokens at the layer's input change by G δ + e, where G is ``tangents`` and e an error.
         """
         layer = self.layer
-        y, w = enclosing(image(layer.gate, errors)), enclosing(image(layer.up, errors))
+        y, w = enclosing(ellipsoid_image(layer.gate, errors)), enclosing(ellipsoid_image(layer.up, errors))
         z, v = ellipsoid_sum(epsilon**2 * self.linear, y), ellipsoid_sum(epsilon**2 * self.linear_v, w)
         third = ((self.twist / 6, product(z, z, z)), (self.twist_v / 2, product(z, z, v)))
         rest = gated_rest(layer, self.z, self.v, z, v)
@@ -309,7 +309,7 @@ class AttentionErrors:
             key=mean_square(P, each_key),
             score=key + half_widths(rows, self.by_query),
             pulled=mean_square(P, value),
-            value=mixture(P, image(self.out[:, None], errors)),
+            value=mixture(P, ellipsoid_image(self.out[:, None], errors)),
         )
 
 
@@ -422,7 +422,7 @@ def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
 
 def remainder_of(
     stage: Map, u: Tensor, tangents: Tensor, adjoint: Tensor
-) -> AttentionRemainder | NormRemainder | TokenWise:
+) -> AttentionRemainder | NormRemainder | TokenwiseRemainder:
     """Return the object that bounds the second-order Taylor remainder of a layer at tokens u (n, d)."""
     if isinstance(stage, Attention):
         return AttentionRemainder(stage, u, tangents, adjoint)
@@ -430,5 +430,7 @@ def remainder_of(
         return NormRemainder(stage, u, tangents, adjoint)
     every = [slice(j, j + 1) for j in range(len(u))]
     if isinstance(stage, FeedForward):
-        return TokenWise([FeedForwardRemainder(stage, u[j], tangents[j], adjoint[j]) for j in every])
-    return TokenWise([GatedFeedForwardRemainder(stage, u[j], tangents[j], adjoint[j]) for j in every])
+        return TokenwiseRemainder([FeedForwardRemainder(stage, u[j], tangents[j], adjoint[j]) for j in every])
+    return TokenwiseRemainder(
+        [GatedFeedForwardRemainder(stage, u[j], tangents[j], adjoint[j]) for j in every]
+    )

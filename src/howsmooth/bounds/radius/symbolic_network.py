@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.bounds.radius.symbolic_tensor import SymbolicTensor, refusal, run_on_symbols
+from howsmooth.bounds.radius.symbolic_tensor import SymbolicTensor, refused_module, run_on_symbols
 from howsmooth.bounds.radius.symbolic_terms import Terms
 from howsmooth.bounds.radius.transformer_layers import (
     ACTIVATIONS,
@@ -99,10 +99,10 @@ def check_operations(
             output = terms.add(output, rows[:, stage.residual])
         state = torch.cat([rows, output], 1) if stage.keep else output
         if terms.newest(output) >= known:
-            raise refusal(names, f"{_OTHERWISE} of the stage '{stage.name}'")
+            raise refused_module(names, f"{_OTHERWISE} of the stage '{stage.name}'")
     pooled = state[0] if token is not None or len(state) == 1 else terms.mean(state, 0)
     if not torch.equal(found, terms.linear(pooled, *readout)):
-        raise refusal(names, f"{_OTHERWISE} of the readout")
+        raise refused_module(names, f"{_OTHERWISE} of the readout")
 
 
 def _output(terms: Terms, layer: Map, u: Tensor) -> Tensor:

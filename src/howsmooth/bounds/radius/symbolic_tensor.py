@@ -22,7 +22,7 @@ from howsmooth.bounds.radius.symbolic_terms import OTHER, DifferentOperationErro
 from howsmooth.errors import CertificateError, HowsmoothError, reason
 from howsmooth.plain_modules import eager, fast_path
 
-__all__ = ["SymbolicTensor", "refusal", "run_on_symbols"]
+__all__ = ["SymbolicTensor", "refused_module", "run_on_symbols"]
 
 # Operations that only rearrange entries, which are done on the numbers of the terms.
 _REARRANGING = {
@@ -120,7 +120,7 @@ class _Run(TorchFunctionMode):
             own = frame.f_locals.get("self")
             module = own if isinstance(own, nn.Module) else None
             frame = frame.f_back
-        self.refused = self.refused or refusal(self._names, why, module)
+        self.refused = self.refused or refused_module(self._names, why, module)
         raise self.refused
 
     def _wrapped(self, entries: Tensor) -> SymbolicTensor:
@@ -287,7 +287,9 @@ _RULES: dict[str, Callable[..., Any]] = {
 }
 
 
-def refusal(names: dict[nn.Module, str], why: str, module: nn.Module | None = None) -> CertificateError:
+def refused_module(
+    names: dict[nn.Module, str], why: str, module: nn.Module | None = None
+) -> CertificateError:
     """Return the error that names a module, or else the model, which is the first of the names."""
     module = module if module in names else next(iter(names))
     return CertificateError(names[module], kind=type(module).__name__, reason=why)
@@ -333,9 +335,9 @@ def run_on_symbols(
     except Exception as error:
         if run.refused is None and isinstance(error, HowsmoothError):
             raise
-        raise run.refused or refusal(names, f"does not run without values ({reason(error)})") from None
+        raise run.refused or refused_module(names, f"does not run without values ({reason(error)})") from None
     if run.refused is not None:
         raise run.refused from None
     if not isinstance(found, SymbolicTensor):
-        raise refusal(names, "has an output that is not computed from its tokens")
+        raise refused_module(names, "has an output that is not computed from its tokens")
     return found.entries

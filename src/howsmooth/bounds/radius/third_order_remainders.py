@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoid_arithmetic import (
+    ellipsoid_image,
     ellipsoid_sum,
     enclosing,
     gram,
     half_widths,
-    image,
     mixture,
     product,
     radii,
@@ -33,7 +33,7 @@ from howsmooth.bounds.radius.second_order_remainders import (
     NEARLY_ONE,
     AttentionErrors,
     Left,
-    TokenWise,
+    TokenwiseRemainder,
     gated_rest,
     largest_weights,
     mean_square,
@@ -155,7 +155,7 @@ class CubicFeedForward:
         self.adjoint = adjoint = at.adjoint @ layer.down
         self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
         forms, mixed = [], []
-        self.squared = enclosing(image(layer.up, gram(at.forms / 2)))
+        self.squared = enclosing(ellipsoid_image(layer.up, gram(at.forms / 2)))
         bent = scaled(self.bend, self.squared)
         for j, Q in enumerate(at.forms):
             at.check()
@@ -171,7 +171,7 @@ class CubicFeedForward:
             self.cubic += (K[j] * (adjoint[j] * self.twist[j] / 6)[:, None]).T @ squares
         self.forms = torch.stack(forms)
         third = product(self.linear, torch.stack(mixed))
-        self.third = image(layer.down, third)
+        self.third = ellipsoid_image(layer.down, third)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return bounds on the Taylor remainder of the feed-forward layer for |δ| ≤ ε, given ellipsoids of
@@ -179,7 +179,7 @@ class CubicFeedForward:
         """
         activation = self.layer.activation
         linear = epsilon**2 * self.linear
-        error = enclosing(image(self.layer.up, errors))
+        error = enclosing(ellipsoid_image(self.layer.up, errors))
         y = ellipsoid_sum(epsilon**4 * self.squared, error)
         z = ellipsoid_sum(linear, y)
         beyond = (
@@ -219,7 +219,9 @@ class CubicGatedFeedForward:
         self.twist_v = layer.activation.derivative(2, self.z)
         self.adjoint = at.adjoint @ layer.down
         forms = gram(at.forms / 2)
-        self.squared, self.squared_v = (enclosing(image(matrix, forms)) for matrix in (layer.gate, layer.up))
+        self.squared, self.squared_v = (
+            enclosing(ellipsoid_image(matrix, forms)) for matrix in (layer.gate, layer.up)
+        )
         self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
         at.check()
         for j in range(len(at.u)):
@@ -233,8 +235,8 @@ class CubicGatedFeedForward:
         """
         layer = self.layer
         p, q = epsilon**2 * self.linear, epsilon**2 * self.linear_v
-        y = ellipsoid_sum(epsilon**4 * self.squared, enclosing(image(layer.gate, errors)))
-        w = ellipsoid_sum(epsilon**4 * self.squared_v, enclosing(image(layer.up, errors)))
+        y = ellipsoid_sum(epsilon**4 * self.squared, enclosing(ellipsoid_image(layer.gate, errors)))
+        w = ellipsoid_sum(epsilon**4 * self.squared_v, enclosing(ellipsoid_image(layer.up, errors)))
         z, v = ellipsoid_sum(p, y), ellipsoid_sum(q, w)
         rest = gated_rest(layer, self.z, self.v, z, v)
         second = ((self.bend / 2, product(y, y)), (self.mixed, product(y, w)))
@@ -297,7 +299,7 @@ class CubicAttention:
         self.errors = AttentionErrors(attention, own, at.adjoint)
         out = self.errors.out
         self.value = value_shapes(P, torch.einsum("hod,ndk->hnok", out, at.tangents))
-        self.value_form = mixture(P, image(out[:, None], gram(at.forms / 2)))
+        self.value_form = mixture(P, ellipsoid_image(out[:, None], gram(at.forms / 2)))
         self.spread = value_covariance(attention, own)
         images = (attention.output @ own.v.mT).mT[:, None].expand(-1, P.shape[1], -1, -1)
         spread = own.centred(images)
@@ -493,7 +495,7 @@ class _Tensors:
         return torch.stack(found)
 
 
-class CubicTokenWise(TokenWise):
+class CubicTokenWise(TokenwiseRemainder):
     """Bounds on the third-order remainder of a layer that acts on each token separately, collected from
     bounds for the single tokens.
     """

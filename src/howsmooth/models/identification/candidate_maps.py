@@ -38,7 +38,13 @@ from howsmooth.models.tracing.recorder import AttentionLayer, is_linear, output_
 from howsmooth.models.tracing.softmax_call import SoftmaxCall
 
 __all__ = [
-    "CapturedMap", "Hypothesis", "condition_of", "heads_in", "hypotheses", "norms_all_heads", "tail_of",
+    "Candidate",
+    "CapturedMap",
+    "condition_of",
+    "heads_in",
+    "hypotheses",
+    "norms_all_heads",
+    "tail_of",
     "width_of",
 ]  # fmt: skip
 
@@ -48,7 +54,7 @@ CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
 
 
 @dataclass(frozen=True, eq=False)
-class Hypothesis:
+class Candidate:
     """A candidate for the map that an attention layer computes, which is not verified yet."""
 
     map: CapturedMap
@@ -60,7 +66,7 @@ class Hypothesis:
 
 def hypotheses(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
-) -> Iterator[Hypothesis | CaptureError]:
+) -> Iterator[Candidate | CaptureError]:
     """Yield candidates for the map that an attention layer computes, those with the most known parameters
     first. In place of a hypothesis that does not fit the trace stands the error that says why.
     """
@@ -72,7 +78,7 @@ def hypotheses(
     if not reason:
         try:
             attention = _explicit(trace, output, maskings[0])
-            yield Hypothesis(attention, "closed form", "every parameter is known", words, condition)
+            yield Candidate(attention, "closed form", "every parameter is known", words, condition)
             reason = "as a map with these parameters it was not confirmed"
             if norms_all_heads(attention):
                 reason = "a norm of its queries or keys acts on all heads together"
@@ -86,12 +92,12 @@ def hypotheses(
         try:
             staged = _staged(trace, part, output, causal=causal)
             known = f"the softmax in closed form, the rest differentiated by PyTorch: {reason}"
-            yield Hypothesis(staged, "closed form", known, words, condition)
+            yield Candidate(staged, "closed form", known, words, condition)
         except (CaptureError, ArgumentError) as error:
             yield CaptureError(str(error))
             reason = str(error)
     replayed = _replayed(trace, self_attention, part, output, causal=causal)
-    yield Hypothesis(replayed, "autodiff", f"differentiated by PyTorch as it is: {reason}", words, condition)
+    yield Candidate(replayed, "autodiff", f"differentiated by PyTorch as it is: {reason}", words, condition)
 
 
 # ---------------------------------------------------------------- the three readings

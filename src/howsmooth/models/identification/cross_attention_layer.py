@@ -25,14 +25,14 @@ from howsmooth.models.identification.self_attention_module import (
     QUERIES,
     SelfAttentionModule,
     attention_run,
-    check_finite,
+    check_finite_outputs,
     errors_of,
     moved_tokens,
     obstacle_of,
     tried_arguments,
 )
-from howsmooth.models.identification.verification import compare, own_values
-from howsmooth.models.tolerance import precision, tolerance
+from howsmooth.models.identification.verification import check_same_output, own_values
+from howsmooth.models.tolerance import lowest_epsilon, tolerance
 from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import ModuleReplay
 from howsmooth.models.tracing.recorder import TracedLayer
@@ -197,7 +197,7 @@ def _with_memory(found: SelfAttentionModule, memory: Tensor) -> SelfAttentionMod
     the tokens or the memory determine which keys a query sees.
     """
     replay, before = ModuleReplay(found.call, found.replay.x, 1, memory), found.softmaxes
-    check_finite(found.layer, replay.x, before)
+    check_finite_outputs(found.layer, replay.x, before)
     _, moved = attention_run(replay.with_memory(moved_tokens(memory)), replay.x, found.implementation)
     for after in (found.after, moved):
         obstacle_of(found.layer, before, after)
@@ -231,7 +231,7 @@ def _verify(found: VerifiedCrossLayer, output: AttentionOutput, condition: float
         at = call.with_memory(y)
         x = moved_tokens(call.x) if of_queries else call.x
         own = own_values(at, output, x)
-        eps = precision(own.x.dtype, downcast=own.downcast)
+        eps = lowest_epsilon(own.x.dtype, downcast=own.downcast)
         # On changed tokens queries and keys may each have grown by a factor of two.
         tol = tolerance(eps, condition * 2.0 ** (of_queries + of_memory))
         changed = " and ".join(
@@ -239,4 +239,4 @@ def _verify(found: VerifiedCrossLayer, output: AttentionOutput, condition: float
         )
         what = f"its attention{f' on other {changed}' if changed else ''}"
         copied = CopiedModule(found.copied.call.with_memory(y), found.copied.tail, module.implementation)
-        compare(module.layer, what, copied.run(own.x[0], None)[None], own.attention, tol)
+        check_same_output(module.layer, what, copied.run(own.x[0], None)[None], own.attention, tol)

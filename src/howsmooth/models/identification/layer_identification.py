@@ -14,7 +14,7 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.captured_layer import Site
-from howsmooth.models.identification.candidate_maps import Hypothesis, hypotheses, norms_all_heads
+from howsmooth.models.identification.candidate_maps import Candidate, hypotheses, norms_all_heads
 from howsmooth.models.identification.layer_trace import (
     LayerTrace,
     recorded_trace,
@@ -29,7 +29,7 @@ from howsmooth.models.identification.self_attention_module import (
     find_self_attention,
 )
 from howsmooth.models.identification.verification import verify, verify_block
-from howsmooth.models.tolerance import precision
+from howsmooth.models.tolerance import lowest_epsilon
 from howsmooth.models.tracing.module_replay import ModuleReplay
 from howsmooth.models.tracing.recorder import TracedLayer
 
@@ -42,8 +42,8 @@ class VerifiedLayer:
 
     self_attention: SelfAttentionModule
     output: AttentionOutput
-    found: Hypothesis
-    others: Iterator[Hypothesis]  # less explicit maps that are verified too
+    found: Candidate
+    others: Iterator[Candidate]  # less explicit maps that are verified too
     block: Block
     norm: LayerNorm | RMSNorm | None  # the norm whose output is X
     call: ModuleReplay  # the call of the whole layer around the attention
@@ -55,7 +55,7 @@ class VerifiedLayer:
         return self.self_attention.replay.tokens()
 
     @cached_property
-    def _by_head(self) -> Hypothesis:
+    def _by_head(self) -> Candidate:
         """The map whose heads can be taken alone where a norm of the map acts on all heads together."""
         return next(self.others, self.found)
 
@@ -157,7 +157,7 @@ def _read(
 
 def _verified(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
-) -> Iterator[Hypothesis]:
+) -> Iterator[Candidate]:
     """Yield the candidates that agree with the layer, the most explicit first; raise the last error if none
     does.
     """
@@ -185,7 +185,7 @@ def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
     if norm is None:
         return False
     # transformers' norms compute in float32 for every dtype of the model, so that entries may be off by that.
-    slack = 64.0 * precision(torch.float32)
+    slack = 64.0 * lowest_epsilon(torch.float32)
     # An output of the norm is bias + gain∘u with |u| <= 1, where the gain includes √d.
     shift = (x if norm.bias is None else x - norm.bias).double()
     gain = math.sqrt(norm.d) * norm.weight.double().abs()

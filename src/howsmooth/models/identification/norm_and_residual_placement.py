@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, TokenMap
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
-from howsmooth.models.tolerance import one_operation, precision, relative_error, tolerance
+from howsmooth.models.tolerance import lowest_epsilon, one_operation, relative_error, tolerance
 from howsmooth.models.tracing.recorder import is_linear, is_norm
 
 __all__ = [
@@ -296,7 +296,7 @@ def _is_sum(target: _Target, base: Tensor, branch: Tensor, total: _Factors = _PL
 
 def _adds_up(terms: list[Tensor], value: Tensor) -> bool:
     """Return True if the sum of given tensors equals another tensor in every entry, up to rounding."""
-    allowed = one_operation(precision(value.dtype)) * torch.stack(terms).abs().sum(dim=0)
+    allowed = one_operation(lowest_epsilon(value.dtype)) * torch.stack(terms).abs().sum(dim=0)
     return bool(((sum(terms[1:], terms[0]) - value).abs() <= allowed).all())
 
 
@@ -325,7 +325,7 @@ def _two_numbers(root: nn.Module, target: _Target, base: Tensor, branch: Tensor)
     for _ in range(2):  # the second solve corrects the rounding of the first
         fitted += torch.linalg.lstsq(terms, (wanted - terms @ fitted)[:, None]).solution.flatten()
     # Both terms must contribute more than the rounding error, or the fit says nothing about their factors.
-    allowed = one_operation(precision(base.dtype)) * max(float(wanted.abs().max()), 1e-300)
+    allowed = one_operation(lowest_epsilon(base.dtype)) * max(float(wanted.abs().max()), 1e-300)
 
     def off(factors: Tensor) -> float:
         return float((terms @ factors - wanted).abs().max())
@@ -384,7 +384,7 @@ def _before(trace: LayerTrace) -> _Before:
         if (hidden := _like(c.inputs, trace.x)) is not None
     ]
     # The layer ran by itself, so that its norm may round differently than in the forward pass that gave X.
-    allowed = tolerance(precision(trace.x.dtype))
+    allowed = tolerance(lowest_epsilon(trace.x.dtype))
     exact = next((one for one in given if torch.equal(one.x, trace.x)), None)
     near = next((one for one in given if relative_error(one.x, trace.x) <= allowed), None)
     return exact or near or _Before(trace.x)
@@ -436,5 +436,5 @@ def norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
     errors = [relative_error(norm(x), y) for norm in hypotheses]
     best = min(range(len(hypotheses)), key=errors.__getitem__)
     # transformers' RMSNorm classes compute in float32 for every dtype of the model.
-    eps_used = precision(x.dtype, downcast=not isinstance(module, nn.LayerNorm))
+    eps_used = lowest_epsilon(x.dtype, downcast=not isinstance(module, nn.LayerNorm))
     return hypotheses[best] if errors[best] <= tolerance(eps_used) else None

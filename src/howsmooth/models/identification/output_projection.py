@@ -20,7 +20,7 @@ from howsmooth.models.identification.norm_and_residual_placement import (
     later_calls,
 )
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
-from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.recorder import is_linear, output_of
@@ -103,7 +103,7 @@ def _by_token(call: ModuleCall) -> bool:
     if call.inputs is None or call.output is None:
         return False
     again, own = (t.flatten() for t in (first_tensor(call.module(call.inputs)), call.output))
-    return again.shape == own.shape and relative_error(again, own) <= tolerance(precision(again.dtype))
+    return again.shape == own.shape and relative_error(again, own) <= tolerance(lowest_epsilon(again.dtype))
 
 
 def heads_of(trace: LayerTrace) -> Tensor | None:

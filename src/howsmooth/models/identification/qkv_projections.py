@@ -20,7 +20,7 @@ from howsmooth.models.identification.query_key_transforms import (
     projection_readings,
     reordered,
 )
-from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
 from howsmooth.models.tracing.recorder import is_linear, is_norm
 from howsmooth.models.tracing.softmax_call import SoftmaxCall
 
@@ -216,7 +216,7 @@ def _columns(
     # The rotation is inverted to find the columns. They are confirmed by rotating them as the model does.
     unrotated = rotary.rotate_adjoint(heads).clone()
     unrotated[..., : rotary.rot_dim] /= rotary.cos**2 + rotary.sin**2
-    tol = tolerance(precision(heads.dtype))
+    tol = tolerance(lowest_epsilon(heads.dtype))
     columns = matching_columns(_flat(unrotated), outputs, tol)
     if columns is None:
         return None

@@ -16,13 +16,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
-from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
 
 __all__ = ["FittedRotary", "ProjectionReading", "fit_rotary", "projection_readings", "reordered"]
 
 Norm = LayerNorm | RMSNorm
 # A float64 model may compute norms and rotary tables in float32.
-_LOOSE = tolerance(precision(torch.float32))
+_LOOSE = tolerance(lowest_epsilon(torch.float32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary
     wanted = torch.cat((query.given, key.given * (key.factor / of_key)))
     base, factor = torch.cat((query.base, key.base)), query.factor * of_key
     plain = query.norm is None and key.norm is None
-    tol = tolerance(precision(base.dtype, downcast=not plain))
+    tol = tolerance(lowest_epsilon(base.dtype, downcast=not plain))
     order = torch.arange(dim, device=base.device)
     if relative_error(base, wanted) <= tol:
         return FittedRotary(None, order, factor)

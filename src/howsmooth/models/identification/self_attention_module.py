@@ -26,7 +26,7 @@ from howsmooth.models.tracing.softmax_call import SoftmaxCall
 from howsmooth.watching import Call
 
 __all__ = [
-    "MEMORY", "QUERIES", "CrossAttention", "SelfAttentionModule", "attention_run", "check_finite",
+    "MEMORY", "QUERIES", "CrossAttention", "SelfAttentionModule", "attention_run", "check_finite_outputs",
     "detached", "errors_of", "find_self_attention", "kept_tensors", "moved_tokens", "obstacle_of",
     "tried_arguments",
 ]  # fmt: skip
@@ -82,7 +82,7 @@ def find_self_attention(traced_layer: TracedLayer) -> SelfAttentionModule:
     layer, reasons = traced_layer.layer, list[str]()
     partly = mixed = False
     for tried in tried_arguments(traced_layer, reasons):
-        check_finite(layer, tried.alone.x, tried.softmaxes)
+        check_finite_outputs(layer, tried.alone.x, tried.softmaxes)
         if all(m == {*QUERIES, *MEMORY} for m in tried.moved):
             _refuse_chosen_masks(traced_layer, tried)
             return replace(tried, obstacle=obstacle_of(tried.layer, tried.softmaxes, tried.after))
@@ -340,7 +340,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def check_finite(layer: AttentionLayer, x: Tensor, softmaxes: list[SoftmaxCall]) -> None:
+def check_finite_outputs(layer: AttentionLayer, x: Tensor, softmaxes: list[SoftmaxCall]) -> None:
     """Raise NonFiniteError if the tokens or the outputs of softmaxes are not finite."""
     values = [x, *(softmax.output for softmax in softmaxes if softmax.output is not None)]
     if not all(bool(torch.isfinite(t).all()) for t in values):

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError
-from howsmooth.models.identification.candidate_maps import Hypothesis
+from howsmooth.models.identification.candidate_maps import Candidate
 from howsmooth.models.identification.norm_and_residual_placement import Block, ValueLocation
 from howsmooth.models.identification.output_projection import AttentionOutput
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
-from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.recorder import AttentionLayer
 from howsmooth.watching import Call, first_tokens, notice_downcasts, watched
 
-__all__ = ["OwnValues", "compare", "own_values", "verify", "verify_block"]
+__all__ = ["OwnValues", "check_same_output", "own_values", "verify", "verify_block"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ def _attention_of(call: ModuleReplay, output: AttentionOutput, returned: Tensor)
     return None if output.call is output.projection else call.rows(returned).clone()
 
 
-def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: Hypothesis) -> None:
+def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: Candidate) -> None:
     """Raise CaptureError unless a captured map agrees with the model, at the captured tokens and at others,
     and, if it counts as causal, no later token changes an earlier output.
     """
@@ -83,15 +83,15 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
     x, half = call.tokens(), call.tokens().shape[1] // 2
     inner = found.map.without_output() if output.projection is not None else found.map
     moved = own_values(call, output, call.shaped(moved_tokens(x)))
-    eps = precision(x.dtype, downcast=moved.downcast)
+    eps = lowest_epsilon(x.dtype, downcast=moved.downcast)
     # In the forward pass of the model, whose output was kept, if it is the output of the attention.
     own = None if call.output is None else _attention_of(call, output, call.output)
     own = own_values(call, output, call.x).attention if own is None else own
-    compare(layer, "its attention", found.map(x), own, tolerance(eps, found.condition))
+    check_same_output(layer, "its attention", found.map(x), own, tolerance(eps, found.condition))
     # On changed tokens the scores may be larger: queries and keys may each have grown by a factor of two.
     tol = tolerance(eps, 4.0 * found.condition)
     after = inner(moved.x)
-    compare(layer, "its heads on other tokens", after, moved.inner, tol)
+    check_same_output(layer, "its heads on other tokens", after, moved.inner, tol)
     if output.projection is not None:
         _compare_attention(layer, found, moved, tol)
     if not found.map.causal or half == 0 or after.shape[1] != x.shape[1]:
@@ -99,7 +99,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
     # With the later half of the tokens as it was, the earlier outputs of a causal map must stay.
     mixed = torch.cat((moved.x[:, :half], x[:, half:]), dim=1)
     again, other = own_values(call, output, call.shaped(mixed)).inner, inner(mixed)
-    compare(layer, "its heads on other tokens", other, again, tol)
+    check_same_output(layer, "its heads on other tokens", other, again, tol)
     for what, a, b in (("model", moved.inner, again), ("captured map", after, other)):
         if relative_error(b[:, :half], a[:, :half]) > tol:
             raise CaptureError(
@@ -107,25 +107,25 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
             )
 
 
-def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: OwnValues, tol: float) -> None:
+def _compare_attention(layer: AttentionLayer, found: Candidate, own: OwnValues, tol: float) -> None:
     """Raise CaptureError unless the map, whose heads were checked, gives the attention output too."""
     f, heads, attention = found.map, own.inner, own.attention
     if not isinstance(f, SelfAttention) or f.output is None:
-        compare(layer, "its attention", f(own.x), attention, tol)
+        check_same_output(layer, "its attention", f(own.x), attention, tol)
         return
     # An output matrix is applied to the model's own heads, so that only its own rounding is tolerated.
     heads = heads.reshape(len(heads), -1, f.output.shape[1])
     captured, size = heads @ f.output.mT, heads.abs() @ f.output.abs().mT
     if f.output_bias is not None:
         captured, size = captured + f.output_bias, size + f.output_bias.abs()
-    allowed = tolerance(precision(own.x.dtype, downcast=own.downcast)) * size
+    allowed = tolerance(lowest_epsilon(own.x.dtype, downcast=own.downcast)) * size
     if attention.numel() != captured.numel() or bool(
         ((captured - attention.reshape(captured.shape)).abs() > allowed).any()
     ):
         raise CaptureError(f"{layer} does more to its heads than multiply them by a matrix.")
 
 
-def compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol: float) -> None:
+def check_same_output(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol: float) -> None:
     """Raise CaptureError if the outputs of a captured map and of the model differ by more than ``tol``."""
     if captured.numel() == own.numel():  # the model may have heads on a separate axis
         own = own.reshape(captured.shape)
@@ -181,8 +181,8 @@ def verify_block(
         hidden, value = replay.rows(seen["hidden"]).reshape(shape), seen["value"]
         if "less" in seen:
             value = value - seen["less"].reshape(value.shape)
-        loose = tolerance(precision(hidden.dtype, downcast=downcasts.seen), 4.0 * condition)
-        compare(place, "its block", block.map(hidden), replay.rows(value).reshape(shape), loose)
+        loose = tolerance(lowest_epsilon(hidden.dtype, downcast=downcasts.seen), 4.0 * condition)
+        check_same_output(place, "its block", block.map(hidden), replay.rows(value).reshape(shape), loose)
         given.append(hidden)
     return given[0].clone()
 

@@ -30,7 +30,7 @@ from howsmooth.models.inputs.model_inputs import (
 )
 from howsmooth.models.inputs.submodels_by_modality import MODALITIES, choose_part, modality_of, named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
-from howsmooth.models.loading.model_location import Place, find
+from howsmooth.models.loading.model_location import Location, find
 from howsmooth.models.loading.processors import (
     ImagePreparation,
     Preparation,
@@ -178,7 +178,7 @@ def load_model(
             if modality != "text":
                 raise ModelError(f"{which} takes no text, so it cannot run as a decoder.")
             if any(layer.causal for layer in layers):
-                raise ModelError(f"{which} is a decoder already: its attention is causal. Omit as_decoder.")
+                raise ModelError(f"{which} is a decoder already, and causal. Leave out as_decoder=True.")
             config.is_decoder = True
             path, model, unread = build()
             preparation, layers, obstacle = _observed(place, config, model, modality)
@@ -252,7 +252,7 @@ def preparation_of(model: LoadedModel) -> ImagePreparation:
     if not isinstance(model.preparation, ImagePreparation):
         raise ModelError(
             f"{model.name!r} ({type(model.model).__name__}) takes {MODALITIES[model.modality]}, not images. "
-            "If it has a part for that, choose it with part (--part vision)."
+            'If it has a part for that, choose it with part="vision".'
         )
     return model.preparation
 
@@ -287,7 +287,7 @@ def _device(device: str | torch.device) -> torch.device:
     return target
 
 
-def _config(place: Place) -> Any:
+def _config(place: Location) -> Any:
     if place.location is None:
         config = CONFIG_MAPPING[place.name]()
     else:
@@ -300,7 +300,7 @@ def _config(place: Place) -> Any:
     return config
 
 
-def _class_with_head(place: Place, config: Any) -> Any:
+def _class_with_head(place: Location, config: Any) -> Any:
     """Return the model class with a task head that a transformers configuration names."""
     names = getattr(config, "architectures", None) or ()
     found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
@@ -314,7 +314,7 @@ def _class_with_head(place: Place, config: Any) -> Any:
 
 
 def _built(
-    place: Place,
+    place: Location,
     config: Any,
     kind: Any,
     random_init: bool,
@@ -372,14 +372,14 @@ def _built(
         listed = ", ".join(f"{inner} with {_GIVEN.get(takes, takes)}" for inner, takes in parts.items())
         raise ModelError(
             f"{place.name!r} compares texts with images and needs both at once. Measure its parts one at a "
-            f"time, each with part (--part): {listed}."
+            f'time, each with part="NAME": {listed}.'
         )
     check_model(chosen)
     return path, chosen, unread
 
 
 def _observed(
-    place: Place, config: Any, model: nn.Module, modality: str
+    place: Location, config: Any, model: nn.Module, modality: str
 ) -> tuple[Preparation, list[AttentionLayer], str]:
     """Run a model on a short input to find its attention layers.
 
@@ -388,7 +388,7 @@ def _observed(
     if takes_decoder_ids(model) and modality != "text":
         raise ModelError(
             f"{place.name!r} is an encoder-decoder model ({type(model).__name__}) whose decoder takes other "
-            "inputs than its encoder. Choose its encoder, with the part encoder (--part encoder)."
+            'inputs than its encoder. Choose its encoder, with part="encoder".'
         )
     makers = {"image": image_preparation, "audio": audio_sample}
     preparation = makers[modality](place, config, model) if modality in makers else None
@@ -401,7 +401,7 @@ def _observed(
     return preparation, layers, "" if layers else f"no softmax attention of {type(model).__name__} was seen"
 
 
-def _check_memory(place: Place, config: Any, dtype: torch.dtype | None) -> None:
+def _check_memory(place: Location, config: Any, dtype: torch.dtype | None) -> None:
     """Raise ModelError if random weights for this configuration do not fit into memory."""
     free = free_memory(torch.device("cpu"))
     weights = count_weights(config)
@@ -425,7 +425,7 @@ _GIVEN = {
 
 
 def _tokenizer(
-    place: Place, random_init: bool, text: str | None, modality: str, vocabulary: int
+    place: Location, random_init: bool, text: str | None, modality: str, vocabulary: int
 ) -> tuple[Tokenizer, str]:
     """Return the tokenizer, and a phrase that says where it comes from."""
     if modality != "text":

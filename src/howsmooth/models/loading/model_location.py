@@ -16,11 +16,11 @@ from transformers.utils import cached_file
 from howsmooth.errors import HowsmoothError, ModelError, reason
 from howsmooth.model_names import BUILTIN_MODELS, builtin_folder, folder_of, remedy
 
-__all__ = ["Place", "find", "hub_reachable"]
+__all__ = ["Location", "find", "hub_reachable"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """The location of the files of a model: a folder, the Hugging Face Hub, or none."""
 
     name: str  #: The name that the user gave.
@@ -82,7 +82,7 @@ class Place:
         return f"The Hub model {self.name!r} {why}"
 
 
-def find(name: str, *, random_init: bool) -> Place:
+def find(name: str, *, random_init: bool) -> Location:
     """Find the location of the files of a model by the name of the model. Whether the Hub has them is not
     checked.
 
@@ -93,18 +93,18 @@ def find(name: str, *, random_init: bool) -> Place:
 
     """
     if name in BUILTIN_MODELS:
-        return Place(name, str(builtin_folder(name)), f"the built-in model {name}", local_files_only=True)
+        return Location(name, str(builtin_folder(name)), f"the built-in model {name}", local_files_only=True)
     folder = folder_of(name, random_init=random_init, types=CONFIG_MAPPING)
     if folder is not None:
         where = f"the local folder {Path(name).expanduser()}"
-        return Place(name, str(folder), where, local_files_only=True)
+        return Location(name, str(folder), where, local_files_only=True)
     offline = not hub_reachable()
-    place = Place(name, name, f"the Hugging Face Hub model {name}", local_files_only=offline)
+    place = Location(name, name, f"the Hugging Face Hub model {name}", local_files_only=offline)
     if random_init and name in CONFIG_MAPPING:
         try:
             AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
         except Exception:  # the Hub has no such model, or offline the cache has not
-            return Place(name, None, f"the default {name} of transformers", local_files_only=True)
+            return Location(name, None, f"the default {name} of transformers", local_files_only=True)
     return place
 
 

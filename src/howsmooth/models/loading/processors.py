@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from howsmooth.errors import ArgumentError, ModelError, reason
-from howsmooth.models.loading.model_location import Place
+from howsmooth.models.loading.model_location import Location
 
 __all__ = ["ImagePreparation", "Preparation", "audio_sample", "image_preparation"]
 
@@ -108,7 +108,7 @@ def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
     return {"do_resize": True, "size": inner, "crop_size": size}
 
 
-def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePreparation:
+def image_preparation(place: Location, config: Any, model: nn.Module) -> ImagePreparation:
     """Return the image processor of a model, after trying it on two images.
 
     The processor is the one in the model's files. Without such files it is the default processor of the
@@ -154,7 +154,7 @@ def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePrepa
 
 
 def _processors(
-    place: Place, configs: tuple[Any, Any], channels: int, *, has_files: bool
+    place: Location, configs: tuple[Any, Any], channels: int, *, has_files: bool
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the image processors to try, each with a description and a function that builds it."""
     if has_files:
@@ -196,7 +196,7 @@ def _tried(
     return size, options
 
 
-def audio_sample(place: Place, config: Any, model: nn.Module) -> dict[str, Tensor] | None:
+def audio_sample(place: Location, config: Any, model: nn.Module) -> dict[str, Tensor] | None:
     """Return what the feature extractor of an audio model makes of noise, as inputs of the model.
 
     A model of raw samples gets a second of noise; another model gets the length for which it was made, or 10
@@ -230,7 +230,7 @@ def audio_sample(place: Place, config: Any, model: nn.Module) -> dict[str, Tenso
     }
 
 
-def _has_files(place: Place) -> bool:
+def _has_files(place: Location) -> bool:
     return any(place.file(name) is not None for name in _FILES)
 
 

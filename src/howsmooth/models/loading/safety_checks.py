@@ -12,7 +12,7 @@ from typing import Any
 
 from howsmooth.errors import ModelError
 from howsmooth.model_names import check_weights
-from howsmooth.models.loading.model_location import Place
+from howsmooth.models.loading.model_location import Location
 
 __all__ = ["check_files"]
 
@@ -20,7 +20,7 @@ _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 
 
-def check_files(place: Place, config: Any) -> None:
+def check_files(place: Location, config: Any) -> None:
     """Raise ModelError unless the weights are files in safetensors format inside the model's folder.
 
     Quantised weights are refused, since transformers may download kernels for them, and so are adapters,

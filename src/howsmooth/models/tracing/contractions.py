@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.models.tracing.axis_tracking import Axes, Factor, Operand
-from howsmooth.models.tracing.score_provenance import Scores
+from howsmooth.models.tracing.score_provenance import ScoreRecord
 
 __all__ = ["PRODUCTS", "Contraction", "contraction_of", "product_scores"]
 
@@ -98,7 +98,7 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
     return _labelled(left, right, (one, other, result))
 
 
-def product_scores(c: Contraction) -> Scores | None:
+def product_scores(c: Contraction) -> ScoreRecord | None:
     """Describe a product of two tensors as attention scores, or return None if the product cannot be
     attention scores, as in a linear layer.
     """
@@ -110,5 +110,5 @@ def product_scores(c: Contraction) -> Scores | None:
     if len(summed) != 1 or not left.is_floating_point() or 0 in (*left.shape, *right.shape):
         return None
     eps = max(torch.finfo(t.dtype).eps for t in (left, right))
-    scores = Scores(c.axes, c.left, c.right, contracted=summed[0], eps=eps, scale=c.alpha)
+    scores = ScoreRecord(c.axes, c.left, c.right, contracted=summed[0], eps=eps, scale=c.alpha)
     return scores if c.bias is None or c.beta == 0 else scores.plus(c.bias, c.beta)

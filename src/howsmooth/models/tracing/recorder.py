@@ -35,7 +35,7 @@ __all__ = [
     "is_norm",
     "output_of",
     "own_copies",
-    "run",
+    "run_once",
     "run_with_attention",
     "trace_forward_pass",
 ]
@@ -129,7 +129,7 @@ class TracedLayer:
         return [self.layer.root, *(call.module for call in self.calls), *norms]
 
 
-def run(call: ModelCall) -> Any:
+def run_once(call: ModelCall) -> Any:
     """Run the model once and return its output, or None if a watcher ended the run early.
 
     A model with weights in half precision runs in float32.
@@ -225,7 +225,7 @@ def run_with_attention(
     # The masks are those of the eager implementation: it has a mask wherever keys are hidden.
     interface = "eager" if isinstance(call.model, PreTrainedModel) else None
     with recorder.watching(), intercept_softmaxes(call.model, on_softmax, implementation=interface):
-        return run(call)
+        return run_once(call)
 
 
 class Recorder:
@@ -263,7 +263,7 @@ class Recorder:
     def run(self) -> Any:
         """Run the model once, and return its output, or None if the pass stops early."""
         with self.watching(), SoftmaxTracer(self.on_softmax):
-            return run(self.call)
+            return run_once(self.call)
 
     def watching(self) -> Any:
         """Return a context manager in which the calls of all modules of the model are seen."""

@@ -1,8 +1,8 @@
 """The origin of a tensor of attention scores: the product of queries and keys, and all later operations.
 
-:class:`Scores` describes a tensor between ``q @ k.T`` and ``p @ v``. Each operation of the attention code
-(a scaling, mask, bias, cap, sink or the softmax) gives another :class:`Scores`. :func:`read_operands` turns
-the last of them into queries, keys, scale and mask, with axes ordered as in the product with the values.
+:class:`ScoreRecord` describes a tensor between ``q @ k.T`` and ``p @ v``. Each operation of the attention
+code (a scaling, mask, bias, cap, sink or the softmax) gives another one. :func:`read_operands` turns the last
+of them into queries, keys, scale and mask, with axes ordered as in the product with the values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from howsmooth.models.tracing.axis_tracking import (
 )
 from howsmooth.models.tracing.softmax_call import SoftmaxCall, all_true
 
-__all__ = ["Opaque", "Scores", "read_operands"]
+__all__ = ["Opaque", "ScoreRecord", "read_operands"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Sinks:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreRecord:
     """A record of how a tensor of attention scores was computed from queries and keys, or one of attention
     weights, which are the softmax of scores over ``keys``.
 
@@ -84,17 +84,17 @@ class Scores:
         """Return the exception for an operation that softmax attention does not have."""
         return Unreadable(f"its {'probabilities' if self.probabilities else 'scores'} {what}")
 
-    def before_softmax(self, what: str) -> Scores:
+    def before_softmax(self, what: str) -> ScoreRecord:
         """Return this record of scores; raise Unreadable for attention weights, with what happens to them."""
         if self.probabilities:
             raise self.unreadable(what)
         return self
 
-    def rounded(self, dtype: torch.dtype) -> Scores:
+    def rounded(self, dtype: torch.dtype) -> ScoreRecord:
         """Return the record after a conversion to another dtype."""
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
-    def times(self, number: float) -> Scores:
+    def times(self, number: float) -> ScoreRecord:
         """Return the record after a multiplication by a number."""
         if self.sinks is not None:
             raise Unreadable("its scores are scaled together with their sinks")
@@ -106,7 +106,7 @@ class Scores:
             raise Unreadable("its capped scores are multiplied by a number that is not positive")
         return replace(self, cap=self.cap * number, biases=biases)
 
-    def times_tensor(self, tensor: Tensor, *, inverse: bool) -> Scores:
+    def times_tensor(self, tensor: Tensor, *, inverse: bool) -> ScoreRecord:
         """Return the record after a multiplication by a tensor, or a division if ``inverse`` is True."""
         if self.cap is not None or self.sinks is not None:
             raise Unreadable("its scores are multiplied by a tensor after a cap or sinks")
@@ -117,7 +117,7 @@ class Scores:
         biases = tuple(broadcast(axes, product)[1] for product in products)
         return replace(self, axes=axes, biases=biases, factors=(*self.factors, (factor, inverse)))
 
-    def plus(self, tensor: Tensor, coefficient: float = 1.0) -> Scores:
+    def plus(self, tensor: Tensor, coefficient: float = 1.0) -> ScoreRecord:
         """Return the record after the addition of ``coefficient`` times a tensor."""
         # Masks are added in the dtype of the scores, as the model adds them.
         tensor = tensor.to(torch.promote_types(tensor.dtype, self.left.tensor.dtype))
@@ -130,20 +130,20 @@ class Scores:
             bias = Operand(coefficient * tensor, bias.axes)
         return replace(self, axes=axes, biases=(*self.biases, bias))
 
-    def capped(self) -> Scores:
+    def capped(self) -> ScoreRecord:
         """Return the record after a hyperbolic tangent, which is a soft cap."""
         if self.biases or self.hidden or self.cap is not None or self.sinks is not None:
             raise Unreadable("its scores are capped after a bias or mask")
         return replace(self, cap=1.0)
 
-    def hiding(self, pairs: Tensor) -> Scores:
+    def hiding(self, pairs: Tensor) -> ScoreRecord:
         """Return the record after masking, where True in ``pairs`` marks the hidden entries."""
         if self.sinks is not None:
             raise Unreadable("its scores and sinks are masked together")
         axes, hidden = broadcast(self.axes, pairs)
         return replace(self, axes=axes, hidden=(*self.hidden, hidden))
 
-    def joined(self, column: Tensor, dim: int, *, first: bool) -> Scores:
+    def joined(self, column: Tensor, dim: int, *, first: bool) -> ScoreRecord:
         """Return the record after a column of attention sinks was appended."""
         if column.ndim != len(self.axes) or column.shape[dim] != 1 or self.sinks is not None:
             raise Unreadable("its scores are joined to other scores")
@@ -152,7 +152,7 @@ class Scores:
         sinks = _Sinks(broadcast(self.axes, column)[1], joined, keys, first)
         return replace(self, axes=(*self.axes[:dim], joined, *self.axes[dim + 1 :]), sinks=sinks)
 
-    def softmax(self, dim: int, dtype: torch.dtype) -> Scores | Opaque:
+    def softmax(self, dim: int, dtype: torch.dtype) -> ScoreRecord | Opaque:
         """Return the record of the attention weights."""
         keys = self.axes[dim]
         if self.sinks is not None:
@@ -162,7 +162,7 @@ class Scores:
             keys = self.sinks.keys
         return replace(self.rounded(dtype), keys=keys)
 
-    def cut(self, tensor: Tensor, result: Tensor) -> Scores:
+    def cut(self, tensor: Tensor, result: Tensor) -> ScoreRecord:
         """Return the record after a slice of the tensor, which must remove the column of the sinks from
         attention weights.
         """
@@ -177,7 +177,7 @@ class Scores:
         raise self.unreadable("are indexed")
 
 
-def read_operands(scores: Scores, lead: Sequence[Axis], rows: Axis, call: SoftmaxCall) -> SoftmaxCall:
+def read_operands(scores: ScoreRecord, lead: Sequence[Axis], rows: Axis, call: SoftmaxCall) -> SoftmaxCall:
     """Return a call with the queries, keys, mask and other operands of the scores.
 
     Their axes are in the order (*lead, rows, keys), in which ``lead`` ends with the axis of the heads. Raises
@@ -222,7 +222,7 @@ def _scaled(tensor: Tensor, factor: Tensor, inverse: bool) -> Tensor:
     return tensor / factor if inverse else tensor * factor
 
 
-def _mask(scores: Scores, target: Sequence[Axis]) -> Tensor | None:
+def _mask(scores: ScoreRecord, target: Sequence[Axis]) -> Tensor | None:
     """Return the mask, which is boolean, or additive with -inf for hidden entries if there are biases."""
     # A bias that is the same for all keys of a row does not change the softmax.
     biases = [b.arranged(target) for b in scores.biases if scores.sinks is not None or b.shares(target[-1])]

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from howsmooth.models.tracing.axis_tracking import Unreadable, broadcast, regroup
-from howsmooth.models.tracing.score_provenance import Opaque, Scores
+from howsmooth.models.tracing.score_provenance import Opaque, ScoreRecord
 from howsmooth.models.tracing.softmax_call import HIDES, all_true
 
 __all__ = ["Applied", "Known"]
 
-Known = Scores | Opaque
+Known = ScoreRecord | Opaque
 
 
 class Applied:
@@ -88,7 +88,7 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, Tensor))
 
 
-def _multiplied(known: Scores, call: Applied, inverse: bool = False) -> Known:
+def _multiplied(known: ScoreRecord, call: Applied, inverse: bool = False) -> Known:
     factor = call.other
     if call.both or call.kwargs.get("rounding_mode") is not None:
         raise known.unreadable("are multiplied by other numbers")
@@ -111,7 +111,7 @@ def _added(known: Known, call: Applied, mine: float = 1.0, theirs: float = 1.0) 
     # The sum of two products of queries and keys, such as content and position, is refused with a message
     # that says so. In the sum of one product and a tensor without a record, this tensor is a bias.
     after = [record is not None and record.probabilities for record in call.records]
-    if call.both and not any(after) and any(isinstance(record, Scores) for record in call.records):
+    if call.both and not any(after) and any(isinstance(record, ScoreRecord) for record in call.records):
         raise Unreadable("its scores are a sum of several products of the tokens")
     if isinstance(known, Opaque):
         return known
@@ -124,40 +124,40 @@ def _added(known: Known, call: Applied, mine: float = 1.0, theirs: float = 1.0) 
     return known.plus(call.other, theirs) if isinstance(call.other, Tensor) else known
 
 
-def _negated(known: Scores, call: Applied) -> Known:
+def _negated(known: ScoreRecord, call: Applied) -> Known:
     return known.before_softmax("are negated").times(-1.0)
 
 
-def _capped(known: Scores, call: Applied) -> Known:
+def _capped(known: ScoreRecord, call: Applied) -> Known:
     return known.before_softmax("are capped").capped()
 
 
-def _converted(known: Scores, call: Applied) -> Known | None:
+def _converted(known: ScoreRecord, call: Applied) -> Known | None:
     dtype = call.result.dtype
     return known.rounded(dtype) if dtype.is_floating_point else None
 
 
-def _unchanged(known: Scores, call: Applied) -> Known | None:
+def _unchanged(known: ScoreRecord, call: Applied) -> Known | None:
     # That a function such as ``clamp`` leaves the scores as they are is checked when the attention is
     # complete, by computing its output again.
     same = isinstance(call.result, Tensor) and call.result.shape == call.args[0].shape
     return replace(known, approximate=True) if same else None
 
 
-def _reshaped(known: Scores, call: Applied) -> Known | None:
+def _reshaped(known: ScoreRecord, call: Applied) -> Known | None:
     if call.result.numel() == call.args[0].numel():
         return replace(known, axes=regroup(known.axes, call.result.shape))
     return replace(known, axes=broadcast(known.axes, call.result)[0])  # ``expand``
 
 
-def _permuted(known: Scores, call: Applied) -> Known:
+def _permuted(known: ScoreRecord, call: Applied) -> Known:
     # The function is applied to a meta tensor with axes of length 1, 2, 3, ..., which shows the permutation.
     lengths = torch.empty(tuple(range(1, call.args[0].ndim + 1)), device="meta")
     marked = call.func(lengths, *call.args[1:], **call.kwargs)
     return replace(known, axes=tuple(known.axes[size - 1] for size in marked.shape))
 
 
-def _indexed(known: Scores, call: Applied) -> Known | None:
+def _indexed(known: ScoreRecord, call: Applied) -> Known | None:
     index = call.argument(1, "dim")  # of ``narrow``
     index = index if isinstance(index, tuple) else (index,)
     whole = call.result.numel() == call.args[0].numel()
@@ -166,8 +166,8 @@ def _indexed(known: Scores, call: Applied) -> Known | None:
     return known.cut(call.args[0], call.result)
 
 
-def _joined(known: Scores, call: Applied) -> Known:
-    # A single tensor that is joined to scores may hold their sinks; ``Scores.joined`` decides.
+def _joined(known: ScoreRecord, call: Applied) -> Known:
+    # A single tensor that is joined to scores may hold their sinks; ``ScoreRecord.joined`` decides.
     tensors = call.args[0]
     if known.probabilities or len(tensors) != 2 or call.both:
         raise known.unreadable("are joined to others")
@@ -175,11 +175,11 @@ def _joined(known: Scores, call: Applied) -> Known:
     return known.joined(tensors[call.leads], dim % call.result.ndim, first=not call.leads)
 
 
-def _filled(known: Scores, call: Applied) -> Known:
+def _filled(known: ScoreRecord, call: Applied) -> Known:
     return _overwritten(known, call.argument(1, "mask"), call.argument(2, "value"))
 
 
-def _chosen(known: Scores, call: Applied) -> Known | None:
+def _chosen(known: ScoreRecord, call: Applied) -> Known | None:
     if call.both:
         raise known.unreadable("are chosen among others")
     if len(call.args) != 3:
@@ -191,7 +191,7 @@ def _chosen(known: Scores, call: Applied) -> Known | None:
     return _overwritten(known, call.args[condition], call.args[first])
 
 
-def _overwritten(known: Scores, pairs: Tensor, value: Any) -> Known:
+def _overwritten(known: ScoreRecord, pairs: Tensor, value: Any) -> Known:
     """Return the record after ``value`` was written where ``pairs`` is True."""
     if known.probabilities:
         # The probabilities of hidden keys are zero already; if they are not, the check of all rows fails.
@@ -221,14 +221,14 @@ def _softmax(known: Known, call: Applied) -> Known | None:
     return known.softmax(dim, call.result.dtype) if isinstance(dim, int) else None
 
 
-def _dropped(known: Scores, call: Applied) -> Known:
+def _dropped(known: ScoreRecord, call: Applied) -> Known:
     training = call.argument(2, "training", call.kwargs.get("train", True))
     if training and call.argument(1, "p", 0.5) > 0:
         raise known.unreadable("are dropped at random")
     return known
 
 
-def _refused(known: Scores, call: Applied, what: str = "") -> Known:
+def _refused(known: ScoreRecord, call: Applied, what: str = "") -> Known:
     raise known.unreadable(what or f"go through {call.name}")
 
 

@@ -31,7 +31,7 @@ from howsmooth.models.tracing.contractions import (
     contraction_of,
     product_scores,
 )
-from howsmooth.models.tracing.score_provenance import Opaque, Scores, read_operands
+from howsmooth.models.tracing.score_provenance import Opaque, ScoreRecord, read_operands
 from howsmooth.models.tracing.score_rules import Applied, Known
 from howsmooth.models.tracing.softmax_call import SoftmaxCall, all_true, disagreement
 
@@ -158,7 +158,7 @@ class SoftmaxTracer(TorchFunctionMode):
                     return self._weighted(contraction, p, value, record, run)
         result = run()
         scores: Known | None = product_scores(contraction)
-        if scores is None and any(isinstance(record, Scores) for record in known):
+        if scores is None and any(isinstance(record, ScoreRecord) for record in known):
             scores = Opaque("its scores are multiplied by a weight matrix, which mixes heads")
         self._note(result, scores)
         return result
@@ -166,7 +166,7 @@ class SoftmaxTracer(TorchFunctionMode):
     def _weighted(
         self, contraction: Contraction, p: Operand, value: Operand, known: Known, run: Callable[[], Any]
     ) -> Any:
-        if isinstance(known, Scores):
+        if isinstance(known, ScoreRecord):
             for label, axis in zip(p.axes, known.axes, strict=True):
                 label[0].parts = axis if length(axis) > 1 else None
         both = [axis for axis in p.axes if axis in value.axes]

@@ -17,14 +17,14 @@ from howsmooth.bounds.visible_key_counts import VisibleRows, visible_rows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import refuse_where
 
-__all__ = ["Masking"]
+__all__ = ["AcceptedMasks"]
 
 _KINDS = ("none", "causal", "any", "additive")
 _ONE_MASK = {"none": "no mask", "causal": "the causal mask alone", "fixed": "the mask of the layer alone"}
 
 
 @dataclass(frozen=True, eq=False)
-class Masking:
+class AcceptedMasks:
     """The attention masks that a layer accepts, because its Lipschitz constant is proved for them.
 
     Of the kinds, "none" is no mask, "causal" always applies the causal mask, and "fixed" always applies
@@ -38,7 +38,7 @@ class Masking:
     rows: VisibleRows | None = None
 
     @classmethod
-    def read(cls, mask: object, length: int) -> Masking:
+    def read(cls, mask: object, length: int) -> AcceptedMasks:
         """Convert the constructor argument ``mask`` of a layer: a kind, or a mask (length, length)."""
         if isinstance(mask, str) and mask in _KINDS:
             return cls(mask)

@@ -19,25 +19,25 @@ from howsmooth.attention import TokenMap
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.bound import check_length, check_radius
-from howsmooth.bounds.differentiable_upper_bounds import Projections
+from howsmooth.bounds.differentiable_upper_bounds import HeadMatrices
 from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
-from howsmooth.nn.attention.accepted_masks import Masking
+from howsmooth.nn.attention.accepted_masks import AcceptedMasks
 from howsmooth.nn.attention.head_weights import (
     Weights,
     hull_radius,
-    in_double,
     projections_of,
     scaled_weights,
+    weights_in_double,
 )
 from howsmooth.nn.attention.output_divisor import CachedNumber, divided, is_far_from_zero, log_value
 from howsmooth.nn.checks import (
     Placement,
     check,
+    check_layer_input,
     check_number,
     check_placement,
     check_size,
-    check_tokens,
     require,
 )
 from howsmooth.nn.lipschitz_module import LipschitzModule
@@ -143,7 +143,7 @@ class LipschitzAttention(LipschitzModule):
         check(beyond in ("refuse", "clip"), "beyond", "'refuse' or 'clip'", repr(beyond))
         self.beyond = str(beyond)
         self.shorter = bool(shorter)
-        self.masking = Masking.read(mask, self.length)
+        self.masking = AcceptedMasks.read(mask, self.length)
         kind = self.masking.kind
         check(kind in self.masks, "mask", f"one of {self.masks}", repr(kind), self._mask_remedy)
         fits = not self.shorter or kind != "fixed"
@@ -189,7 +189,7 @@ class LipschitzAttention(LipschitzModule):
         }
         return {name: weight for name, weight in found.items() if weight is not None}
 
-    def _parts(self, weights: Weights) -> Projections:
+    def _parts(self, weights: Weights) -> HeadMatrices:
         return projections_of(weights, self.num_heads)
 
     def _queries_keys_values(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,7 +259,7 @@ class LipschitzAttention(LipschitzModule):
         n, R = self._claimed(length, radius)
         weights = self._finite_weights()
         with torch.no_grad():
-            largest = self._undivided_output_radius(n, R, in_double(weights))
+            largest = self._undivided_output_radius(n, R, weights_in_double(weights))
         if self.constant is not None:
             largest *= math.exp(-self._log_divisor(weights))
         return above(largest, _ROUNDINGS)
@@ -309,7 +309,7 @@ class LipschitzAttention(LipschitzModule):
         output = weights["out_proj.weight"].to("cpu", torch.float64)
         size = output.detach().abs().amax()
         size = torch.where(size > 0, size, 1.0)
-        scaled = in_double({**weights, "out_proj.weight": output / size})
+        scaled = weights_in_double({**weights, "out_proj.weight": output / size})
         return self._bound(self.masking.rows_at(length), radius, scaled).log() + size.log()
 
     def _log_quotient(self, log_formula: float) -> float:
@@ -443,7 +443,7 @@ class LipschitzAttention(LipschitzModule):
         """Return the tokens (batch, n, d), in the dtype in which the layer computes, and the weights."""
         weights = self._weights()
         weight = next(iter(weights.values()))
-        check_tokens("query", query, like=weight)
+        check_layer_input("query", query, like=weight)
         remedy = "The constant is for self-attention; there is none for cross-attention."
         for name, other in (("key", key), ("value", value)):
             same = other is None or other is query

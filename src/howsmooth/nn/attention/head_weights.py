@@ -7,22 +7,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.differentiable_upper_bounds import Products, Projections
+from howsmooth.bounds.differentiable_upper_bounds import HeadMatrices, Products
 from howsmooth.rounding import U, above, spectral_norms_above, up
 
-__all__ = ["Weights", "hull_radius", "in_double", "joined_radius", "projections_of", "scaled_weights"]
+__all__ = ["Weights", "hull_radius", "joined_radius", "projections_of", "scaled_weights", "weights_in_double"]
 
 Weights = Mapping[str, Tensor]
 
 
-def projections_of(weights: Weights, heads: int) -> Projections:
+def projections_of(weights: Weights, heads: int) -> HeadMatrices:
     """Split the weights of a layer into heads. The results are differentiable in the weights."""
     # in_proj_weight has the queries, keys and values of all heads above each other.
     query, key, value = (part.unflatten(0, (heads, -1)) for part in weights["in_proj_weight"].chunk(3))
     output, b_q, b_k, b_v = weights["out_proj.weight"], None, None, None
     if "in_proj_bias" in weights:
         b_q, b_k, b_v = (part.unflatten(0, (heads, -1)) for part in weights["in_proj_bias"].chunk(3))
-    return Projections(query, key, value, output, b_q, b_k, b_v, weights.get("out_proj.bias"))
+    return HeadMatrices(query, key, value, output, b_q, b_k, b_v, weights.get("out_proj.bias"))
 
 
 def scaled_weights(weights: Weights, scale: float) -> dict[str, Tensor]:
@@ -32,12 +32,12 @@ def scaled_weights(weights: Weights, scale: float) -> dict[str, Tensor]:
     return {name: w * scale if name.startswith("out_proj.") else w for name, w in scaled.items()}
 
 
-def in_double(weights: Weights) -> dict[str, Tensor]:
+def weights_in_double(weights: Weights) -> dict[str, Tensor]:
     """Convert the weights to float64 on the CPU by operations that are differentiable."""
     return {name: weight.to("cpu", torch.float64) for name, weight in weights.items()}
 
 
-def joined_radius(layer: Projections, sizes: Tensor, factor: float = 1.0) -> float:
+def joined_radius(layer: HeadMatrices, sizes: Tensor, factor: float = 1.0) -> float:
     """Return an upper bound on the norms of all outputs W_O c + b_O, where c joins one vector of each head.
 
     ``factor`` times ``sizes`` (H,) bounds the norms of these vectors.
@@ -49,7 +49,7 @@ def joined_radius(layer: Projections, sizes: Tensor, factor: float = 1.0) -> flo
     return above(total + shift, len(sizes) + len(layer.output) + 8)
 
 
-def hull_radius(layer: Projections, radius: float, size: Tensor | None = None) -> float:
+def hull_radius(layer: HeadMatrices, radius: float, size: Tensor | None = None) -> float:
     """Return an upper bound on the norms of all outputs W_O (c + b_V) + b_O, where c joins for each head a
     mean of vectors V_h x with |x| <= ``radius``. ``size`` bounds the norm of W_O c for a radius of one.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 from howsmooth.attention import L2Attention as L2Map
 from howsmooth.attention import TokenMap
 from howsmooth.bounds.differentiable_upper_bounds import (
-    Projections,
+    HeadMatrices,
     l2_layer,
     lipschitz_norm_layer,
     scaled_cosine_layer,
@@ -58,13 +58,13 @@ class L2Attention(LipschitzAttention):
         remedy = "L2 attention is Lipschitz on the whole space only if each token sees itself."
         check(not blind or self.constant is None, "radius", expected, "None", remedy)
 
-    def _parts(self, weights: Weights) -> Projections:
+    def _parts(self, weights: Weights) -> HeadMatrices:
         """Return queries and keys Q_h (k, d), values V_h Q_hᵀQ_h/√k (k, d) and the rest, for all heads h."""
         query, folded = self._folded(weights)
         bias, output = weights.get("value_bias"), weights["out_proj.weight"]
         by_head = None if bias is None else self._cut(bias)
         biases = None, None, by_head, weights.get("out_proj.bias")
-        return Projections(query, query, folded @ query, output, *biases)
+        return HeadMatrices(query, query, folded @ query, output, *biases)
 
     def _cut(self, weight: Tensor) -> Tensor:
         heads: Tensor = weight.unflatten(0, (self.num_heads, -1))
@@ -92,7 +92,7 @@ class L2Attention(LipschitzAttention):
 
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
-        return l2_layer(Projections(query, query, value, weights["out_proj.weight"]), rows, radius)
+        return l2_layer(HeadMatrices(query, query, value, weights["out_proj.weight"]), rows, radius)
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
         if self.masking.hidden is not None:

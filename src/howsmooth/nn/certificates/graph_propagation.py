@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from howsmooth.errors import ArgumentError, CertificateError, HowsmoothError, reason
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.certificates.module_propagation import Row, attention_block, kind_of, refusal, walk
+from howsmooth.nn.certificates.module_propagation import ModuleRow, attention_block, kind_of, refusal, walk
 from howsmooth.nn.certificates.torch_module_constants import Reach, linear_reach, rule_of
 from howsmooth.nn.checks import check, check_ball, norm_above
 from howsmooth.nn.lipschitz_module import LipschitzModule
@@ -106,10 +106,10 @@ class _Follower(fx.Interpreter):
         self._inputs, self._length, self._radius = inputs, length, radius
         self._nodes = list(module.graph.nodes)
         self._states: dict[fx.Node, _State] = {}
-        self._rows: dict[fx.Node, tuple[Row, ...]] = {}
+        self._rows: dict[fx.Node, tuple[ModuleRow, ...]] = {}
         self._gates: dict[fx.Node, fx.Node] = {}
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ModuleRow, ...]:
         # Without those of operations whose results are not used.
         used = self._between(self._nodes[0], self._nodes[-1])
         return tuple(row for node, rows in self._rows.items() if node in used for row in rows)
@@ -169,7 +169,7 @@ class _Follower(fx.Interpreter):
             reached += before
         return found
 
-    def _row(self, node: fx.Node, gate: fx.Node) -> tuple[Row, ...]:
+    def _row(self, node: fx.Node, gate: fx.Node) -> tuple[ModuleRow, ...]:
         """Return the row of an operation as a map from its gate, if it changes constant or norms."""
         first, last = self._states[gate], self._states[node]
         if (first.constant, first.radius) == (last.constant, last.radius):
@@ -179,7 +179,7 @@ class _Follower(fx.Interpreter):
         constant = above(last.constant / first.constant, 8) if known else math.inf
         name = getattr(node.target, "__name__", str(node.target))
         radii, lengths = (first.radius, last.radius), (first.length, last.length)
-        return (Row(node.name, name, 0, constant, *radii, *lengths, _SOURCE),)
+        return (ModuleRow(node.name, name, 0, constant, *radii, *lengths, _SOURCE),)
 
     def _state(self, node: fx.Node, value: Any) -> _State:
         found: _State | str
@@ -271,7 +271,7 @@ class _Follower(fx.Interpreter):
         found, n = _State(constant, reach.radius, tuple(value.shape), axes), self._length
         check(found.length == n, "inputs", f"images of {n} patches", f"{found.length} patches")
         own = str(node.target), kind_of(module).__name__, 0, reach.constant
-        self._rows[node] = (Row(*own, state.radius, reach.radius, n, n, _SOURCE),)
+        self._rows[node] = (ModuleRow(*own, state.radius, reach.radius, n, n, _SOURCE),)
         return found
 
 

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from howsmooth.bounds.radius.pretrained_classifier_reader import foreign_hooks
 from howsmooth.errors import NonFiniteError
 from howsmooth.nn.certificates.graph_propagation import walk_graph
-from howsmooth.nn.certificates.module_propagation import Row, kind_of, refusal, walk
-from howsmooth.nn.checks import check, check_ball, check_length, check_tokens
+from howsmooth.nn.certificates.module_propagation import ModuleRow, kind_of, refusal, walk
+from howsmooth.nn.checks import check, check_ball, check_layer_input, check_length
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.rounding import below, limit_in_digits
 
@@ -45,14 +45,14 @@ class ModelCertificate:
     radius: float
     output_length: int
     output_radius: float
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleRow, ...]
 
     @cached_property
     def table(self) -> pd.DataFrame:
         """The rows as a table, with the fields of a row as columns."""
         import pandas as pd
 
-        return pd.DataFrame(map(asdict, self.rows), columns=list(Row.__dataclass_fields__))
+        return pd.DataFrame(map(asdict, self.rows), columns=list(ModuleRow.__dataclass_fields__))
 
     def certified_radius(self, logits: Tensor, labels: Tensor | None = None) -> Float[Tensor, " inputs"]:
         """Return for each input the distance, in the Frobenius norm, within which its class cannot change.
@@ -154,7 +154,7 @@ def certify(
         remedy = "Certify the part of the model behind its embedding, on embedded tokens."
         whole = isinstance(inputs, Tensor) and not inputs.is_floating_point()
         check(not whole, "inputs", "floating-point numbers", getattr(inputs, "dtype", ""), remedy)
-        found = walk_graph(model, check_tokens("inputs", inputs), length, reach)
+        found = walk_graph(model, check_layer_input("inputs", inputs), length, reach)
     output = found.length, found.radius
     return ModelCertificate(found.constant, length, float(radius), *output, found.rows)
 

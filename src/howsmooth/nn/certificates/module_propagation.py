@@ -17,13 +17,22 @@ from torch.nn.utils import parametrize
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.softmax import SoftmaxAttention
-from howsmooth.nn.certificates.torch_module_constants import Reach, Row, rule_of
+from howsmooth.nn.certificates.torch_module_constants import ModuleRow, Reach, rule_of
 from howsmooth.nn.checks import check_ball
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.blocks import BranchModule, Residual, SelfAttentionBlock
 from howsmooth.rounding import above, times
 
-__all__ = ["Row", "attention_block", "branched", "encoder_layer", "has_rules", "kind_of", "refusal", "walk"]
+__all__ = [
+    "ModuleRow",
+    "attention_block",
+    "branched",
+    "encoder_layer",
+    "has_rules",
+    "kind_of",
+    "refusal",
+    "walk",
+]
 
 
 def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Reach:
@@ -63,11 +72,11 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
 
 
 def _with_row(
-    reach: Reach, inside: tuple[Row, ...], path: str, kind: str, level: int, length: int, radius: float
+    reach: Reach, inside: tuple[ModuleRow, ...], path: str, kind: str, level: int, length: int, radius: float
 ) -> Reach:
     radii, lengths = (radius, reach.radius), (length, reach.length)
     return replace(
-        reach, rows=(*inside, Row(path, kind, level, reach.constant, *radii, *lengths, reach.source))
+        reach, rows=(*inside, ModuleRow(path, kind, level, reach.constant, *radii, *lengths, reach.source))
     )
 
 
@@ -94,7 +103,7 @@ def refusal(module: nn.Module, path: str, reason: str, remedy: str = "") -> Cert
 def _through(
     modules: Mapping[str, nn.Module | None], length: int, radius: float, path: str, level: int
 ) -> Reach:
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ModuleRow, ...] = ()
     constants = []
     for name, module in modules.items():
         own = f"{path}.{name}" if path else name

@@ -15,11 +15,11 @@ from howsmooth.bounds import norm_radius, softmax_upper_bound
 from howsmooth.nn.checks import norm_above
 from howsmooth.rounding import above, times
 
-__all__ = ["Reach", "Row", "Rule", "linear_reach", "rule_of"]
+__all__ = ["ModuleRow", "Reach", "Rule", "linear_reach", "rule_of"]
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRow:
     """One row of the table of a certificate: the Lipschitz constant of one module.
 
     ``path`` and ``kind`` are the module's name in ``named_modules`` and that of its class; of an operation,
@@ -52,7 +52,7 @@ class Reach:
     radius: float
     length: int
     source: str = 'modules of PyTorch, howsmooth documentation, "Enforce"'
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ModuleRow, ...] = ()
 
 
 # A rule takes a module and the length and radius of its input. If the module has no constant, the rule

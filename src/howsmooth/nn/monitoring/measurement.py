@@ -35,7 +35,7 @@ from howsmooth.nn.monitoring.own_attention import OwnAttention
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.watching import Call, first_tokens, watched
 
-__all__ = ["Measurement", "ProbeInputs", "Probes"]
+__all__ = ["ProbeInputs", "Probes", "Reading"]
 
 #: The types of probe inputs: token ids (batch, n), the model's inputs by name, or a list of these.
 ProbeInputs = Tensor | Mapping[str, Any] | list[Tensor | Mapping[str, Any]]
@@ -99,7 +99,7 @@ class _Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Measurement:
+class Reading:
     """What a monitor measures of a model; the fields are those of the monitor."""
 
     model: nn.Module

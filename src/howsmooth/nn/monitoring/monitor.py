@@ -14,7 +14,7 @@ from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.checks import check, check_size
 from howsmooth.nn.monitoring.gathered_model import gathered, without_wrappers
-from howsmooth.nn.monitoring.measurement import Measurement, ProbeInputs, Probes
+from howsmooth.nn.monitoring.measurement import ProbeInputs, Probes, Reading
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.printed_table import PrintedTable
 from howsmooth.scopes import SCOPES
@@ -122,7 +122,7 @@ class LipschitzMonitor:
         self.scope = scope
         self.records: list[MonitorRecord] = []
         accuracy = float(rtol), float(confidence), max_iterations, seed
-        self._measurement = Measurement(self.model, self.probes, self.layers, scope, *accuracy, bool(strict))
+        self._measurement = Reading(self.model, self.probes, self.layers, scope, *accuracy, bool(strict))
         self._steps = 0
         self._failed: set[int | None] = set()
         if self.layers is not None:

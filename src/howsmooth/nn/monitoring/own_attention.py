@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.errors import CaptureError
 from howsmooth.models.padded_sequences import Padding
-from howsmooth.models.tolerance import precision, relative_error
+from howsmooth.models.tolerance import lowest_epsilon, relative_error
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics
 
@@ -49,7 +49,7 @@ class OwnAttention:
         own = self.output.reshape(x.shape).to(x.dtype)
         inside = self._clipped(x)
         # If the map alone reproduces the output, the call used no mask of its own.
-        allowed = _SAME * max(precision(own.dtype), precision(self.output.dtype))
+        allowed = _SAME * max(lowest_epsilon(own.dtype), lowest_epsilon(self.output.dtype))
         self.unmasked = relative_error(self.map(inside), own) <= allowed
         # Clipping is seen by the norms: it hardly changes the output of a token that is just outside of the
         # ball, but it removes the radial part of the derivative.
@@ -62,7 +62,7 @@ class OwnAttention:
         def same(whole: Tensor | None, alone: Tensor | None) -> bool:
             if whole is None or alone is None or whole.shape[:2] != padding.real.shape:
                 return False
-            rows, allowed = whole[sequence, padding.real[sequence]], _SAME * precision(alone.dtype)
+            rows, allowed = whole[sequence, padding.real[sequence]], _SAME * lowest_epsilon(alone.dtype)
             return rows.shape == alone[0].shape and relative_error(rows, alone[0]) <= allowed
 
         return same(padded.arguments["query"], self.arguments["query"]) and same(padded.output, self.output)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.checks import Placement, check, check_number, check_placement, check_tokens
+from howsmooth.nn.checks import Placement, check, check_layer_input, check_number, check_placement
 from howsmooth.nn.lipschitz_module import LipschitzModule, TokenModule
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class BranchModule(TokenModule):
         return branched(self, length, radius, "", 0)
 
     def _branch(self, x: Tensor) -> Tensor:
-        check_tokens("x", x)
+        check_layer_input("x", x)
         y = self.inner(x)
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from howsmooth.nn.checks import (
     Placement,
     check,
+    check_layer_input,
     check_length,
     check_number,
     check_placement,
     check_size,
-    check_tokens,
     norm_above,
 )
 from howsmooth.nn.lipschitz_module import TokenModule
@@ -46,7 +46,7 @@ class Patches(_SequenceModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the patches of images as tokens (batch, n, channels · size²)."""
-        check_tokens("x", x, ndim=4)
+        check_layer_input("x", x, ndim=4)
         p = self.patch_size
         height, width = x.shape[-2:]
         fits = not (height % p or width % p or not height or not width)
@@ -71,7 +71,7 @@ class AddPositions(_SequenceModule):
     def forward(self, x: Tensor) -> Tensor:
         """Add the learned vector of each position to tokens (batch, n, d)."""
         length, dim = self.positions.shape
-        check_tokens("x", x, dim=dim, like=self.positions)
+        check_layer_input("x", x, dim=dim, like=self.positions)
         check(x.ndim > 1 and x.shape[-2] == length, "x", f"{length} tokens", x.shape)
         return x + self.positions
 
@@ -95,7 +95,7 @@ class PrependToken(_SequenceModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Put the learned token before the tokens (batch, n, d), with a result (batch, n + 1, d)."""
-        check_tokens("x", x, dim=len(self.token), ndim=3, like=self.token)
+        check_layer_input("x", x, dim=len(self.token), ndim=3, like=self.token)
         return torch.cat([self.token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
 
     def _count(self, length: int) -> int:
@@ -118,7 +118,7 @@ class TakeToken(_SequenceModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the token at position ``self.index`` of each sequence, with the shape (batch, d)."""
-        check_tokens("x", x, ndim=3)
+        check_layer_input("x", x, ndim=3)
         self._check(x.shape[1])
         return x[:, self.index]
 
@@ -139,7 +139,7 @@ class MeanPool(_SequenceModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of the tokens divided by √n."""
-        check_tokens("x", x, ndim=3)
+        check_layer_input("x", x, ndim=3)
         check_length(x.shape[1])
         return x.sum(dim=1) / math.sqrt(x.shape[1])
 
@@ -164,7 +164,7 @@ class ClipTokens(_SequenceModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scale each token of x (..., d) of norm above ``self.radius`` down to this norm."""
-        check_tokens("x", x)
+        check_layer_input("x", x)
         return x / norm_with_one(x / self.radius, torch.maximum)
 
     def _reach(self, length: int, radius: float) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from howsmooth.nn.checks import Placement, check, check_placement, check_size, check_tokens, norm_above
+from howsmooth.nn.checks import Placement, check, check_layer_input, check_placement, check_size, norm_above
 from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.rounding import above, times
 
@@ -57,7 +57,7 @@ class _ConstrainedLinear(TokenModule):
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens (..., in_features) to (..., out_features)."""
         stored = self._stored()
-        check_tokens("x", x, dim=self.in_features, like=stored)
+        check_layer_input("x", x, dim=self.in_features, like=stored)
         same = x.dtype == stored.dtype or torch.is_autocast_enabled(x.device.type)
         check(same, "x", f"{stored.dtype} as the weights", x.dtype, "Convert one, with .to(dtype).")
         y: Tensor = self.linear(x)
@@ -155,7 +155,7 @@ class GroupSort(TokenModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Sort the entries of each token of x (..., d) within groups of ``group_size`` neighbours."""
-        check_tokens("x", x)
+        check_layer_input("x", x)
         d, size = x.shape[-1], self.group_size
         check(d % size == 0, "x", f"tokens of a multiple of {size} numbers", d)
         groups: Tensor = x.unflatten(-1, (d // size, size)).sort(dim=-1).values

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius
-from howsmooth.nn.checks import Placement, check_number, check_placement, check_size, check_tokens, norm_above
+from howsmooth.nn.checks import (
+    Placement,
+    check_layer_input,
+    check_number,
+    check_placement,
+    check_size,
+    norm_above,
+)
 from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.rounding import above
 
@@ -41,7 +48,7 @@ class _LipschitzNorm(TokenModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the norm layer to each token of x (..., dim)."""
-        check_tokens("x", x, dim=self.dim, like=self.gain)
+        check_layer_input("x", x, dim=self.dim, like=self.gain)
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         u = self._shorten(h) * self._gain()
         return u if self.shift is None else u + self.shift

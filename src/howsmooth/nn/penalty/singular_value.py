@@ -23,7 +23,7 @@ from howsmooth.nn.checks import check, check_size
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LinearOperator, lanczos
 
-__all__ = ["Directions", "Pair", "begin", "relative_residual", "unit"]
+__all__ = ["Directions", "JacobianOperator", "begin", "relative_residual", "unit"]
 
 # Confidence of the upper limits at random starts, which are reported only.
 _CONFIDENCE = 0.999
@@ -111,7 +111,7 @@ class Directions:
         self._left = new
 
 
-class Pair(LinearOperator):
+class JacobianOperator(LinearOperator):
     """The Jacobian J of a function f at a point, as a linear operator with products J v and Jᵀu.
 
     Both products use one autograd graph in reverse mode. Products J v come from differentiating Jᵀu by u.
@@ -189,7 +189,9 @@ class Pair(LinearOperator):
         return unit((best[:, None] @ stacked)[:, 0].view(-1, *self.out_shape))
 
 
-def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
+def begin(
+    pair: JacobianOperator, state: Directions, steps: int, first_steps: int, rtol: float
+) -> tuple[Tensor, Tensor]:
     """Return approximate leading left singular vectors of Jacobians, and upper limits of the spectral norms.
 
     They come from the vectors stored in ``state``, or where there is none from a few Lanczos steps after

@@ -16,7 +16,7 @@ from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.nn.checks import check, check_number, check_size
 from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty, drawing_nothing, replica
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
-from howsmooth.nn.penalty.singular_value import Directions, Pair, begin, relative_residual, unit
+from howsmooth.nn.penalty.singular_value import Directions, JacobianOperator, begin, relative_residual, unit
 
 __all__ = ["SpectralPenalty"]
 
@@ -223,7 +223,7 @@ class SpectralPenalty(Penalty):
         # before the next layer, and the loss can be differentiated in any mode.
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             with drawing_nothing(name, x.device):
-                pair = Pair(lambda t: call.run(body, t), x, _real(tokens, x))
+                pair = JacobianOperator(lambda t: call.run(body, t), x, _real(tokens, x))
                 u, upper = begin(pair, directions, self._steps, self._first_steps, self._rtol)
             u.requires_grad_()
             g = pair.pull_back(u)

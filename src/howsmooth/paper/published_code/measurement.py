@@ -17,7 +17,7 @@ from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models import LoadedModel, Site, capture
 from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.model_call import ModelCall
-from howsmooth.models.tracing.recorder import run
+from howsmooth.models.tracing.recorder import run_once
 from howsmooth.paper.published_code.altered_attention import unmasked, with_dropout
 from howsmooth.seeds import torch_seed
 from howsmooth.study.plans import PUBLISHED_ITEMS as ITEMS
@@ -145,7 +145,7 @@ def _training_tokens(
             module.training = True
         for sequence, seed in zip(inputs, seeds, strict=True):
             torch.manual_seed(torch_seed(seed))
-            run(ModelCall(model, {"input_ids": sequence[None].to(model.device)}, 1))
+            run_once(ModelCall(model, {"input_ids": sequence[None].to(model.device)}, 1))
     if len(seen) != len(sites) or any(len(tokens) != len(inputs) for tokens in seen.values()):
         raise CaptureError(
             f"{type(model).__name__} uses one attention module for several layers, so that the tokens of one "
