@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional
 
 from howsmooth.texts import Text
-from tests._selection import others_slow
 from tests._shared import script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,23 +41,7 @@ LONGER = replace(TINY, steps=40, every=40)
 
 @pytest.fixture(scope="module")
 def text() -> Text:
-    words = [
-        "the",
-        "map",
-        "is",
-        "as",
-        "smooth",
-        "as",
-        "one",
-        "would",
-        "have",
-        "it",
-        ",",
-        "and",
-        "so",
-        "we",
-        "ask",
-    ]
+    words = ["the", "map", "is", "smooth", "as", "one", "would", "have", "it", ",", "and", "so"]
     picks = torch.randint(len(words), (900, 12), generator=torch.Generator().manual_seed(0)).tolist()
     return Text("made-up", "\n\n".join(" ".join(words[i] for i in row) + "é" for row in picks), "this test")
 
@@ -77,15 +60,6 @@ def runs(data: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def plain(data: Any) -> Any:
     return train.train("plain", 0, LONGER, data)
-
-
-@pytest.mark.parametrize("form", others_slow(train.FORMS, ["spectral"]))
-def test_watching_changes_nothing(form: str, data: Any, runs: dict[str, Any]) -> None:
-    alone = train.train(form, 3, TINY, data, watch=False)
-    watched = runs[form]
-    assert watched.losses == alone.losses
-    assert all(map(torch.equal, watched.model.state_dict().values(), alone.model.state_dict().values()))
-    assert alone.tables == {}
 
 
 def test_the_penalty_lowers_the_constant(data: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,15 +188,3 @@ def test_the_tables_are_whole_and_of_the_scripts_setting(results: Any) -> None:
         value = "lipschitz" if "lipschitz" in table else "constant"
         assert (table["lower"] <= table[value] * 1.0001).all()
         assert (table[value] <= table["upper"] * 1.0001).all()
-
-
-@pytest.mark.slow
-def test_a_full_training_gives_about_the_committed_numbers(tmp_path: Path, results: Any) -> None:
-    train.main(["--forms", "plain", "spectral-strong", "--seeds", "0", "--out", str(tmp_path)])
-    again = page.Results(tmp_path)
-    for form in ("plain", "spectral-strong"):
-        # Another processor rounds otherwise.
-        assert abs(again.end_losses().loc[0, form] - results.end_losses().loc[0, form]) < 0.1
-    ends, before = again.end_constants(), results.end_constants()
-    for key in (("plain", 0), ("spectral-strong", 0)):
-        assert ((ends.loc[key] / before.loc[key]).drop("whole").between(0.5, 2)).all()

@@ -14,9 +14,9 @@ pytest.importorskip("sklearn")
 
 from examples.digits import radii
 from examples.digits import train as training
-from examples.digits.attack import attack, margins
+from examples.digits.attack import attack
 from examples.digits.data import Digits, load
-from examples.digits.evaluate import RADII, certified_radii, constant_of, local_constants, of_parts
+from examples.digits.evaluate import RADII, certified_radii, constant_of, of_parts
 
 from tests._selection import others_slow
 
@@ -77,17 +77,6 @@ def test_the_attack_of_a_linear_model_finds_the_worst_that_there_is() -> None:
         assert bool((least[~kept] <= 0).all())
 
 
-def test_moves_are_within_the_radius_and_give_the_margins_that_are_told() -> None:
-    model, _, images, labels = linear(1)
-    radii = (0.1, 0.5, 3.0)
-    found, moves = attack(model, images, labels, radii, steps=10)
-    for radius, least, move in zip(radii, found, moves, strict=True):
-        assert float(move.flatten(1).norm(dim=1).max()) <= radius
-        torch.testing.assert_close(margins(model(images + move), labels), least, rtol=0, atol=0)
-    assert bool((found[0] >= found[1]).all())
-    assert bool((found[2] < 0).all())
-
-
 # ---- the committed models
 
 
@@ -144,20 +133,6 @@ def test_a_plain_model_and_its_parts_are_one_function(name: str, digits: tuple[D
         torch.testing.assert_close(parts(images), model(images), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["plain-0", "lipschitz-0"])
-def test_measured_constants_are_those_of_dense_jacobians(name: str, digits: tuple[Digits, Digits]) -> None:
-    model, images = committed(name), digits[1].images[:2]
-    of_model, of_layers = local_constants(model, images)
-    assert len(of_layers) >= 1
-    torch.backends.mha.set_fastpath_enabled(False)  # it has no derivative
-    try:
-        for image, value in zip(images, of_model, strict=True):
-            jacobian = torch.autograd.functional.jacobian(model, image[None], vectorize=True).reshape(10, 64)
-            assert float(value) == pytest.approx(float(torch.linalg.matrix_norm(jacobian, 2)), rel=2e-3)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-
-
 # ---- radii of the plain forms
 
 
@@ -180,15 +155,6 @@ def test_the_stages_given_by_hand_are_the_model(form: str, digits: tuple[Digits,
     torch.testing.assert_close(logits, model(images), rtol=1e-12, atol=1e-12)
     states = list(network.states(model.patches(images)[0]))
     torch.testing.assert_close(states[1], model.embed(model.patches(images)[0]) + model.positions)
-
-
-@pytest.mark.slow
-def test_a_committed_radius_is_found_again(digits: tuple[Digits, Digits]) -> None:
-    model = committed("plain-0").double().eval().requires_grad_(False)
-    own = DONE["plain-0, order 2"]["0"]
-    patches = model.patches(digits[1].images[:1])[0]
-    row = radii.row_of(radii.network_of(model), patches, int(digits[1].labels[0]), 2)
-    assert row["radius"] == pytest.approx(own["radius"], rel=5e-3)
 
 
 # ---- training

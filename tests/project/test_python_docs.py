@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.texts import Text
 from tests._shared import script
 
 _MADE = script("scripts/python_docs.py")
@@ -105,26 +103,3 @@ def test_python_docs_reads_topics_then_modules_once_each(tmp_path: Path) -> None
     assert re.findall(r"The (\w+) is", text.content) == ["first", "second", "fourth", "third"]
     assert text.content.endswith("used.\n")
     assert "(4 paragraphs)" in text.source
-
-
-@pytest.mark.slow
-def test_python_docs_is_clean_long_english_and_imports_nothing() -> None:
-    before = set(sys.modules)
-    text: Text = python_docs()
-    assert set(sys.modules) == before
-    assert text.name == "python-docs"
-    assert ".".join(map(str, sys.version_info[:3])) in text.source
-    content = text.content
-    assert len(content) > 700_000
-    assert content.isascii()
-    paragraphs = content.removesuffix("\n").split("\n\n")
-    assert all(paragraph == paragraph.strip() and "\n" not in paragraph for paragraph in paragraphs)
-    assert len(set(paragraphs)) == len(paragraphs)
-    assert not re.search(r"[`*{}\\|^~$@]|>>>|::\s|\t| {2}|https?:|Parameters\n", content)
-    letters = sum(character.isalpha() or character in " ,.'\n" for character in content)
-    assert letters > 0.96 * len(content)
-    words = re.findall(r"[a-z]+", content.lower())
-    assert words.count("the") > 0.05 * len(words)
-    # Known sentences of the language reference and of a docstring, as a reader would want them.
-    assert "Code objects are used by the implementation to represent" in content
-    assert "Base class for warnings about deprecated features" not in content  # C code: no source to read

@@ -131,7 +131,7 @@ def test_on_a_phone_the_panels_stand_below_each_other(published: Outputs) -> Non
         assert narrow.width < wide.width / 1.3
         assert narrow.height > narrow.width
         source = f'srcset="data:image/png;base64,{base64.b64encode(picture.narrow).decode()}"'
-        assert text.count(source) == 1
+        assert source in text
 
 
 def test_the_same_store_gives_the_same_files(tmp_path: Path) -> None:

@@ -220,9 +220,10 @@ def _stacked(figure: Figure, width: float, *, rows: bool) -> bytes:
         panel.xaxis.label.set_visible(True)
         panel.yaxis.label.set_visible(True)
     for legend in list(figure.legends):
+        handles: Any = legend.legend_handles
         names = [text.get_text() for text in legend.get_texts()]
         legend.remove()
-        figure.legend(legend.legend_handles, names, loc="outside lower center", frameon=False)
+        figure.legend(handles, names, loc="outside lower center", frameon=False)
     figure.suptitle("")
     figure.set_size_inches(width, height * len(panels))
     figure.set_layout_engine("constrained")
