@@ -85,7 +85,7 @@ class Own:
                 output = taken[0]
         if leave is not None and not taken:
             raise AssertionError(f"nothing passes {leave}")
-        return output.transpose(0, 1) if leave is not None and leave.swapped else output
+        return output
 
 
 def _first_output(output: Any) -> Tensor:
@@ -106,7 +106,7 @@ def _watch(
     def passes(side: str, call: int, value: Any) -> Any:
         point = path, method, side, call
         if enter is not None and enter.point == point:
-            value = _put(value, x.transpose(0, 1) if enter.swapped else x)
+            value = _put(value, x)
         if leave is not None and leave.point == point:
             taken.append(_first(value))
             raise _Read

@@ -138,6 +138,7 @@ TYPES: dict[str, tuple[dict[str, Any], Places]] = {
     "gemma3_text": ({**_WINDOWS, "query_pre_attn_scalar": 4}, _GEMMA),
     "phi": (_SIZES, _PARALLEL),
     "phi3": (_GROUPED, _LLAMA),
+    "diffllama": ({**_GROUPED, "lambda_std_dev": 0.5}, _LLAMA),  # two softmaxes
     "cohere": (_GROUPED, _PARALLEL),
     "cohere2": (_WINDOWS, _PARALLEL),
     "nemotron": (_GROUPED, _LLAMA),

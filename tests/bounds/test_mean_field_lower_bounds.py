@@ -10,7 +10,6 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds.attention_parameters import Head
-from howsmooth.bounds.ball_upper_bounds import mean_field_upper_bound
 from howsmooth.bounds.mean_field_lower_bounds import (
     proposition_3_6,
     proposition_3_6_rate,
@@ -68,19 +67,6 @@ def test_two_dirac_of_a_head(gammas):
     expected = weighted_norm(line, along, atoms, weights)
     assert two_dirac(head, radius, weight=0.1).value == pytest.approx(expected, rel=1e-9)
     assert two_dirac(head, radius, weight=0.1).value <= weighted_norm(A, V, atoms, weights) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("gamma", [-2.0, -0.5, 0.3, 4.0])
-@pytest.mark.parametrize("radius", [0.1, 0.7, 2.0, 4.0])
-def test_order_of_the_bounds(gamma, radius):
-    g = radius**2 * max(-gamma, gamma / 8)
-    exact = two_dirac(gamma, radius, weight=math.exp(-2 * g)).value if 0 < math.exp(-2 * g) < 1 else math.inf
-    assert proposition_3_6_rate(gamma, radius).value <= proposition_3_6(gamma, radius).value
-    assert proposition_3_6(gamma, radius).value <= exact * (1 + 1e-9)
-    better = weighted_two_atom_lower_bound(gamma, radius).value
-    assert better <= two_dirac(gamma, radius).value * (1 + 1e-9)
-    upper = mean_field_upper_bound(Head(gamma * eye(2), eye(2)), radius).value
-    assert two_dirac(gamma, radius).value <= upper
 
 
 def test_closed_forms():

@@ -35,7 +35,7 @@ def test_the_bound_on_a_ball_is_attained_by_many_tokens() -> None:
 
 def test_it_bounds_what_influence_attains_with_many_tokens() -> None:
     f, radius = random_attention(0, heads=1, d=2, d_out=2, biases=False, causal=True), 1.5
-    x = in_ball(tokens(1, 64, 2), radius)
+    x = in_ball(tokens(1, 24, 2), radius)
     attained = hs.influence(f, x).token_wise.lower
     assert attained <= token_wise_upper_bound(f, x).value <= token_wise_ball_upper_bound(f, radius).value
 

@@ -19,7 +19,7 @@ from tests._judge import HEAD, Verdict, judge, own_of, truths, verdict, ways_of
 PAIRS = [(name, way) for name in CASES for way in ways_of(name)]
 #: Attention alone, which takes a fraction of a second.
 FAST = [(name, "plain") for name in CASES] + [
-    (name, "forward") for name in ("nanogpt flash", "llama2.c", "mistral", "timm vit", "post-norm", "latent")
+    (name, "forward") for name in ("nanogpt flash", "llama2.c", "timm vit", "post-norm", "latent")
 ]
 
 

@@ -33,7 +33,10 @@ def _agree(found: list[Verdict], expected: str | None = None) -> None:
     assert not faults, "\n".join(faults)
 
 
-CHOSEN = ("llama", "bert", "bert, decoder", "gpt2, by layer", "gpt_oss", "mistral", "qwen2", "vit")
+CHOSEN = (
+    "llama", "bert", "bert, decoder", "gpt2, by layer", "gpt_oss", "mistral", "qwen2", "qwen3", "olmo2",
+    "diffllama", "vit",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", others_slow(TYPES, CHOSEN))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +14,9 @@ from transformers import (
 )
 
 import howsmooth as hs
+from howsmooth.errors import CaptureError
 from howsmooth.jacobian.closed_form import has_closed_form
-from howsmooth.models.identification.norm_and_residual_placement import read_block, token_norm
-from tests._cases import tokens
-from tests._records import Own, record, shown
+from tests._cases import dense_jacobian, tokens
 from tests._tiny_models import VOCABULARY, token_ids
 
 D, N = 12, 5
@@ -197,9 +194,10 @@ def _layer(run: Oracle, dtype: torch.dtype = torch.float64) -> Layer:
     return layer.to(dtype).eval().requires_grad_(requires_grad=False)
 
 
-def _read(layer: Layer, h: Tensor) -> Any:
-    found, output = record(layer, layer.mix, layer.mix.o, lambda: layer(h))
-    return read_block(found, Own(layer.mix, D, h.dtype), output)
+def _captured(layer: Layer, seed: int = 0, scope: str = "block") -> hs.Site:
+    dtype = layer.scale.dtype
+    (site,) = hs.capture(nn.Sequential(layer), tokens(seed, 1, N, D, dtype=dtype), scope=scope)
+    return site
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -207,13 +205,11 @@ def _read(layer: Layer, h: Tensor) -> Any:
 def test_layouts(name: str, dtype: torch.dtype) -> None:
     run, layout, oracle = _made(name)
     layer = _layer(run, dtype)
-    block = _read(layer, tokens(0, 1, N, D, dtype=dtype))
-    assert (block.layout, block.obstacle) == (layout, "")
+    site = _captured(layer)
+    assert site.layout == layout
     close = 1e-12 if dtype == torch.float64 else 1e-5
-    # The layer shows the block's value there, on tokens that the reading has not seen.
-    h, value = shown(block, layer.mix, layer.mix.o, lambda: layer(3 * tokens(1, 1, N, D, dtype=dtype)))
-    torch.testing.assert_close(oracle(layer, h), value, rtol=close, atol=close)
-    torch.testing.assert_close(block.map(h), value, rtol=close, atol=close)
+    for h in (site.x, 3 * tokens(1, 1, N, D, dtype=dtype)):  # on tokens that the reading has not seen
+        torch.testing.assert_close(site.map(h), oracle(layer, h), rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -222,41 +218,27 @@ def test_numbers_are_found_at_any_tokens(name: str, dtype: torch.dtype) -> None:
     """What is fitted must be as exact as the sum itself, on every processor."""
     run, layout, _ = _made(name)
     layer = _layer(run, dtype)
-    seen = [_read(layer, tokens(seed, 1, N, D, dtype=dtype)).layout for seed in range(20)]
-    assert seen == [layout] * 20
+    assert [_captured(layer, seed).layout for seed in range(20)] == [layout] * 20
 
 
 @pytest.mark.parametrize("name", ["layer scale", "deep norm", "two numbers", "sandwich", "after the norm"])
 def test_a_block_of_maps_in_closed_form_has_one_too(name: str) -> None:
     run, _, oracle = _made(name)
     layer = _layer(run)
-    found, output = record(layer, layer.mix, layer.mix.o, lambda: layer(tokens(0, 1, N, D)))
-    m = layer.mix
-    attention = hs.SelfAttention(
-        m.q.weight[None], m.k.weight[None], m.v.weight[None], m.o.weight, query_bias=m.q.bias[None],
-        key_bias=m.k.bias[None], value_bias=m.v.bias[None], output_bias=m.o.bias, scale=2.0,
-    )  # fmt: skip
-    block = read_block(found, attention, output)
+    site = _captured(layer)
+    assert has_closed_form(site.map)
     x = tokens(1, N, D)
-    dense = torch.autograd.functional.jacobian(lambda h: oracle(layer, h), x, vectorize=True).reshape(
-        N * D, N * D
-    )
-    assert has_closed_form(block.map)
-    torch.testing.assert_close(
-        float(hs.local_lipschitz(block.map, x, rtol=1e-10).value),
-        float(torch.linalg.matrix_norm(dense, 2)),
-        rtol=1e-9,
-        atol=0,
-    )
+    truth = float(torch.linalg.matrix_norm(dense_jacobian(lambda h: oracle(layer, h[None])[0], x), 2))
+    assert float(hs.local_lipschitz(site.map, x, rtol=1e-10).value) == pytest.approx(truth, rel=1e-9)
 
 
 @pytest.mark.parametrize(
     ("run", "words"),
     [
         (lambda m, h: _feed(m, (h + m.mix(m.n1(h))).tanh()),
-         r"input of its next norm \(n2\) is not H \+ attention\(norm\(H\)\)"),
+         r"input of its next norm \(0.n2\) is not H \+ attention\(norm\(H\)\)"),
         (lambda m, h: (lambda y: y + gelu(y).square())(m.n1(h + m.mix(h))),
-         r"added to the output of n1 was not recognised"),
+         r"added to the output of 0.n1 was not recognised"),
         (lambda m, h: _feed(m, h + 1e-17 * m.mix(m.n1(h))), r"is the layer's own input.*too small"),
         (lambda m, h: h + m.mix(m.n1(h)) + gelu(m.n2(h)).square(),
          r"is the layer's own input: the attention is parallel"),
@@ -266,9 +248,8 @@ def test_a_block_of_maps_in_closed_form_has_one_too(name: str) -> None:
     ids=["tanh", "unknown feed-forward part", "too small", "unknown parallel part", "the branch", "no sum"],
 )  # fmt: skip
 def test_refused_by_what_was_not_found(run: Oracle, words: str) -> None:
-    block = _read(_layer(run), tokens(0, 1, N, D))
-    assert (block.layout, block.map, block.value_at) == ("", None, None)
-    assert re.search(words, block.obstacle), block.obstacle
+    with pytest.raises(CaptureError, match=words):
+        _captured(_layer(run))
 
 
 @pytest.mark.parametrize(
@@ -282,50 +263,35 @@ def test_an_unknown_norm_is_named(name: str, norm: str) -> None:
 
     layer = _layer(_made(name)[0])
     setattr(layer, norm, CubicNorm())
-    block = _read(layer, tokens(0, 1, N, D))
-    assert block.map is None
-    assert f"{norm} (CubicNorm) computes neither" in block.obstacle
-
-
-def test_a_branch_that_is_zero_is_a_sum_with_zero() -> None:
-    layer = _layer(_made("pre")[0])
-    nn.init.zeros_(layer.mix.o.weight)
-    nn.init.zeros_(layer.mix.o.bias)
-    assert _read(layer, tokens(0, 1, N, D)).layout == "pre-norm"
+    with pytest.raises(CaptureError, match=rf"{norm} \(CubicNorm\) computes neither"):
+        _captured(layer)
 
 
 def test_an_attention_that_rounding_hides_confirms_nothing() -> None:
     layer = _layer(_made("pre")[0])
     layer.mix.o.weight.mul_(1e-18)
     layer.mix.o.bias.mul_(1e-18)
-    block = _read(layer, tokens(0, 1, N, D))
-    assert block.map is None
-    assert "too small beside it" in block.obstacle
+    with pytest.raises(CaptureError, match="too small beside it"):
+        _captured(layer)
+    nn.init.zeros_(layer.mix.o.weight)  # but zero is zero
+    nn.init.zeros_(layer.mix.o.bias)
+    assert _captured(layer).layout == "pre-norm"
 
 
 def test_a_factor_that_the_layer_keeps_is_taken_as_it_is() -> None:
-    block = _read(_layer(_made("multiplier")[0], torch.float32), tokens(0, 1, N, D, dtype=torch.float32))
-    assert isinstance(block.map, hs.Residual)
-    assert isinstance(block.map.inner, hs.Compose)
-    assert isinstance(block.map.inner.outer, hs.LayerScale)
-    assert torch.equal(block.map.inner.outer.weight, torch.full((D,), 0.22))
-
-
-def test_tokens_that_change_their_dimension() -> None:
-    layer = _layer(_made("pre")[0])
-    found, output = record(layer, layer.mix, layer.feed.up, lambda: layer(tokens(0, 1, N, D)))
-    assert read_block(found, Own(layer.mix, D), output).obstacle == "its tokens change their dimension"
+    f = _captured(_layer(_made("multiplier")[0], torch.float32)).map
+    assert isinstance(f, hs.Residual)
+    assert isinstance(f.inner, hs.Compose)
+    assert isinstance(f.inner.outer, hs.LayerScale)
+    assert torch.equal(f.inner.outer.weight, torch.full((D,), 0.22))
 
 
 def test_norm_of_the_tokens() -> None:
     layer = _layer(_made("pre")[0])
-    found, _ = record(layer, layer.mix, layer.mix.o, lambda: layer(tokens(0, 1, N, D)))
-    norm = token_norm(found)
+    norm = _captured(layer, scope="attention").norm
     assert isinstance(norm, hs.LayerNorm)
     torch.testing.assert_close(norm(tokens(3, N, D)), layer.n1(tokens(3, N, D)))
-    layer = _layer(_made("no first norm")[0])
-    found, _ = record(layer, layer.mix, layer.mix.o, lambda: layer(tokens(0, 1, N, D)))
-    assert token_norm(found) is None
+    assert _captured(_layer(_made("no first norm")[0]), scope="attention").norm is None
 
 
 def test_a_float64_model_with_a_constant_of_float32_is_captured() -> None:

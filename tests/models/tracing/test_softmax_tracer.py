@@ -613,51 +613,6 @@ def test_what_cannot_be_read_is_reported_with_its_reason(name: str) -> None:
         assert not pattern(g).any()
 
 
-# --- Modules of torch ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_multi_head_attention(weights: bool, masked: bool) -> None:
-    torch.manual_seed(0)
-    module = nn.MultiheadAttention(12, 3, batch_first=True).double().eval()
-    nn.init.normal_(module.in_proj_bias)
-    x = random(2, M, 12)
-    mask = ~CAUSAL if masked else None
-    with torch.no_grad():
-        expected = module(x, x, x, attn_mask=mask, need_weights=weights)[0]
-        (call,), (out, p) = calls_of(lambda: module(x, x, x, attn_mask=mask, need_weights=weights))
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
-    assert (p is not None) == weights
-    torch.testing.assert_close(plain(call), call.output, rtol=0, atol=1e-13)
-    projected = (x @ module.in_proj_weight.T + module.in_proj_bias).detach()
-    for part, operand in zip(projected.chunk(3, -1), (call.query, call.key, call.value), strict=True):
-        heads = part.view(2, M, 3, 4).transpose(1, 2)
-        scale = 0.5 if weights and operand is call.query else 1.0  # torch scales the queries itself
-        torch.testing.assert_close(operand.reshape(2, 3, M, 4), heads * scale, rtol=0, atol=1e-14)
-    assert call.scale == (1.0 if weights else 0.5)
-    with torch.no_grad(), SoftmaxTracer(lambda call: torch.zeros_like(call.output)):
-        out = module(x, x, x, attn_mask=mask, need_weights=weights)[0]
-    torch.testing.assert_close(out, module.out_proj.bias.detach().expand_as(out), rtol=0, atol=1e-15)
-
-
-def test_encoder_layers_are_seen_despite_their_fast_path() -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2).double().eval()
-    x, padding = random(2, M, 12), torch.zeros(2, M, dtype=torch.bool)
-    padding[1, 3:] = True
-    with torch.no_grad():
-        expected = model(x)
-        calls, out = calls_of(lambda: model(x))
-        padded, _ = calls_of(lambda: model(x, src_key_padding_mask=padding))
-    assert len(calls) == 2
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
-    for call in padded:
-        torch.testing.assert_close(plain(call), call.output, rtol=0, atol=1e-13)
-        assert torch.equal(call.mask[1].isinf().expand(2, M, M)[0], padding[1].expand(M, M))
-
-
 # --- The mode itself -----------------------------------------------------------------------------------
 
 
