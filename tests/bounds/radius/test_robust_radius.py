@@ -258,7 +258,7 @@ def test_the_search_ends_near_the_largest_radius() -> None:
 
 
 def test_without_an_order_the_larger_radius_of_both_counts() -> None:
-    network, x = post_norm(0)
+    network, x = post_norm(0, layers=1)
     at = NetworkAtInput(network, x)
     two, three, larger = (at.radius(1, order=order, attack=False) for order in (2, 3, None))
     assert larger.order == 3
