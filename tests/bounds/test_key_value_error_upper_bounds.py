@@ -13,7 +13,7 @@ import howsmooth as hs
 from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.rounding import limit_in_digits
-from tests._cases import random_attention, tokens
+from tests._cases import CASES, random_attention, tokens
 from tests._tiny_models import tiny, token_ids
 
 N = 7
@@ -30,6 +30,19 @@ def changes(f: hs.SelfAttention, x: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
     q, k, v = f.projections(x)
     moved = layer(f, q, k + dk, v + dv) - layer(f, q, k[None], v[None])
     return torch.linalg.vector_norm(moved, dim=-1)
+
+
+@pytest.mark.parametrize("name", ["causal grouped, hot", "sinks, softcap, score bias", "a norm of keys"])
+def test_random_errors_of_each_entry_stay_within_the_bound(name: str) -> None:
+    """``test_attack_bounds`` ascends against the bound."""
+    f, x, g = CASES[name](N), tokens(5, N, 6), torch.Generator().manual_seed(0)
+    _, k, v = f.projections(x)
+    for size in (1e-3, 1.0):
+        most = [size * torch.rand(t.shape, generator=g, dtype=torch.float64) for t in (k, v)]
+        errors = [m * torch.randn(20, *m.shape, generator=g, dtype=torch.float64).sign() for m in most]
+        bound = hs.bounds.kv_error_upper_bound(f, x, keys=most[0], values=most[1])
+        share = float((changes(f, x, *errors) / bound.tokens).max())
+        assert 0.02 < share <= 1.0
 
 
 def test_the_bound_of_value_errors_is_attained() -> None:
