@@ -1,186 +1,187 @@
-"""The Jacobian of attention in 40-digit arithmetic, from its definition, for tests of what is proved."""
+"""The Jacobian of a map in many digits, from its definition, for tests of what is proved.
+
+Numbers carry their derivatives by all entries of X.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mpmath
-import torch
+from mpmath import mp, mpf
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.attention import TokenMap
 
-DIGITS = 40
-
-
-def _exact(t: Tensor) -> list[list[mpmath.mpf]]:
-    return [[mpmath.mpf(float(entry)) for entry in row] for row in t.double()]
+DIGITS = 140
 
 
-def _times(matrix: list[list[mpmath.mpf]], vector: list[mpmath.mpf]) -> list[mpmath.mpf]:
-    return [mpmath.fdot(row, vector) for row in matrix]
+class Dual:
+    """A number and its derivatives by all entries of X."""
+
+    __slots__ = ("gradient", "value")
+
+    def __init__(self, value: mpf, gradient: list[mpf]) -> None:
+        self.value = value
+        self.gradient = gradient
+
+    def __add__(self, other: Dual | mpf) -> Dual:
+        if not isinstance(other, Dual):
+            return Dual(self.value + other, self.gradient)
+        pairs = zip(self.gradient, other.gradient, strict=True)
+        return Dual(self.value + other.value, [a + b for a, b in pairs])
+
+    def __sub__(self, other: Dual) -> Dual:
+        pairs = zip(self.gradient, other.gradient, strict=True)
+        return Dual(self.value - other.value, [a - b for a, b in pairs])
+
+    def __mul__(self, other: Dual | mpf) -> Dual:
+        if not isinstance(other, Dual):
+            return Dual(self.value * other, [a * other for a in self.gradient])
+        x, y = self.value, other.value
+        pairs = zip(self.gradient, other.gradient, strict=True)
+        return Dual(x * y, [a * y + x * b for a, b in pairs])
+
+    def of(self, value: mpf, slope: mpf) -> Dual:
+        """A function of it, with that value and derivative."""
+        return Dual(value, [slope * a for a in self.gradient])
+
+
+Row = list[Dual]
+
+
+def _sum(terms: Sequence[Dual]) -> Dual:
+    gradient = [mpmath.fsum(parts) for parts in zip(*(t.gradient for t in terms), strict=True)]
+    return Dual(mpmath.fsum(t.value for t in terms), gradient)
+
+
+def _dot(a: Row, b: Row) -> Dual:
+    return _sum([x * y for x, y in zip(a, b, strict=True)])
+
+
+def _numbers(t: Tensor) -> list:
+    return mpf(float(t)) if t.ndim == 0 else [_numbers(part) for part in t.double()]
+
+
+def _linear(matrix: list[list[mpf]], row: Row, bias: list[mpf] | None) -> Row:
+    out = [_sum([x * w for x, w in zip(row, weights, strict=True)]) for weights in matrix]
+    return out if bias is None else [y + b for y, b in zip(out, bias, strict=True)]
+
+
+def _norm(f: hs.LayerNorm | hs.RMSNorm, row: Row) -> Row:
+    d = len(row)
+    if f.centred:
+        mean = _sum(row) * (mpf(1) / d)
+        row = [x - mean for x in row]
+    square = _dot(row, row) + mpf(f.eps) * d
+    root = mpmath.sqrt(square.value)
+    inverse = square.of(mpmath.sqrt(mpf(d)) / root, -mpmath.sqrt(mpf(d)) / (2 * root**3))
+    out = [x * inverse * g for x, g in zip(row, _numbers(f.weight), strict=True)]
+    return out if f.bias is None else [y + b for y, b in zip(out, _numbers(f.bias), strict=True)]
+
+
+def _rotated(f: hs.SelfAttention, row: Row, position: int) -> Row:
+    if f.rotary is None:
+        return row
+    cos, sin = _numbers(f.rotary.cos[position]), _numbers(f.rotary.sin[position])
+    half = len(cos) // 2
+    return [
+        x if a >= 2 * half else x * cos[a] + (row[a + half] * -sin[a] if a < half else row[a - half] * sin[a])
+        for a, x in enumerate(row)
+    ]
+
+
+def _attention(f: hs.SelfAttention, rows: list[Row]) -> list[Row]:
+    n, group = len(rows), f.heads // f.kv_heads
+    seen = f.visible_keys(n)
+
+    def projected(weight: Tensor, bias: Tensor | None, h: int) -> list[Row]:
+        numbers, beside = _numbers(weight[h]), None if bias is None else _numbers(bias[h])
+        return [_linear(numbers, row, beside) for row in rows]
+
+    heads: list[list[Row]] = []
+    for h in range(f.heads):
+        g = h // group
+        q, k = projected(f.query, f.query_bias, h), projected(f.key, f.key_bias, g)
+        v = projected(f.value, f.value_bias, g)
+        q = q if f.query_norm is None else [_norm(f.query_norm, row) for row in q]
+        k = k if f.key_norm is None else [_norm(f.key_norm, row) for row in k]
+        q, k = ([_rotated(f, row, i) for i, row in enumerate(t)] for t in (q, k))
+        out = []
+        for i in range(n):
+            visible = [j for j in range(n) if seen is None or bool(seen[i, j])]
+            weights = []
+            for j in visible:
+                s = _dot(q[i], k[j]) * mpf(f.scale)
+                if f.softcap is not None:
+                    t = mpmath.tanh(s.value / mpf(f.softcap))
+                    # 1 − t² without what cancels
+                    slope = 1 / mpmath.cosh(s.value / mpf(f.softcap)) ** 2
+                    s = s.of(mpf(f.softcap) * t, slope)
+                if f.score_bias is not None:
+                    s = s + mpf(float(f.score_bias[h if f.score_bias.shape[0] > 1 else 0, i, j]))
+                e = mpmath.exp(s.value)
+                weights.append(s.of(e, e))
+            total = _sum(weights)
+            if f.sinks is not None:
+                total = total + mpmath.exp(mpf(float(f.sinks[h])))
+            inverse = total.of(1 / total.value, -1 / total.value**2)
+            p = [w * inverse for w in weights]
+            out.append(
+                [_sum([pj * v[j][a] for pj, j in zip(p, visible, strict=True)]) for a in range(f.value_dim)]
+            )
+        heads.append(out)
+    joined = [[x for head in heads for x in head[i]] for i in range(n)]
+    if f.output is None:
+        return joined
+    bias = None if f.output_bias is None else _numbers(f.output_bias)
+    return [_linear(_numbers(f.output), row, bias) for row in joined]
+
+
+def _image(f: TokenMap, rows: list[Row]) -> list[Row]:
+    match f:
+        case hs.SelfAttention():
+            return _attention(f, rows)
+        case hs.LayerNorm() | hs.RMSNorm():
+            return [_norm(f, row) for row in rows]
+        case hs.Residual():
+            inner = _image(f.inner, rows)
+            return [[x + y for x, y in zip(*pair, strict=True)] for pair in zip(rows, inner, strict=True)]
+        case hs.Compose():
+            return _image(f.outer, _image(f.inner, rows))
+    raise TypeError(type(f))
 
 
 def exact_jacobian(
-    f: hs.SelfAttention, x: Tensor, norm: hs.LayerNorm | hs.RMSNorm | None = None
-) -> mpmath.matrix:
-    """D_X f, (n d_out, n d), of the map with exactly the parameters and tokens given, or at norm(X)."""
-    with mpmath.workdps(DIGITS):
-        n, d = x.shape
-        tokens = [_normed(norm, token) for token in _exact(x)]
-        group = f.heads // f.kv_heads
-        seen = f.visible_keys(n)
-        output = torch.eye(f.heads * f.value_dim) if f.output is None else f.output
-        W = _exact(output)
-        J = mpmath.zeros(n * len(W), n * d)
-        for h in range(f.heads):
-            g = h // group
-            queries, keys = _exact(f.query[h]), _exact(f.key[g])
-            V = _exact(f.value[g])
-            turned_q = [_turned(f, queries, i) for i in range(n)]
-            turned_k = [_turned(f, keys, i) for i in range(n)]
-            q = [_projected(f, queries, f.query_bias, h, tokens[i], i) for i in range(n)]
-            k = [_projected(f, keys, f.key_bias, g, tokens[i], i) for i in range(n)]
-            v = [_times(V, t) for t in tokens]
-            Wh = [row[h * f.value_dim : (h + 1) * f.value_dim] for row in W]
-            for i in range(n):
-                visible = [j for j in range(n) if seen is None or bool(seen[i, j])]
-                e = {j: mpmath.exp(mpmath.mpf(f.scale) * mpmath.fdot(q[i], k[j])) for j in visible}
-                total = mpmath.fsum(e.values())
-                p = {j: e[j] / total for j in visible}
-                o = [mpmath.fsum(p[j] * v[j][a] for j in visible) for a in range(len(V))]
-                for j in visible:
-                    w = [v[j][a] - o[a] for a in range(len(V))]
-                    # ∂S_ij/∂x_j and ∂S_ij/∂x_i
-                    by_key = [f.scale * mpmath.fdot(q[i], [row[c] for row in turned_k[j]]) for c in range(d)]
-                    by_query = [
-                        f.scale * mpmath.fdot(k[j], [row[c] for row in turned_q[i]]) for c in range(d)
-                    ]
-                    out_w, out_V = (
-                        _times(Wh, w),
-                        [[mpmath.fdot(r, col) for col in zip(*V, strict=True)] for r in Wh],
-                    )
-                    for a in range(len(W)):
-                        for c in range(d):
-                            J[i * len(W) + a, j * d + c] += p[j] * (out_V[a][c] + out_w[a] * by_key[c])
-                            J[i * len(W) + a, i * d + c] += p[j] * out_w[a] * by_query[c]
-        return J
+    f: TokenMap, x: Tensor, digits: int = DIGITS, *, at: hs.LayerNorm | hs.RMSNorm | None = None
+) -> mp.matrix:
+    """D_X f, (n d_out, n d), of the map with exactly these parameters, at exactly these tokens (n, d).
 
-
-def exact_differences(
-    f: hs.SelfAttention, x: Tensor, norm: hs.LayerNorm | hs.RMSNorm | None = None
-) -> mpmath.matrix:
-    """D_X f, (n d_out, n d), for scores of all kinds, or of f after a norm: differences of size 1e-30 in
-    80-digit arithmetic.
+    With ``at`` it is taken at the outputs of that norm layer.
     """
-    with mpmath.workdps(80):
-        step, tokens = mpmath.mpf(10) ** -30, _exact(x)
-        n, d = x.shape
-        columns = []
-        for j in range(n):
-            for c in range(d):
-                ends = []
-                for sign in (1, -1):
-                    moved = [list(token) for token in tokens]
-                    moved[j][c] += sign * step
-                    ends.append(_image(f, [_normed(norm, token) for token in moved]))
-                columns.append([(a - b) / (2 * step) for a, b in zip(*ends, strict=True)])
-        return mpmath.matrix(columns).T
+    with mp.workdps(digits):
+        size, d, numbers = x.numel(), x.shape[1], _numbers(x)
+        if at is not None:
+            numbers = [[y.value for y in _norm(at, [Dual(v, []) for v in row])] for row in numbers]
+        unit = [[mpf(i == j) for i in range(size)] for j in range(size)]
+        rows = [[Dual(v, unit[i * d + a]) for a, v in enumerate(row)] for i, row in enumerate(numbers)]
+        return mp.matrix([y.gradient for row in _image(f, rows) for y in row])
 
 
-def _image(f: hs.SelfAttention, tokens: list[list[mpmath.mpf]]) -> list[mpmath.mpf]:
-    """f(X) without its output bias, as one list."""
-    n, group = len(tokens), f.heads // f.kv_heads
-    seen = f.visible_keys(n)
-    W = _exact(torch.eye(f.heads * f.value_dim) if f.output is None else f.output)
-    heads: list[list[list[mpmath.mpf]]] = []
-    for h in range(f.heads):
-        g = h // group
-        matrices = (f.query[h], f.query_bias, h, f.query_norm), (f.key[g], f.key_bias, g, f.key_norm)
-        q, k = (
-            [
-                _turned_vector(f, _normed(layer, _affine(W, bias, at, token)), i)
-                for i, token in enumerate(tokens)
-            ]
-            for W, bias, at, layer in ((_exact(m), *rest) for m, *rest in matrices)
-        )
-        v = [_affine(_exact(f.value[g]), f.value_bias, g, token) for token in tokens]
-        outputs = []
-        for i in range(n):
-            weights, total = {}, mpmath.mpf(0) if f.sinks is None else mpmath.exp(_number(f.sinks[h]))
-            for j in range(n):
-                if seen is not None and not bool(seen[i, j]):
-                    continue
-                score = mpmath.mpf(f.scale) * mpmath.fdot(q[i], k[j])
-                if f.softcap is not None:
-                    score = f.softcap * mpmath.tanh(score / f.softcap)
-                if f.score_bias is not None:
-                    score += _number(f.score_bias[h % len(f.score_bias), i, j])
-                weights[j] = mpmath.exp(score)
-                total += weights[j]
-            outputs.append(
-                [mpmath.fsum(p * v[j][a] for j, p in weights.items()) / total for a in range(len(v[0]))]
-            )
-        heads.append(outputs)
-    return [entry for i in range(n) for entry in _times(W, [a for outputs in heads for a in outputs[i]])]
-
-
-def _number(t: Tensor) -> mpmath.mpf:
-    return mpmath.mpf(float(t))
-
-
-def _affine(
-    matrix: list[list[mpmath.mpf]], bias: Tensor | None, at: int, token: list[mpmath.mpf]
-) -> list[mpmath.mpf]:
-    image = _times(matrix, token)
-    return image if bias is None else [a + _number(b) for a, b in zip(image, bias[at], strict=True)]
-
-
-def _turned_vector(f: hs.SelfAttention, vector: list[mpmath.mpf], position: int) -> list[mpmath.mpf]:
-    return [row[0] for row in _turned(f, [[entry] for entry in vector], position)]
-
-
-def _normed(layer: hs.LayerNorm | hs.RMSNorm | None, vector: list[mpmath.mpf]) -> list[mpmath.mpf]:
-    if layer is None:
-        return vector
-    if layer.centred:
-        mean = mpmath.fsum(vector) / len(vector)
-        vector = [entry - mean for entry in vector]
-    length = mpmath.sqrt(mpmath.fdot(vector, vector) / len(vector) + mpmath.mpf(layer.eps))
-    gained = [_number(w) * entry / length for w, entry in zip(layer.weight, vector, strict=True)]
-    return gained if layer.bias is None else [a + _number(b) for a, b in zip(gained, layer.bias, strict=True)]
-
-
-def _turned(f: hs.SelfAttention, matrix: list[list[mpmath.mpf]], position: int) -> list[list[mpmath.mpf]]:
-    """R_i times a matrix, from the tables of the rotary positions."""
-    if f.rotary is None:
-        return matrix
-    cos, sin = (_exact(t[position : position + 1])[0] for t in (f.rotary.cos, f.rotary.sin))
-    half = len(cos) // 2
-    rows = []
-    for a, row in enumerate(matrix):
-        if a >= 2 * half:
-            rows.append(row)
-            continue
-        other = [-t for t in matrix[a + half]] if a < half else matrix[a - half]
-        rows.append([r * cos[a] + o * sin[a] for r, o in zip(row, other, strict=True)])
-    return rows
-
-
-def _projected(
-    f: hs.SelfAttention,
-    matrix: list[list[mpmath.mpf]],
-    bias: Tensor | None,
-    h: int,
-    token: list[mpmath.mpf],
-    position: int,
-) -> list[mpmath.mpf]:
-    rows = _times(matrix, token)
-    if bias is not None:
-        rows = [r + mpmath.mpf(float(b)) for r, b in zip(rows, bias[h], strict=True)]
-    return [row[0] for row in _turned(f, [[r] for r in rows], position)]
-
-
-def exact_norm(matrix: mpmath.matrix) -> mpmath.mpf:
+def exact_norm(matrix: mp.matrix) -> mpf:
     """Spectral norm, in 40-digit arithmetic."""
-    with mpmath.workdps(DIGITS):
+    with mp.workdps(40):
         small = matrix * matrix.T if matrix.rows <= matrix.cols else matrix.T * matrix
-        return mpmath.sqrt(max(mpmath.eigsy(small, eigvals_only=True)))
+        return mpmath.sqrt(max(mp.eigsy(small, eigvals_only=True)))
+
+
+def exact_constant(f: TokenMap, x: Tensor, digits: int = DIGITS) -> mpf:
+    """‖D_X f‖₂. Values beside a bias cancel here as anywhere: what is left below the digits is zero."""
+    jacobian = exact_jacobian(f, x, digits)
+    with mp.workdps(digits):
+        gram = jacobian * jacobian.T if jacobian.rows <= jacobian.cols else jacobian.T * jacobian
+        scale = max(abs(entry) for entry in gram)
+        if scale < mpf(10) ** (80 - 2 * digits):
+            return mpf(0)
+        return mpmath.sqrt(max(mp.eigsy(gram / scale, eigvals_only=True)) * scale)

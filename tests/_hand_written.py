@@ -59,7 +59,7 @@ class MLP(Module):
         return self.c_proj(self.gelu(self.c_fc(x)))
 
 
-# ---- nanoGPT and minGPT
+# ---- nanoGPT
 
 
 class CausalSelfAttention(Module):
@@ -134,37 +134,7 @@ class NanoGPT(Module):
         return self.lm_head(x[:, [-1], :]), None
 
 
-class MinBlock(Module):
-    """Of minGPT: the feed-forward part is a ModuleDict, called in a lambda."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(D), CausalSelfAttention(False), nn.LayerNorm(D)
-        self.mlp = nn.ModuleDict(
-            {"c_fc": nn.Linear(D, 2 * D), "act": nn.GELU(), "c_proj": nn.Linear(2 * D, D)}
-        )
-
-    def mlpf(self, x: Tensor) -> Tensor:
-        return self.mlp.c_proj(self.mlp.act(self.mlp.c_fc(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + (self.attn.forward if self.direct else self.attn)(self.ln_1(x))
-        return x + self.mlpf(self.ln_2(x))
-
-
-class MinGPT(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok_emb, self.pos_emb = nn.Embedding(VOCABULARY, D), nn.Parameter(torch.zeros(1, 16, D))
-        self.drop, self.blocks = nn.Dropout(0.0), nn.Sequential(*[MinBlock() for _ in range(2)])
-        self.ln_f, self.head = nn.LayerNorm(D), nn.Linear(D, VOCABULARY, bias=False)
-
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        x = self.drop(self.tok_emb(idx) + self.pos_emb[:, : idx.size(1), :])
-        return self.head(self.ln_f(self.blocks(x))), None
-
-
-# ---- Llama: Meta's code, llama2.c and mistral-inference
+# ---- Llama: Meta's code and llama2.c
 
 
 def precompute_freqs_cis(dim: int, end: int) -> Tensor:
@@ -274,75 +244,6 @@ class Llama(Module):
             mask = torch.triu(mask, diagonal=start_pos + 1).type_as(h)
         for layer in self.layers:
             h = layer(h, start_pos, freqs_cis, mask)
-        return self.output(self.norm(h))
-
-
-class MistralAttention(Module):
-    """Of Mistral's one-file reference: the cache rolls, and is written by ``scatter_``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq, self.wk = nn.Linear(D, D, bias=False), nn.Linear(D, WIDTH, bias=False)
-        self.wv, self.wo = nn.Linear(D, WIDTH, bias=False), nn.Linear(D, D, bias=False)
-        self.sliding_window = 3
-        self.cache_k, self.cache_v = torch.zeros(4, 3, 1, WIDTH), torch.zeros(4, 3, 1, WIDTH)
-
-    def forward(self, x: Tensor, freqs_cis: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        bsz, seqlen, _ = x.shape
-        xq = self.wq(x).view(bsz, seqlen, HEADS, WIDTH)
-        xk, xv = self.wk(x).view(bsz, seqlen, 1, WIDTH), self.wv(x).view(bsz, seqlen, 1, WIDTH)
-        xq, xk = apply_rotary_emb(xq, xk, freqs_cis=freqs_cis)
-        self.cache_k, self.cache_v = self.cache_k.to(xq), self.cache_v.to(xq)
-        last = positions[-self.sliding_window :]
-        scatter_pos = (last % self.sliding_window)[None, :, None, None]
-        scatter_pos = scatter_pos.repeat(bsz, 1, 1, WIDTH)
-        self.cache_k[:bsz].scatter_(dim=1, index=scatter_pos, src=xk[:, -self.sliding_window :])
-        self.cache_v[:bsz].scatter_(dim=1, index=scatter_pos, src=xv[:, -self.sliding_window :])
-        if positions.shape[0] > 1:  # the prompt
-            key, value = repeat_kv(xk, HEADS), repeat_kv(xv, HEADS)
-        else:
-            cur_pos = int(positions[-1].item() + 1)
-            key = repeat_kv(self.cache_k[:bsz, :cur_pos], HEADS)
-            value = repeat_kv(self.cache_v[:bsz, :cur_pos], HEADS)
-        query, key, value = xq.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        scores = torch.matmul(query, key.transpose(2, 3)) * WIDTH**-0.5
-        if mask is not None:
-            scores = scores + mask[None, None, ...]
-        scores = functional.softmax(_wide(scores), dim=-1).type_as(query)
-        output = torch.matmul(scores, value).transpose(1, 2).contiguous()
-        return self.wo(output.view(bsz, seqlen, -1))
-
-
-class MistralBlock(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.feed_forward = MistralAttention(), FeedForward()
-        self.attention_norm, self.ffn_norm = RMSNorm(D), RMSNorm(D)
-
-    def forward(self, x: Tensor, freqs_cis: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        attention = self.attention.forward if self.direct else self.attention
-        feed_forward = self.feed_forward.forward if self.direct else self.feed_forward
-        h = x + attention(self.attention_norm(x), freqs_cis, positions, mask)
-        return h + feed_forward(self.ffn_norm(h))
-
-
-class Mistral(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(VOCABULARY, D)
-        self.layers = nn.ModuleList(MistralBlock() for _ in range(2))
-        self.norm, self.output = RMSNorm(D), nn.Linear(D, VOCABULARY, bias=False)
-        self.freqs_cis = precompute_freqs_cis(WIDTH, 16)
-
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        h = self.tok_embeddings(input_ids)
-        mask = None
-        if input_ids.shape[1] > 1:
-            n = input_ids.shape[1]
-            mask = torch.triu(torch.tril(torch.ones((n, n), dtype=h.dtype)), diagonal=-2)
-            mask = torch.log(mask)
-        for layer in self.layers:
-            h = layer(h, self.freqs_cis[positions], positions, mask)
         return self.output(self.norm(h))
 
 
@@ -588,51 +489,6 @@ class Projected(Module):
         return torch.softmax(s + _causal(s.shape[-1], s), dim=-1) @ v
 
 
-class TalkingHeads(Projected):
-    """Shazeer et al. 2020: heads are mixed before and after the softmax."""
-
-    def __init__(self, before: bool = True, after: bool = True) -> None:
-        super().__init__()
-        self.before = nn.Parameter(torch.randn(HEADS, HEADS)) if before else None
-        self.after = nn.Parameter(torch.randn(HEADS, HEADS)) if after else None
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        s = q @ k.mT / math.sqrt(WIDTH)
-        if self.before is not None:
-            s = torch.einsum("gh,bhij->bgij", self.before, s)
-        p = torch.softmax(s, dim=-1)
-        if self.after is not None:
-            p = torch.einsum("gh,bhij->bgij", self.after, p)
-        return p @ v
-
-
-class DifferentialAttention(Module):
-    """Ye et al. 2024: the difference of two softmaxes, and a norm of each head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lambda_init = 0.5
-        self.q_proj, self.k_proj = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
-        self.v_proj, self.out_proj = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
-        self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
-            nn.Parameter(torch.randn(WIDTH // 2)) for _ in range(4)
-        )
-        self.subln = RMSNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, n, _ = x.shape
-        q = self.q_proj(x).view(b, n, 2 * HEADS, WIDTH // 2).transpose(1, 2) * (WIDTH // 2) ** -0.5
-        k = self.k_proj(x).view(b, n, 2 * HEADS, WIDTH // 2).transpose(1, 2)
-        v = self.v_proj(x).view(b, n, HEADS, WIDTH).transpose(1, 2)
-        weights = functional.softmax(torch.matmul(q, k.transpose(-1, -2)) + _causal(n, q), dim=-1)
-        one = torch.exp(torch.sum(self.lambda_q1 * self.lambda_k1, dim=-1))
-        two = torch.exp(torch.sum(self.lambda_q2 * self.lambda_k2, dim=-1))
-        weights = weights.view(b, HEADS, 2, n, n)
-        weights = weights[:, :, 0] - (one - two + self.lambda_init) * weights[:, :, 1]
-        out = self.subln(torch.matmul(weights, v)) * (1 - self.lambda_init)
-        return self.out_proj(out.transpose(1, 2).reshape(b, n, D))
-
-
 class LatentAttention(Module):
     """Of DeepSeek: keys and values out of a small latent, one rotated key for all heads."""
 
@@ -674,72 +530,6 @@ class GatedAttention(Projected):
         return self.o(_join(heads) * torch.sigmoid(self.gate(x)))
 
 
-class SlidingWindow(Projected):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = q.shape[-2]
-        i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
-        mask = (j <= i) & (i - j < 3)
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-class ALiBi(Projected):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = q.shape[-2]
-        slopes = 2.0 ** -(8.0 / HEADS * torch.arange(1, HEADS + 1))
-        bias = slopes[:, None, None] * (torch.arange(n)[None, :] - torch.arange(n)[:, None])
-        s = q @ k.transpose(-1, -2) / math.sqrt(WIDTH) + bias.to(q.dtype)
-        s = s.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), torch.finfo(s.dtype).min)
-        return s.softmax(-1) @ v
-
-
-class T5Attention(Module):
-    """No scale, no biases, and a bias of relative positions that is learned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=False) for _ in range(4))
-        self.relative_attention_bias = nn.Embedding(8, HEADS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[1]
-        relative = torch.arange(n)[None, :] - torch.arange(n)[:, None]
-        bias = self.relative_attention_bias(relative.clamp(-3, 4) + 3).permute(2, 0, 1).unsqueeze(0)
-        scores = torch.matmul(_split(self.q(x)), _split(self.k(x)).transpose(3, 2))
-        scores += bias
-        weights = functional.softmax(_wide(scores), dim=-1).type_as(scores)
-        return self.o(_join(torch.matmul(weights, _split(self.v(x)))))
-
-
-class CacheBuffer(Module):
-    """Keys and values are written into tensors of the module, and read back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
-        self.register_buffer("ck", torch.zeros(4, 16, D), persistent=False)
-        self.register_buffer("cv", torch.zeros(4, 16, D), persistent=False)
-
-    def forward(self, x: Tensor, start_pos: int = 0) -> Tensor:
-        n = x.shape[1]
-        self.ck[: len(x), start_pos : start_pos + n] = self.k(x)
-        self.cv[: len(x), start_pos : start_pos + n] = self.v(x)
-        k, v = (c[: len(x), : start_pos + n] for c in (self.ck, self.cv))
-        s = _split(self.q(x)) @ _split(k).transpose(-1, -2) / math.sqrt(WIDTH)
-        return self.o(_join(torch.softmax(s, -1) @ _split(v)))
-
-
-class CosineAttention(Projected):
-    """Of Swin V2: scores of unit vectors, a scale of each head that is learned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logit_scale = nn.Parameter(torch.log(10 * torch.ones(HEADS, 1, 1)))
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        s = functional.normalize(q, dim=-1) @ functional.normalize(k, dim=-1).transpose(-2, -1)
-        return torch.softmax(s * self.logit_scale.clamp(max=math.log(100.0)).exp(), dim=-1) @ v
-
-
 class L2Attention(Projected):
     """Kim, Papamakarios, Mnih 2021: scores of distances, here with tied queries and keys."""
 
@@ -756,20 +546,6 @@ class LinearAttention(Projected):
         q, k = functional.elu(q) + 1, functional.elu(k) + 1
         norm = torch.einsum("bhnd,bhd->bhn", q, k.sum(2))
         return torch.einsum("bhnd,bhde->bhne", q, torch.einsum("bhnd,bhne->bhde", k, v)) / norm[..., None]
-
-
-class SequenceFirst(Module):
-    """PyTorch's own attention by hand, with the sequence before the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(D, HEADS, dropout=0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        t = x.transpose(0, 1)
-        mask = torch.ones(len(t), len(t), dtype=torch.bool).triu(1)
-        inner = self.inner.forward if self.direct else self.inner
-        return inner(t, t, t, attn_mask=mask, need_weights=False)[0].transpose(0, 1)
 
 
 class FlexAttention(Projected):
@@ -790,30 +566,6 @@ class ExpSum(Projected):
         s = s + _causal(s.shape[-1], s)
         e = torch.exp(s - s.max(dim=-1, keepdim=True).values)
         return (e / e.sum(dim=-1, keepdim=True)) @ v
-
-
-class Sinks(Projected):
-    """Of gpt-oss: a score of its own for each head, whose probability is dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sinks = nn.Parameter(torch.randn(HEADS))
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        s = q @ k.transpose(2, 3) / math.sqrt(WIDTH)
-        s = s + _causal(s.shape[-1], s)
-        sinks = self.sinks.reshape(1, -1, 1, 1).expand(len(q), -1, q.shape[-2], -1)
-        combined = torch.cat([s, sinks], dim=-1)
-        combined = combined - combined.max(dim=-1, keepdim=True).values
-        return functional.softmax(combined, dim=-1)[..., :-1] @ v
-
-
-class SoftCap(Projected):
-    """Of Gemma 2: scores are capped by a tanh."""
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        s = 2 * torch.tanh(q @ k.mT / math.sqrt(WIDTH) / 2)
-        return torch.softmax(s + _causal(s.shape[-1], s), dim=-1) @ v
 
 
 class Chunked(Projected):
@@ -898,18 +650,6 @@ class PostNorm(PreNorm):
         return self.norm2(x + self.mlp(x))
 
 
-class Sandwich(PreNorm):
-    """Of Gemma 2: a norm before and after."""
-
-    def __init__(self, attention: Callable[[], nn.Module]) -> None:
-        super().__init__(attention)
-        self.norm1_post, self.norm2_post = RMSNorm(D), RMSNorm(D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.norm1_post((self.attention.forward if self.direct else self.attention)(self.norm1(x)))
-        return x + self.norm2_post(self.mlp(self.norm2(x)))
-
-
 class Stack(Module):
     """Token ids, two blocks, a norm, logits; ``shared`` runs one block twice, as ALBERT does."""
 
@@ -964,39 +704,6 @@ class DetrLayer(PreNorm):
         return self.norm2(x + self.mlp(x))
 
 
-class CrossAttention(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        q, k, v = _split(self.q(x)), _split(self.k(memory)), _split(self.v(memory))
-        return self.o(_join(torch.softmax(q @ k.mT / math.sqrt(WIDTH), dim=-1) @ v))
-
-
-class DecoderBlock(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.attention, self.norm2 = nn.LayerNorm(D), Projected(), nn.LayerNorm(D)
-        self.cross, self.norm3, self.mlp = CrossAttention(), nn.LayerNorm(D), MLP()
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        x = x + (self.attention.forward if self.direct else self.attention)(self.norm1(x))
-        x = x + (self.cross.forward if self.direct else self.cross)(self.norm2(x), memory)
-        return x + self.mlp(self.norm3(x))
-
-
-class Decoder(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.norm = nn.ModuleList(DecoderBlock() for _ in range(2)), nn.LayerNorm(D)
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, memory)
-        return self.norm(x)
-
-
 # ---- the cases
 
 
@@ -1004,13 +711,12 @@ class Decoder(Module):
 class Spot:
     """A value in a run of a model: the first floating tensor that a module is given or returns.
 
-    ``call`` counts the calls of its ``method``; ``swapped`` says that the sequence stands before the batch.
+    ``call`` counts the calls of its ``method``.
     """
 
     path: str
     side: str = "in"
     call: int = 0
-    swapped: bool = False
     method: str = "forward"
 
     @property
@@ -1103,9 +809,6 @@ _NANO = _layer(
     "transformer.h.1", "attn", "c_proj", "ln_1", "ln_2",
     (Spot("transformer.wte", "out"), Spot("transformer.drop"), Spot("transformer.h.0")),
 )  # fmt: skip
-_MIN = _layer(
-    "blocks.1", "attn", "c_proj", "ln_1", "ln_2", (Spot("tok_emb", "out"), Spot("drop"), Spot("blocks.0"))
-)
 _LLAMA = _layer("layers.1", "attention", "wo", "attention_norm", "ffn_norm", (Spot("tok_embeddings", "out"),))
 _X = {
     "tokens": (Spot("attn_layers.layers.2.1"),),
@@ -1119,25 +822,18 @@ _LUCID = "transformer.layers.1.0"
 _UNKNOWN = "measured, or refused: local_lipschitz"
 _MIXED = {"head": "any", "heads": "any"} | dict.fromkeys(("attention", "residual", "block"), _UNKNOWN)
 _POST = {"block": (Block(Spot("layers.1"), Spot("layers.1.norm1", "out")),)}
-_CROSS = dict.fromkeys(SCOPES[:5], "refused: cross-attention")
 _NO_BLOCK = {"block": "any"}  # none of their modules is a block with its residual
 _CACHED = dict.fromkeys(SCOPES, "measured, or refused: cache")
-
-
-def _flat(x: Tensor) -> Callable[[], dict[str, Any]]:
-    return lambda: {"x": x, "memory": _noise(BATCH, 3, D, seed=2)}
 
 
 CASES: dict[str, Case] = {
     "nanogpt flash": Case(lambda: NanoGPT(True), _ids("idx"), **_NANO, blocks="transformer.h"),
     "nanogpt plain": Case(lambda: NanoGPT(False), _ids("idx"), **_NANO, blocks="transformer.h"),
-    "mingpt": Case(MinGPT, _ids("idx"), **_MIN, blocks="blocks"),
     "llama2.c": Case(lambda: Llama(False, True), _ids("tokens"), **_LLAMA, blocks="layers"),
     "llama2.c plain": Case(lambda: Llama(False, False), _ids("tokens"), **_LLAMA, blocks="layers"),
     "meta llama": Case(
         lambda: Llama(True, False), _ids("tokens", start_pos=0), **_LLAMA, blocks="layers", expected=_CACHED
     ),
-    "mistral": Case(Mistral, _ids("input_ids", positions=torch.arange(N)), **_LLAMA, blocks="layers"),
     "x-transformers": Case(XTransformer, _ids("x"), **_X, expected=_NO_BLOCK),
     "x-transformers memory": Case(lambda: XTransformer(mem_kv=2), _ids("x"), **_X, expected=_NO_BLOCK),
     "x-transformers talking": Case(
@@ -1159,51 +855,18 @@ CASES: dict[str, Case] = {
     "timm vit plain": Case(
         lambda: TimmViT(False, True, False), lambda: {"x": _noise(BATCH, 3, 4, 4)}, **_TIMM, blocks="blocks"
     ),
-    "talking heads": _stack(TalkingHeads, expected=_MIXED),
-    "talking before": _stack(lambda: TalkingHeads(after=False), expected=_MIXED),
-    "talking after": _stack(lambda: TalkingHeads(before=False), expected=_MIXED),
-    "differential": _stack(
-        DifferentialAttention, heads=(Spot("layers.1.attention.out_proj"),), expected=_MIXED
-    ),
     "latent": _stack(LatentAttention, heads=(Spot("layers.1.attention.wo"),)),
     "gated": _stack(
         GatedAttention, heads=(Spot("layers.1.attention.o"), Spot("layers.1.attention", "out", method="mix"))
     ),
-    "sliding window": _stack(SlidingWindow),
-    "alibi": _stack(ALiBi),
-    "t5": _stack(T5Attention),
-    "cache buffer": _stack(CacheBuffer, expected=_CACHED),
-    "cosine": _stack(CosineAttention),
     "l2": _stack(L2Attention, expected=_MIXED),
     "linear attention": _stack(
         LinearAttention, expected=dict.fromkeys(SCOPES[:5], "refused: local_lipschitz")
-    ),
-    "self-attention of a decoder": Case(
-        Decoder,
-        _flat(_noise(BATCH, N, D)),
-        **_layer("layers.1", "attention", "o", "norm1", "norm2", (Spot("layers.0"),)),
-        expected={"model": "measured, or refused: one at a time"},
-        layer=2,
-        blocks="layers",
-    ),
-    "cross-attention of a decoder": Case(
-        Decoder,
-        _flat(_noise(BATCH, N, D)),
-        **_layer("layers.1", "cross", "o", "norm2", "norm3", (Spot("layers.0"),)),
-        layer=3,
-        expected={**_CROSS, "model": "measured, or refused: one at a time"},
-        blocks="layers",
-    ),
-    "multihead by hand": _stack(
-        SequenceFirst, heads=("layers.1.attention.inner.out_proj",),
-        tokens=(Spot("layers.1.attention"), Spot("layers.1.attention.inner", swapped=True)),
     ),
     "flex": _stack(
         FlexAttention, half=False, differences=True, expected={"model": "measured, or refused: FlexAttention"}
     ),
     "exp and sum": _stack(ExpSum, expected=dict.fromkeys(SCOPES[:5], _UNKNOWN)),
-    "sinks": _stack(Sinks),
-    "soft cap": _stack(SoftCap),
     # Whether their layers are the modules or the softmaxes is free: the last is in the last block.
     "chunked": _stack(Chunked, layer=-1, expected=dict.fromkeys(SCOPES[:5], "any")),
     "lecture": _stack(
@@ -1240,7 +903,6 @@ CASES: dict[str, Case] = {
         block=(Block(Spot("layers.1.norm1"), Spot("layers.1.attention", "out"), adds=True),),
     ),
     "post-norm": _stack(Projected, make=lambda: Stack(Projected, PostNorm), **_POST),
-    "sandwich": _stack(Projected, make=lambda: Stack(Projected, Sandwich)),
     "shared weights": _stack(
         Projected, make=lambda: Stack(Projected, PostNorm, shared=True),
         tokens=(Spot("layers.0.attention", call=1),),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from tests._hand_written import Block, Case, Spot
-from tests._judge import Own, Verdict, called, judged, outcome, print_table, truths_of_real_tokens, verdict
+from tests._judge import Own, Verdict, called, judged, outcome, truths_of_real_tokens, verdict
 from tests._tiny_models import WithoutDowncast
 from tests.keep.cases_models import filled
 
@@ -38,7 +38,7 @@ _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 Places = dict[str, Any]
 
 
-def _after(root: str, attention: str, following: str, entry: str, projection: str = "") -> Places:
+def after_places(root: str, attention: str, following: str, entry: str, projection: str = "") -> Places:
     """Of a layer whose attention is followed by a sum, and that by a module."""
     return {
         "tokens": (Spot(f"{root}.{attention}"),),
@@ -51,12 +51,12 @@ def _after(root: str, attention: str, following: str, entry: str, projection: st
 def _beside(root: str, attention: str, norm: str, entry: str) -> Places:
     """Of a layer in which attention and feed-forward part stand side by side, behind a norm."""
     return {
-        **_after(root, attention, norm, entry),
+        **after_places(root, attention, norm, entry),
         "block": (Block(Spot(f"{root}.{norm}"), Spot(f"{root}.{attention}", "out"), adds=True),),
     }
 
 
-def _bert(root: str, inner: str = "attention", entry: str = "embeddings.word_embeddings") -> Places:
+def bert_places(root: str, inner: str = "attention", entry: str = "embeddings.word_embeddings") -> Places:
     """Of a layer whose attention module ends with its residual and norm."""
     return {
         "tokens": (Spot(f"{root}.{inner}"),),
@@ -66,29 +66,31 @@ def _bert(root: str, inner: str = "attention", entry: str = "embeddings.word_emb
     }
 
 
-_LLAMA = _after("layers.1", "self_attn", "post_attention_layernorm", "embed_tokens")
-_GEMMA = _after("layers.1", "self_attn", "pre_feedforward_layernorm", "embed_tokens")
-_OLMO2 = _after("layers.1", "self_attn", "mlp", "embed_tokens")
-_GPT2 = _after("h.1", "attn", "ln_2", "wte")
-_BART = _after("encoder.layers.1", "self_attn", "fc1", "encoder.embed_tokens")
-_VISION = _after("layers.1", "attention", "layernorm_after", "embeddings.patch_embeddings")
+_LLAMA = after_places("layers.1", "self_attn", "post_attention_layernorm", "embed_tokens")
+_GEMMA = after_places("layers.1", "self_attn", "pre_feedforward_layernorm", "embed_tokens")
+_OLMO2 = after_places("layers.1", "self_attn", "mlp", "embed_tokens")
+_GPT2 = after_places("h.1", "attn", "ln_2", "wte")
+_BART = after_places("encoder.layers.1", "self_attn", "fc1", "encoder.embed_tokens")
+_VISION = after_places("layers.1", "attention", "layernorm_after", "embeddings.patch_embeddings")
 _PARALLEL = _beside("layers.1", "self_attn", "input_layernorm", "embed_tokens")
 
 #: type -> the configuration's own sizes, and the places.
 TYPES: dict[str, tuple[dict[str, Any], Places]] = {
-    "bert": (_SIZES, _bert("encoder.layer.1")),
-    "roberta": (_SIZES, _bert("encoder.layer.1")),
-    "electra": ({**_SIZES, "embedding_size": 16}, _bert("encoder.layer.1")),
-    "camembert": (_SIZES, _bert("encoder.layer.1")),
-    "ernie": (_SIZES, _bert("encoder.layer.1")),
-    "data2vec-text": (_SIZES, _bert("encoder.layer.1")),
+    "bert": (_SIZES, bert_places("encoder.layer.1")),
+    "bert, decoder": ({**_SIZES, "is_decoder": True}, bert_places("encoder.layer.1")),
+    "roberta": (_SIZES, bert_places("encoder.layer.1")),
+    "electra": ({**_SIZES, "embedding_size": 16}, bert_places("encoder.layer.1")),
+    "camembert": (_SIZES, bert_places("encoder.layer.1")),
+    "ernie": (_SIZES, bert_places("encoder.layer.1")),
+    "data2vec-text": (_SIZES, bert_places("encoder.layer.1")),
     "distilbert": (
         {"vocab_size": 40, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24,
          "max_position_embeddings": 32},
-        {**_after("transformer.layer.1", "attention", "ffn", "embeddings.word_embeddings"),
+        {**after_places("transformer.layer.1", "attention", "ffn", "embeddings.word_embeddings"),
          "block": (Block(Spot("transformer.layer.1"), Spot("transformer.layer.1.sa_layer_norm", "out")),)},
     ),
     "gpt2": (_GPT, _GPT2),
+    "gpt2, by layer": ({**_GPT, "scale_attn_by_inverse_layer_idx": True}, _GPT2),
     "gpt_bigcode": (_GPT, _GPT2),
     "gpt_neo": (
         {"vocab_size": 40, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 32,
@@ -102,17 +104,17 @@ TYPES: dict[str, tuple[dict[str, Any], Places]] = {
     ),
     "bloom": (
         {"vocab_size": 40, "hidden_size": 16, "n_layer": 2, "n_head": 4},
-        _after("h.1", "self_attention", "post_attention_layernorm", "word_embeddings",
+        after_places("h.1", "self_attention", "post_attention_layernorm", "word_embeddings",
                "self_attention.dense"),
     ),
     "opt": (
         {"vocab_size": 40, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "max_position_embeddings": 32, "word_embed_proj_dim": 16},
-        _after("decoder.layers.1", "self_attn", "final_layer_norm", "decoder.embed_tokens"),
+        after_places("decoder.layers.1", "self_attn", "final_layer_norm", "decoder.embed_tokens"),
     ),
     "mpt": (
         {"vocab_size": 40, "d_model": 16, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
-        _after("blocks.1", "attn", "norm_2", "wte"),
+        after_places("blocks.1", "attn", "norm_2", "wte"),
     ),
     "falcon": (
         {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -127,7 +129,7 @@ TYPES: dict[str, tuple[dict[str, Any], Places]] = {
     "starcoder2": (_WINDOWS, _LLAMA),
     "olmo": (_GROUPED, _LLAMA),
     "olmo2": (_GROUPED, _OLMO2),
-    "granite": (_GROUPED, _LLAMA),
+    "granite": ({**_GROUPED, "residual_multiplier": 0.37}, _LLAMA),
     "smollm3": (_GROUPED, _LLAMA),
     "helium": (_GROUPED, _LLAMA),
     "glm": (_GROUPED, _LLAMA),
@@ -136,6 +138,7 @@ TYPES: dict[str, tuple[dict[str, Any], Places]] = {
     "gemma3_text": ({**_WINDOWS, "query_pre_attn_scalar": 4}, _GEMMA),
     "phi": (_SIZES, _PARALLEL),
     "phi3": (_GROUPED, _LLAMA),
+    "diffllama": ({**_GROUPED, "lambda_std_dev": 0.5}, _LLAMA),  # two softmaxes
     "cohere": (_GROUPED, _PARALLEL),
     "cohere2": (_WINDOWS, _PARALLEL),
     "nemotron": (_GROUPED, _LLAMA),
@@ -150,9 +153,11 @@ TYPES: dict[str, tuple[dict[str, Any], Places]] = {
         _LLAMA,
     ),
     "vit": (_VIT, _VISION),
+    "beit": ({**_VIT, "layer_scale_init_value": 0.3, "use_relative_position_bias": True}, _VISION),
     "deit": (_VIT, _VISION),
     "dinov2": (
-        _VIT, _after("encoder.layer.1", "attention", "norm2", "embeddings.patch_embeddings"),
+        {**_VIT, "layerscale_value": 0.3},
+        after_places("encoder.layer.1", "attention", "norm2", "embeddings.patch_embeddings"),
     ),
     "bart": (
         {"vocab_size": 40, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24,
@@ -163,7 +168,7 @@ TYPES: dict[str, tuple[dict[str, Any], Places]] = {
     ),
     "t5": (
         {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4},
-        {**_after("encoder.block.1", "layer.0.SelfAttention", "layer.1", "shared"),
+        {**after_places("encoder.block.1", "layer.0.SelfAttention", "layer.1", "shared"),
          "expected": {"model": "refused: encoder-decoder"}},
     ),
 }  # fmt: skip
@@ -173,14 +178,14 @@ def built(name: str) -> nn.Module:
     """The model of a type, in float64, called as its configuration says, with its cache."""
     from transformers import AutoConfig, AutoModel
 
-    model = filled(AutoModel.from_config(AutoConfig.for_model(name, **TYPES[name][0])))
+    model = filled(AutoModel.from_config(AutoConfig.for_model(name.partition(",")[0], **TYPES[name][0])))
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # others know no float64
     return model
 
 
 def type_inputs(name: str) -> dict[str, Tensor]:
-    if TYPES[name][0] is _VIT:
+    if "image_size" in TYPES[name][0]:
         return {"pixel_values": IMAGE}
     more = {"decoder_input_ids": IDS} if name in ("bart", "t5") else {}
     return {"input_ids": IDS, **more}
@@ -245,6 +250,8 @@ def padded(side: str) -> dict[str, Tensor]:
 def judge_padded(name: str, side: str, scopes: Iterable[str] = ("attention", "block")) -> list[Verdict]:
     """The verdicts on the real tokens of each padded sequence."""
     model, inputs, case, found = built(name), padded(side), type_case(name), []
+    if name == "gpt2":
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     with WithoutDowncast():
         own = Own(built(name), inputs, WithoutDowncast)
         for scope in scopes:
@@ -258,17 +265,3 @@ def judge_padded(name: str, side: str, scopes: Iterable[str] = ("attention", "bl
 
                 found.append(Verdict(name, f"padded {side}", scope, *outcome(get)))
     return found
-
-
-def table() -> list[Verdict]:
-    """Judge all types, packed and padded batches, and print every verdict and how many there are."""
-    found = [one for name in TYPES for one in judge_type(name)]
-    found += [one for name in CALLED for way in CALLED_WAYS for one in judge_type(name, way)]
-    found += [one for name in PACKED_TYPES for how in CACHES for one in judge_packed(name, how)]
-    found += [one for name in PADDED_TYPES for side in ("right", "left") for one in judge_padded(name, side)]
-    print_table(found)
-    return found
-
-
-if __name__ == "__main__":
-    table()

@@ -32,9 +32,7 @@ from howsmooth.bounds.worst_case_tokens import (
     searched_tokens,
     two_cluster_points,
 )
-from howsmooth.errors import ArgumentError
 from tests._cases import D, dense_jacobian, random_attention, tokens, true_norm
-from tests._selection import others_slow
 
 ROTATION = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
 
@@ -61,87 +59,43 @@ def failed(bound: Bound) -> list[str]:
 # ---- the lemma
 
 
-def of_heavy_token(f, n, heavy, light):
-    return math.exp(log_column_norm(parameters_of(f), n, HeavyTokens(heavy[None], light)))
-
-
+@pytest.mark.parametrize(("n", "causal"), [(1, True), *itertools.product((2, 3, 7), (False, True))])
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("n", [2, 3, 7])
-def test_heavy_token_is_the_norm_of_the_heavy_columns(heads, n):
-    f = random_attention(40, heads=heads, temperature=2.0)
+def test_heavy_token_is_the_norm_of_the_heavy_columns(heads, n, causal):
+    """Without a mask of the rows of the light tokens, with a causal one of every row."""
+    f = random_attention(40, heads=heads, temperature=2.0, causal=causal)
     z, w = tokens(41, 2, D)
     x = torch.cat([z[None], w.expand(n - 1, D)])
-    columns = dense_jacobian(f, x).reshape(n, f.d_out, n * D)[1:, :, :D].reshape(-1, D)
-    bound = of_heavy_token(f, n, z, w)
+    columns = dense_jacobian(f, x).reshape(n, f.d_out, n * D)[0 if causal else 1 :, :, :D].reshape(-1, D)
+    bound = math.exp(log_column_norm(parameters_of(f), n, HeavyTokens(z[None], w)))
     assert bound == pytest.approx(float(torch.linalg.matrix_norm(columns, 2)), rel=1e-10)
     assert bound <= norm_at(f, x)
-
-
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("n", [1, 2, 7])
-def test_causal_heavy_token_counts_every_row(heads, n):
-    f = random_attention(42, heads=heads, temperature=2.0, causal=True)
-    z, w = tokens(43, 2, D)
-    x = torch.cat([z[None], w.expand(n - 1, D)])
-    columns = dense_jacobian(f, x)[:, :D]
-    assert of_heavy_token(f, n, z, w) == pytest.approx(float(torch.linalg.matrix_norm(columns, 2)), rel=1e-10)
 
 
 # ---- each statement at its witness
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("n", [2, 6])
-def test_each_bound_is_below_the_norm_at_its_witness(biases, n):
-    radius = 2.0
-    for seed in range(1):
-        f = random_attention(50 + seed, heads=1, biases=biases, temperature=2.0)
-        f = hs.SelfAttention(f.query, f.key, f.value, query_bias=f.query_bias)
-        causal = hs.SelfAttention(f.query, f.key, f.value, query_bias=f.query_bias, causal=True)
-        head = parameters_of(f).folded(0)
-        pairs = [norm_at(f, t.tokens(n)) for t in searched_tokens(head, radius)[:2]]
-        assert heavy_token_lower_bound(f, n, radius).value <= max(pairs)
-        both = [t for c in ("max", "min") if (t := two_cluster_points(head, radius, c)) is not None]
-        if both:
-            assert two_cluster_lower_bound(f, n, radius).value <= max(norm_at(f, t.tokens(n)) for t in both)
-            masked = max(norm_at(causal, t.tokens(n)) for t in both)
-            assert causal_two_cluster_lower_bound(causal, n, radius).value <= masked
-        if n >= 3:
-            ties = [norm_at(f, t.tokens(n)) for t in searched_pairs(head, n, radius, masked=False)[:2]]
-            assert 0.5 * max(ties) < two_heavy_tokens_lower_bound(f, n, radius).value <= max(ties)
-            ties = [norm_at(causal, t.tokens(n)) for t in searched_pairs(head, n, radius, masked=True)[:2]]
-            assert 0.5 * max(ties) < causal_two_heavy_tokens_lower_bound(causal, n, radius).value <= max(ties)
-
-
 @pytest.mark.parametrize("causal", [False, True])
-def test_bounds_of_several_heads_are_below_the_norm_at_their_witness(causal):
-    f = random_attention(60, heads=2, temperature=3.0, causal=causal)
-    n, radius = 6, 1.5
-    folded = [parameters_of(f).folded(h) for h in range(2)]
-    pairs = [norm_at(f, t.tokens(n)) for head in folded for t in searched_tokens(head, radius)[:2]]
-    assert 0.3 * max(pairs) < heavy_token_lower_bound(f, n, radius).value <= max(pairs)
-    ties = [
-        norm_at(f, t.tokens(n)) for head in folded for t in searched_pairs(head, n, radius, masked=causal)[:2]
-    ]
-    bound = (
-        causal_two_heavy_tokens_lower_bound(f, n, radius)
-        if causal
-        else two_heavy_tokens_lower_bound(f, n, radius)
-    )
-    assert 0.5 * max(ties) < bound.value <= max(ties)
+@pytest.mark.parametrize(("heads", "biases", "n"), [(1, False, 2), (1, True, 2), (1, False, 6), (2, True, 6)])
+def test_each_bound_is_below_the_norm_at_its_witness(heads, biases, n, causal):
+    radius = 2.0
+    f = random_attention(50, heads=heads, biases=biases, temperature=2.0, d_out=None, causal=causal)
+    folded = [parameters_of(f).folded(h) for h in range(heads)]
 
+    def largest(witnesses):
+        return max(norm_at(f, witness.tokens(n)) for witness in witnesses)
 
-def test_witnesses_lie_in_the_ball():
-    for seed in range(2):
-        head = parameters_of(random_attention(70 + seed, heads=1)).folded(0)
-        found = [
-            *searched_tokens(head, 1.7),
-            *searched_pairs(head, 9, 1.7, masked=False),
-            *searched_pairs(head, 9, 1.7, masked=True),
-        ]
-        assert len(found) > 20
-        for witness in found:
-            assert float(torch.linalg.vector_norm(witness.tokens(9), dim=1).max()) <= 1.7 * (1 + 1e-12)
+    if not causal:
+        pairs = largest(t for head in folded for t in searched_tokens(head, radius)[:2])
+        assert heavy_token_lower_bound(f, n, radius).value <= pairs
+    clusters = [two_cluster_points(head, radius, c) for head in folded for c in ("max", "min")]
+    if heads == 1 and any(clusters):
+        two = causal_two_cluster_lower_bound if causal else two_cluster_lower_bound
+        assert two(f, n, radius).value <= largest(t for t in clusters if t is not None)
+    if n >= 3:
+        ties = largest(t for head in folded for t in searched_pairs(head, n, radius, masked=causal)[:2])
+        tie = causal_two_heavy_tokens_lower_bound if causal else two_heavy_tokens_lower_bound
+        assert 0.5 * ties < tie(f, n, radius).value <= ties
 
 
 def test_a_tie_is_a_tie():
@@ -337,38 +291,6 @@ def test_rates_in_n_and_in_radius():
     assert limit == pytest.approx(math.sqrt(999), rel=1e-9)
 
 
-def _below_upper(seed: int) -> float:
-    """Largest lower bound over smallest upper bound, for a random head."""
-    generator = torch.Generator().manual_seed(seed)
-    d = 2 + seed % 3
-    temperature = 3 * float(torch.rand((), generator=generator)) ** 2
-    A = temperature * torch.randn(d, d, generator=generator, dtype=torch.float64)
-    head = Head(A, torch.randn(d, d, generator=generator, dtype=torch.float64))
-    n, radius = 2 + seed % 9, 0.3 + 2 * float(torch.rand((), generator=generator))
-    lower = [
-        f(head, n, radius).value
-        for f in (
-            two_cluster_lower_bound,
-            heavy_token_lower_bound,
-            two_heavy_tokens_lower_bound,
-            equal_tokens_lower_bound,
-        )
-    ]
-    masked = [
-        f(head, n, radius).value
-        for f in (causal_two_cluster_lower_bound, causal_two_heavy_tokens_lower_bound)
-    ]
-    return max(
-        max(lower) / ball_upper_bound(head, n, radius).value,
-        max(masked) / causal_ball_upper_bound(head, n, radius).value,
-    )
-
-
-@pytest.mark.slow
-def test_lower_bounds_are_below_upper_bounds_in_a_long_search():
-    assert 0.5 < max(_below_upper(seed) for seed in range(300)) <= 1.0
-
-
 # ---- hypotheses, extremes, refusals
 
 
@@ -399,33 +321,6 @@ def test_hypotheses_that_fail_make_a_bound_trivial():
         assert bound.value == 0.0
 
 
-@pytest.mark.parametrize(
-    ("n", "radius"),
-    others_slow(
-        itertools.product([3, 10**400], [1e-150, 1e-9, 1e9, 1e70]), [(3, 1e70), (10**400, 1e-150), (3, 1e9)]
-    ),
-    ids=lambda value: "huge" if value == 10**400 else None,
-)
-def test_extremes_give_numbers(radius, n):
-    head = Head(torch.tensor([[0.3, -1.0], [1.0, -0.5]], dtype=torch.float64), eye(2))
-    for statement in (
-        two_cluster_lower_bound,
-        heavy_token_lower_bound,
-        two_heavy_tokens_lower_bound,
-        causal_two_cluster_lower_bound,
-        causal_two_heavy_tokens_lower_bound,
-        equal_tokens_lower_bound,
-        quadratic_growth,
-    ):
-        bound = statement(head, n, radius)
-        assert not math.isnan(bound.log_value)
-        assert bound.log_value < math.inf
-        assert bound.value >= 0.0
-    assert equal_tokens_lower_bound(head, n, radius).value > 0.99
-    if radius == 1e9:  # the exponent R² exceeds log n by far: all weight on the heavy tokens
-        assert two_heavy_tokens_lower_bound(head, n, radius).log_value > 0.5 * math.log(n) + math.log(1e15)
-
-
 def test_zero_scores_and_zero_values():
     zero = torch.zeros(2, 2, dtype=torch.float64)
     uniform = Head(zero, eye(2))
@@ -433,9 +328,3 @@ def test_zero_scores_and_zero_values():
     assert two_heavy_tokens_lower_bound(uniform, 5, 1.0).value == 0.0
     assert two_heavy_tokens_lower_bound(Head(eye(2), zero), 5, 1.0).value == 0.0
     assert equal_tokens_lower_bound(Head(eye(2), zero), 5, 1.0).value == 0.0
-
-
-def test_a_mask_has_its_length():
-    masked = random_attention(102, mask=torch.eye(3, dtype=torch.bool))
-    with pytest.raises(ArgumentError, match="length of the mask"):
-        equal_tokens_lower_bound(masked, 4, 1.0)

@@ -1,7 +1,6 @@
 """Upper bounds on the ball of radius R for one head: unmasked, causal, with any mask.
 
-A bound depends on the sizes ‖A‖, |b|, ‖V‖, on n and R alone. So a search for a counterexample fixes the sizes
-and raises the norm of the Jacobian, taken by autodiff of a plain attention, over the directions and tokens.
+``test_attack_bounds`` ascends against each; here are equalities, the parts of the proofs, and hypotheses.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds.attention_parameters import Head, Parameters
+from howsmooth.bounds.attention_parameters import Head
 from howsmooth.bounds.ball_upper_bounds import (
     ball_upper_bound,
     causal_ball_upper_bound,
@@ -34,9 +33,7 @@ from howsmooth.bounds.ball_upper_bounds import (
     theorem_e_3,
 )
 from howsmooth.bounds.bound import Bound
-from howsmooth.errors import ArgumentError
 from tests._cases import dense_jacobian, random_attention, tokens
-from tests._search import Point, largest_ratio
 
 D = 2
 
@@ -61,57 +58,6 @@ def _every(
     return [f(attention, radius) if f in free else f(attention, n, radius) for f in functions]
 
 
-def _attention(A: Tensor, b: Tensor, V: Tensor, visible: Tensor | None, X: Tensor) -> Tensor:
-    """Attention as it is defined, sharing no code with the library."""
-    scores = (X @ A.T + b) @ X.T
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -math.inf)
-    return torch.softmax(scores, dim=-1) @ X @ V.T
-
-
-def _jacobian_norm(A: Tensor, b: Tensor, V: Tensor, visible: Tensor | None, X: Tensor) -> Tensor:
-    jacobian = torch.func.jacrev(lambda x: _attention(A, b, V, visible, x))(X)
-    return torch.linalg.matrix_norm(jacobian.reshape(-1, X.numel()), 2)
-
-
-def _in_ball(X: Tensor, radius: float) -> Tensor:
-    lengths = X.norm(dim=-1, keepdim=True)
-    return X * (radius / lengths.clamp(min=radius))
-
-
-def _largest_norm(
-    n: int,
-    a: float,
-    bias: float,
-    visible: Tensor | None,
-    *,
-    radius: float,
-    trials: int,
-    steps: int,
-    seed: int = 0,
-) -> float:
-    """Largest ‖D_X f‖ found with ‖A‖R² = a, |b|R = bias, ‖V‖ = 1 and tokens of norm at most R."""
-
-    def draw(generator: torch.Generator) -> Point:
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        return {
-            "A": normal(D, D) - torch.eye(D),
-            "b": normal(D),
-            "V": normal(D, D),
-            "X": 2 * radius * normal(n, D),
-        }
-
-    def norm(point: Point) -> Tensor:
-        A = point["A"] * (a / radius**2 / torch.linalg.matrix_norm(point["A"], 2))
-        b = point["b"] * (bias / radius / point["b"].norm())
-        V = point["V"] / torch.linalg.matrix_norm(point["V"], 2)
-        return _jacobian_norm(A, b, V, visible, _in_ball(point["X"], radius))
-
-    return largest_ratio(norm, draw, trials=trials, steps=steps, seed=seed, rate=0.1)
-
-
 def _head(a: float, bias: float, radius: float) -> Head:
     """A head of those sizes; the bounds see nothing else of it."""
     e = torch.eye(D, dtype=torch.float64)
@@ -122,63 +68,6 @@ def _causal(n: int) -> Tensor:
     return torch.ones(n, n, dtype=torch.bool).tril()
 
 
-SIZES = [(2, 0.3, 0.0), (5, 0.6, 0.0), (3, 1.5, 0.0), (7, 4.0, 0.0), (4, 0.5, 1.0), (6, 2.0, 0.5)]
-
-
-# ---- searches for a counterexample
-
-
-@pytest.mark.parametrize(("n", "a", "bias"), SIZES)
-def test_search_unmasked(n: int, a: float, bias: float) -> None:
-    radius = 1.7
-    found = _largest_norm(n, a, bias, None, radius=radius, trials=2, steps=25)
-    for bound in _every(_head(a, bias, radius), n, radius, UNMASKED):
-        assert bound.holds == (bias == 0 or bound.name not in ("theorem_3_3", "theorem_3_5"))
-        assert found <= bound.value, bound
-    assert found > 0.35 * ball_upper_bound(_head(a, bias, radius), n, radius).value  # the search is one
-
-
-@pytest.mark.parametrize(("n", "a", "bias"), SIZES)
-def test_search_masked(n: int, a: float, bias: float) -> None:
-    radius = 0.6
-    found = _largest_norm(n, a, bias, _causal(n), radius=radius, trials=2, steps=25)
-    for bound in _every(_head(a, bias, radius), n, radius, MASKED):
-        assert found <= bound.value, bound
-    assert found > 0.35 * causal_ball_upper_bound(_head(a, bias, radius), n, radius).value
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("masked", [False, True])
-def test_search_long(masked: bool) -> None:
-    ratios: dict[str, float] = {}
-    for n in (2, 3, 5, 9, 14):
-        for a in (0.01, 0.3, 0.5, 0.8, 1.5, 3.0, 6.0):
-            for bias in (0.0, 0.7 * a):
-                visible = _causal(n) if masked else None
-                found = _largest_norm(n, a, bias, visible, radius=1.0, trials=4, steps=150, seed=1)
-                for bound in _every(_head(a, bias, 1.0), n, 1.0, MASKED if masked else UNMASKED):
-                    assert found <= bound.value, (n, a, bias, bound)
-                    ratios[bound.name] = max(ratios.get(bound.name, 0.0), found / bound.value)
-    print(ratios)
-    assert max(ratios.values()) > (0.9 if masked else 0.95)
-
-
-@pytest.mark.parametrize("name", ["window", "padding", "alone and all"])
-def test_search_any_mask(name: str) -> None:
-    n = 5
-    i = torch.arange(n)
-    visible = {
-        "window": (i[:, None] - i[None, :]).abs() <= 1,
-        "padding": (i[None, :] < 3).expand(n, n).clone(),
-        "alone and all": torch.eye(n, dtype=torch.bool) | (i[:, None] == 0),
-    }[name]
-    found = _largest_norm(n, 1.2, 0.0, visible, radius=1.0, trials=2, steps=30)
-    head = _head(1.2, 0.0, 1.0)
-    bound = masked_ball_upper_bound(Parameters((head,), (torch.eye(2).double(),), "other", visible), n, 1.0)
-    assert bound.holds
-    assert 0.35 * bound.value < found <= bound.value
-
-
 # ---- equality and near-equality
 
 
@@ -186,8 +75,7 @@ def test_without_scores_theorem_a_is_exact() -> None:
     """A = 0: f is the mean of the values, of norm ‖V‖."""
     V = torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))
     head = Head(torch.zeros(2, 2, dtype=torch.float64), V)
-    zero = torch.zeros(2, dtype=torch.float64)
-    truth = float(_jacobian_norm(head.A, zero, V, None, tokens(0, 6, 2)))
+    truth = float(torch.linalg.matrix_norm(V, 2))
     for bound in (ball_upper_bound(head, 6, 100.0), mean_field_upper_bound(head, 100.0)):
         assert bound.value == pytest.approx(truth, rel=1e-11)
         assert bound.value >= truth * (1 - 1e-14)
@@ -380,11 +268,6 @@ def test_rows_that_see_one_token_are_linear() -> None:
     assert masked_ball_upper_bound(f, 4, 50.0).value == pytest.approx(truth, rel=1e-11)
 
 
-def test_a_mask_has_its_length() -> None:
-    with pytest.raises(ArgumentError, match="length: expected 4, the length of the mask"):
-        masked_ball_upper_bound(random_attention(3, heads=1, mask=_causal(4)), 5, 1.0)
-
-
 # ---- hypotheses, refusals, extremes
 
 
@@ -411,21 +294,6 @@ def test_a_mask_is_a_hypothesis() -> None:
 def test_a_bias_is_a_hypothesis() -> None:
     for bound in _every(_head(1.0, 0.5, 1.0), 5, 1.0, UNMASKED + MASKED):
         assert bound.holds is (bound.name not in ("theorem_3_3", "theorem_3_5", "theorem_4_3", "theorem_4_4"))
-
-
-@pytest.mark.parametrize("n", [1, 2, 10**6, 10**400])
-@pytest.mark.parametrize("radius", [1e-200, 1.0, 60.0, 1e200])
-@pytest.mark.parametrize("scale", [0.0, 1.0])
-def test_extremes_give_numbers(n: int, radius: float, scale: float) -> None:
-    head = Head(scale * torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
-    for bound in _every(head, n, radius, (*UNMASKED, *MASKED, masked_ball_upper_bound)):
-        assert not math.isnan(bound.value)
-        assert bound.value >= 1.0 - 1e-12
-        if radius == 60.0 or scale == 0.0:  # e^{2a} overflows, its logarithm does not
-            assert math.isfinite(bound.log_formula)
-    zero = Head(head.A, torch.zeros(2, 2, dtype=torch.float64))
-    for bound in _every(zero, n, radius, (*UNMASKED, *MASKED, masked_ball_upper_bound)):
-        assert bound.formula == 0.0
 
 
 def test_logarithms_where_the_number_overflows() -> None:

@@ -100,7 +100,6 @@ def test_bounds_of_a_site_hold() -> None:
     assert found.x.shape == site.x.shape[1:]
     ball = hs.bounds.best(site, length=6, radius=hs.bounds.norm_radius(site))
     assert 0 < found.value <= ball.value
-    assert constructions(site, 6, hs.bounds.norm_radius(site))
 
 
 def test_a_search_on_a_site_may_have_another_domain_and_length() -> None:

@@ -35,14 +35,12 @@ from howsmooth.rounding import (
     U,
     entries_of,
     known_to,
-    largest_eigenvalues_above,
     plain,
     shrink,
-    spectral_norms,
 )
 from howsmooth.rounding.eigenvalue_estimates import largest_eigenvalue_estimates
-from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
-from tests._exact import exact_differences, exact_jacobian, exact_norm
+from tests._cases import D, random_attention, rotary, tokens, true_norm
+from tests._exact import exact_jacobian, exact_norm
 from tests._search import largest_ratio
 
 F64 = torch.float64
@@ -144,7 +142,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-# Scores of other kinds, of which each must hold against differences in 60 digits
+# Scores of other kinds
 OTHER_SCORES: dict[str, Callable[[], Case]] = {
     "RMSNorm": lambda: (
         one(70, key_dim=4, query_norm=hs.RMSNorm(drawn(1, 4)), key_norm=hs.RMSNorm(drawn(2, 4))),
@@ -194,39 +192,26 @@ OTHER_SCORES: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_SCORES)
-def test_other_scores_in_exact_comparison(name: str) -> None:
-    f, x = OTHER_SCORES[name]()
-    exact = exact_norm(exact_differences(f, x))
-    for form, certify in forms_of(f).items():
-        found = certify(f, x)
-        assert mpmath.mpf(float(found.value)) >= exact
-        assert float(found.value) <= exact * (1 + 1e-5 if form == "whole" else 5)
-        assert float(found.rounding) < (1e-5 if name == "steep norm" else 1e-9)
-    assert hs.bounds.best(f, x).name == "certificate"
-
-
 def test_what_the_certificates_do_not_cover_is_refused() -> None:
     f = one(78, heads=2, key_dim=4, query_norm=hs.RMSNorm(drawn(1, 8)))
     with pytest.raises(ArgumentError, match="norm of 8 entries, for heads of 4"):
         certificate(f, tokens(78, 3, 3))
 
 
-@pytest.mark.parametrize("name", [*SMALL, *SEVERAL])
-def test_plain_scores_in_exact_comparison(name: str) -> None:
-    f, x = (SMALL | SEVERAL)[name]()
+@pytest.mark.parametrize("name", [*SMALL, *SEVERAL, *OTHER_SCORES])
+def test_certificates_in_exact_comparison(name: str) -> None:
+    f, x = (SMALL | SEVERAL | OTHER_SCORES)[name]()
     exact = exact_norm(exact_jacobian(f, x))
     for certify in forms_of(f).values():
-        assert mpmath.mpf(float(certify(f, x).value)) >= exact
-    assert float(certificate(f, x).value) <= exact * (1 + 1e-9) + 1e-80
+        found = certify(f, x)
+        assert mpmath.mpf(float(found.value)) >= exact
+        if name in OTHER_SCORES:
+            assert float(found.value) <= 5 * exact
+            assert float(found.rounding) < (1e-5 if name == "steep norm" else 1e-9)
+    assert float(certificate(f, x).value) <= exact * (1 + (1e-5 if name in OTHER_SCORES else 1e-9)) + 1e-80
     measured = hs.local_lipschitz(f.to(dtype=F64), x.double(), rtol=1e-9)
     assert mpmath.mpf(float(measured.lower)) <= exact
-
-
-def test_oracle_agrees_with_autodiff() -> None:
-    f, x = SEVERAL["grouped, rotary, causal"]()
-    exact = torch.tensor(exact_jacobian(f, x).tolist(), dtype=F64)
-    torch.testing.assert_close(exact, dense_jacobian(f, x), rtol=1e-12, atol=1e-13)
+    assert name not in OTHER_SCORES or best(f, x).name == "certificate"
 
 
 @pytest.mark.parametrize(
@@ -240,8 +225,7 @@ def test_floats_are_as_near_the_exact_jacobian_as_claimed(name: str) -> None:
     for h, head in enumerate(at.heads):
         alone = f64.head(h)
         with mpmath.workdps(60):
-            exact = exact_differences if name in OTHER_SCORES else exact_jacobian
-            J = exact(alone, x64) * mpmath.mpf(2) ** -_value_exponent(f64)
+            J = exact_jacobian(alone, x64) * mpmath.mpf(2) ** -_value_exponent(f64)
             K, Q, V = (mpmath.matrix(t.tolist()) for t in (head.K, head.Q, head.V))
             width = head.V.shape[0]
             for i in range(n):
@@ -268,7 +252,7 @@ def test_floats_after_a_norm_are_as_near_as_claimed(centred: bool) -> None:
     norm = hs.LayerNorm(drawn(1, 4), drawn(2, 4), 0.0) if centred else hs.RMSNorm(drawn(1, 4), 0.0)
     (head,) = heads_at(f, x, norm).heads
     with mpmath.workdps(40):
-        J = exact_jacobian(f, x, norm) * mpmath.mpf(2) ** -_value_exponent(f)
+        J = exact_jacobian(f, x, at=norm) * mpmath.mpf(2) ** -_value_exponent(f)
         H = mpmath.eye(4) - (mpmath.ones(4) / 4 if centred else 0 * mpmath.eye(4))
         D = mpmath.sqrt(4) * mpmath.diag(norm.weight.tolist()) * H
         K, Q, V = (mpmath.matrix(t.tolist()) for t in (head.K, head.Q, head.V))
@@ -602,19 +586,6 @@ def test_long_heavy_tail_of_heads_is_proved_from_guesses(seed: int, monkeypatch:
 # ---- verified norms
 
 
-def test_eigenvalues_are_proved_not_believed() -> None:
-    basis = torch.linalg.qr(tokens(40, 12, 12)).Q
-    spectrum = torch.linspace(1e-3, 1.0, 12, dtype=F64)
-    g = ((basis * spectrum) @ basis.mT)[None]
-    none = torch.zeros(1, dtype=F64)
-    lower = mpmath.matrix(g[0].tril().tolist()) + mpmath.matrix(g[0].tril(-1).mT.tolist())
-    assert float(largest_eigenvalues_above(g.clone(), none).upper) >= float(
-        max(mpmath.eigsy(lower, eigvals_only=True))
-    )
-    assert float(largest_eigenvalues_above(g.clone(), none).upper) <= 1 + 1e-10
-    assert float(largest_eigenvalues_above(g.clone(), none + 0.25).upper) >= 1.25
-
-
 @pytest.mark.parametrize("kind", ["square", "wide", "singular", "scaled", "zero column"])
 def test_eigenvalues_of_products_are_proved_by_domination(kind: str) -> None:
     outer = tokens(44, 6, 12 if kind == "wide" else 6)
@@ -667,13 +638,6 @@ def test_estimates_of_large_matrices() -> None:
     for g in (wide @ wide.mT, torch.outer(u, u), torch.zeros(300, 300, dtype=F64), near @ near):
         found = largest_eigenvalue_estimates(g[None])
         torch.testing.assert_close(found, torch.linalg.eigvalsh(g)[-1:], rtol=1e-5, atol=1e-12)
-
-
-def test_norm_of_zero_and_of_rank_one() -> None:
-    assert 0 <= float(spectral_norms(torch.zeros(1, 3, 4, dtype=F64)).upper) < 1e-80
-    u, v = tokens(41, 5), tokens(42, 7)
-    exact = float(u.norm() * v.norm())
-    assert exact * (1 - 1e-15) <= float(spectral_norms(torch.outer(u, v)[None]).upper) <= exact * (1 + 1e-12)
 
 
 def test_shrunk_matrices_dominate() -> None:
@@ -733,14 +697,6 @@ def test_no_counterexample(name: str, heads: int) -> None:
     assert 0.3 < _search(FORMS[name], heads, trials=2, steps=6) <= 1 + 1e-12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "heads"), [("N", 1), ("R", 1), ("N", 2), ("whole", 2)])
-def test_no_counterexample_long(name: str, heads: int) -> None:
-    found = _search(FORMS[name], heads, trials=20, steps=40)
-    print(f"largest true/certificate, {name}: {found:.4f}")
-    assert found <= 1 + 1e-12
-
-
 # ---- the choice
 
 
@@ -793,7 +749,7 @@ def test_attention_after_a_norm_in_exact_comparison(name: str, short: float) -> 
     f, norm, x = one(97, heads=2, temperature=3.0, causal=True), NORMS[name](), tokens(97, 3, 3)
     x[1] *= short
     for g in (f, f.head(0)):
-        exact = exact_norm(exact_differences(g, x, norm))
+        exact = exact_norm(exact_jacobian(hs.Compose(g, norm), x))
         for certify in forms_of(g).values():
             found = certify(g, x, norm=norm)
             assert mpmath.mpf(float(found.value)) >= exact
@@ -813,7 +769,7 @@ def test_a_token_that_is_not_seen_may_be_as_short_as_it_likes() -> None:
     f = hs.SelfAttention(query[None], eye[None], eye[None], scale=40.0, mask=mask)
     norm, x = hs.RMSNorm(torch.ones(3, dtype=F64), 0.0), torch.eye(3, dtype=F64)
     x[2] *= 1e-17
-    exact = exact_norm(exact_differences(f, x, norm))
+    exact = exact_norm(exact_jacobian(hs.Compose(f, norm), x))
     bound = hs.bounds.pre_norm_upper_bound(f, norm, 3, x)
     assert exact <= bound.value <= 1.01 * exact
     everywhere = best(absorb_norm(f, norm), length=3, radius=1.0)

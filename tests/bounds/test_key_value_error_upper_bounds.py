@@ -14,25 +14,9 @@ from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.rounding import limit_in_digits
 from tests._cases import CASES, random_attention, tokens
-from tests._selection import others_slow
 from tests._tiny_models import tiny, token_ids
 
 N = 7
-LAYERS = [
-    "one head",
-    "multi-head",
-    "causal grouped, hot",
-    "causal window, grouped",
-    "rotary, partial, grouped, causal",
-    "heads concatenated",
-    "negative scale",
-    "softcap, grouped, causal, rotary",
-    "score bias for all heads, masked",
-    "sinks, softcap, score bias",
-    "norms of queries and keys, rotary, causal",
-]
-PARTS = ("keys", "values", "both")
-ASCENT = 6  # steps of the adversarial errors
 
 
 def layer(f: hs.SelfAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -48,70 +32,17 @@ def changes(f: hs.SelfAttention, x: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
     return torch.linalg.vector_norm(moved, dim=-1)
 
 
-def of_size(raw: Tensor, size: Tensor) -> Tensor:
-    """Scale errors to the largest size that is allowed: norms of vectors, or entries."""
-    if size.ndim == raw.ndim - 1:
-        return raw.sign() * size
-    return raw / raw.norm(dim=-1, keepdim=True).clamp_min(1e-300) * size[..., None]
-
-
-def worst_share(f: hs.SelfAttention, x: Tensor, keys: Tensor | None, values: Tensor | None,
-                patterns: int, seed: int) -> float:  # fmt: skip
-    """Largest change divided by its bound, over random errors and errors that ascend the change."""
-    bound = hs.bounds.kv_error_upper_bound(f, x, keys=keys, values=values)
+@pytest.mark.parametrize("name", ["causal grouped, hot", "sinks, softcap, score bias", "a norm of keys"])
+def test_random_errors_of_each_entry_stay_within_the_bound(name: str) -> None:
+    """``test_attack_bounds`` ascends against the bound."""
+    f, x, g = CASES[name](N), tokens(5, N, 6), torch.Generator().manual_seed(0)
     _, k, v = f.projections(x)
-    g = torch.Generator().manual_seed(seed)
-    sizes = keys, values
-
-    def errors(raws: list[Tensor]) -> list[Tensor]:
-        return [
-            torch.zeros_like(raw) if size is None else of_size(raw, size)
-            for raw, size in zip(raws, sizes, strict=True)
-        ]
-
-    raws = [torch.randn(patterns, *t.shape, generator=g, dtype=torch.float64) for t in (k, v)]
-    worst = 0.0
-    for _ in range(ASCENT):
-        given = [t.requires_grad_() for t in errors(raws)]
-        found = changes(f, x, *given)
-        shares = found.detach() / bound.tokens
-        total = torch.linalg.vector_norm(found.detach(), dim=1) / bound.value
-        worst = max(worst, float(shares.nan_to_num(nan=0.0).max()), float(total.max()))
-        # Patterns ascend the change of one token each, of the whole output every other step.
-        target = found.norm() if _ % 2 else found[:, seed % N].sum()
-        found_gradients = torch.autograd.grad(target, given, allow_unused=True)
-        raws = [raw if t is None else t for raw, t in zip(raws, found_gradients, strict=True)]
-    return worst
-
-
-def sizes_of(f: hs.SelfAttention, x: Tensor, part: str, size: float, entries: bool, seed: int):
-    """Random sizes of errors around ``size``: of each vector, or of each entry."""
-    g = torch.Generator().manual_seed(seed)
-    _, k, v = f.projections(x)
-    drawn = [
-        size * torch.rand(t.shape if entries else t.shape[:2], generator=g, dtype=torch.float64)
-        for t in (k, v)
-    ]
-    return drawn[0] if part != "values" else None, drawn[1] if part != "keys" else None
-
-
-@pytest.mark.parametrize("part", others_slow(PARTS, ["both"]))
-@pytest.mark.parametrize("name", LAYERS)
-def test_no_error_of_the_size_goes_beyond_the_bound(name: str, part: str) -> None:
-    f, x = CASES[name](N), tokens(5, N, 6)
-    for seed, (size, entries) in enumerate([(1e-3, True), (0.1, False), (1.0, True), (30.0, False)]):
-        share = worst_share(f, x, *sizes_of(f, x, part, size, entries, seed), patterns=20, seed=seed)
+    for size in (1e-3, 1.0):
+        most = [size * torch.rand(t.shape, generator=g, dtype=torch.float64) for t in (k, v)]
+        errors = [m * torch.randn(20, *m.shape, generator=g, dtype=torch.float64).sign() for m in most]
+        bound = hs.bounds.kv_error_upper_bound(f, x, keys=most[0], values=most[1])
+        share = float((changes(f, x, *errors) / bound.tokens).max())
         assert 0.02 < share <= 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["one head", "causal grouped, hot", "sinks, softcap, score bias"])
-def test_no_one_of_ten_thousand_errors_goes_beyond_the_bound(name: str) -> None:
-    f, x = CASES[name](N), tokens(6, N, 6)
-    for part in PARTS:
-        for seed in range(4):
-            given = sizes_of(f, x, part, (0.01, 0.1, 0.5, 2.0)[seed], seed % 2 == 0, seed)
-            assert worst_share(f, x, *given, patterns=140, seed=seed) <= 1.0
 
 
 def test_the_bound_of_value_errors_is_attained() -> None:

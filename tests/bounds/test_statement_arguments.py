@@ -1,8 +1,9 @@
-"""What the statements refuse by the name of the argument, whichever function prepares their problem."""
+"""Every statement: what it refuses by the name of the argument, and what it gives at extremes."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from importlib import import_module
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import howsmooth as hs
+from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.bound import Bound
 from howsmooth.bounds.catalogue import CATALOGUE
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -23,6 +25,9 @@ WRONG = {
     "X": [X[:, :3], torch.stack([X, X]), X.to(torch.complex128), None, 4],
     "length": [0, -3, 2.5, True, None],
     "radius": [0.0, -1.0, math.nan, math.inf, "one", True],
+    "side": ["both"],
+    "weight": [1.0, 0.0],
+    "cluster": ["other"],
 }
 OPTIONS = {"side", "weight", "cluster"}
 
@@ -72,3 +77,21 @@ def test_another_attention_is_refused(name: str) -> None:
         assert hs.bounds.any_scores_ball_upper_bound(turned, 4, 1.0).holds
     else:
         refused(name, ArgumentError, "rotary", attention=turned)
+
+
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_extremes_give_numbers(name: str) -> None:
+    """Logarithms where numbers overflow, and zero where all values are zero."""
+    eye, statement, asked = torch.eye(2).double(), function(name), arguments(name)
+    longest = 10**400 if name != "any_scores_ball_upper_bound" else 1000  # it has numbers for every row
+    for radius, A, V in itertools.product((1e-200, 60.0, 1e200), (-eye, 0 * eye), (eye, 0 * eye)):
+        f = hs.SelfAttention(A[None], eye[None], V[None], scale=1.0)
+        if name not in ("any_scores_ball_upper_bound", "theorem_3_7", "theorem_4_5"):
+            f = parameters_of(f).folded(0)
+        for length in (1, longest) if "length" in asked else (4,):
+            given = {"attention": f, "X": 0.1 * X[:, :2], "length": length, "radius": radius}
+            bound = statement(**{key: given[key] for key in asked & given.keys()})
+            assert bound.value >= 0
+            assert not math.isnan(bound.log_value)
+            assert bound.log_value < math.inf or radius == 1e200 or not bound.holds
+            assert V.any() or bound.value == 0 or not bound.holds

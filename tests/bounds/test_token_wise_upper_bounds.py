@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,50 +9,10 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.bounds import token_wise_ball_upper_bound, token_wise_upper_bound
 from tests._cases import random_attention, tokens
-from tests._selection import others_slow
-
-MASKS = {
-    "unmasked": {},
-    "causal": {"causal": True},
-    "window": {"window": 2},
-}
-
-
-def token_move(f: hs.SelfAttention, x: Tensor, restarts: int = 12, steps: int = 40) -> float:
-    """A lower limit of max_i sup |Σ_j J_ij e_j|, by ascent on the dense Jacobian."""
-    blocks = torch.func.jacrev(f)(x).transpose(1, 2)
-    u = tokens(50, blocks.shape[0], restarts, blocks.shape[2])
-    for _ in range(steps):
-        e = torch.nn.functional.normalize(torch.einsum("ijab,ira->irjb", blocks, u), dim=-1)
-        image = torch.einsum("ijab,irjb->ira", blocks, e)
-        u = torch.nn.functional.normalize(image, dim=-1)
-    return float(image.norm(dim=-1).max())
 
 
 def in_ball(x: Tensor, radius: float) -> Tensor:
     return radius * x / x.norm(dim=-1).max()
-
-
-@pytest.mark.parametrize(
-    ("heads", "mask"),
-    others_slow(itertools.product([1, 3], MASKS), [(3, "unmasked"), (1, "causal"), (3, "window")]),
-)
-def test_no_tokens_move_an_output_further(heads: int, mask: str) -> None:
-    closest = 0.0
-    for seed in range(12):
-        f = random_attention(seed, heads=heads, temperature=2.0, d=3, d_out=3, **MASKS[mask])
-        for radius in (0.2, 1.0, 3.0):
-            x = in_ball(tokens(seed, 6, 3), radius)
-            truth = token_move(f, x)
-            ball = token_wise_ball_upper_bound(f, radius)
-            assert ball.holds
-            assert truth <= ball.value
-            closest = max(closest, truth / ball.value)
-            if heads == 1:
-                local = token_wise_upper_bound(f, x)
-                assert truth <= local.value <= ball.value
-                assert truth >= 0.3 * local.value
-    assert closest > 0.2  # a bound far from every truth would pass by its size alone
 
 
 def test_the_bound_on_a_ball_is_attained_by_many_tokens() -> None:
@@ -77,7 +35,7 @@ def test_the_bound_on_a_ball_is_attained_by_many_tokens() -> None:
 
 def test_it_bounds_what_influence_attains_with_many_tokens() -> None:
     f, radius = random_attention(0, heads=1, d=2, d_out=2, biases=False, causal=True), 1.5
-    x = in_ball(tokens(1, 64, 2), radius)
+    x = in_ball(tokens(1, 24, 2), radius)
     attained = hs.influence(f, x).token_wise.lower
     assert attained <= token_wise_upper_bound(f, x).value <= token_wise_ball_upper_bound(f, radius).value
 

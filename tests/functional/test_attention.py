@@ -670,19 +670,16 @@ def added_memory(n: int, what: str, folder: Path) -> int:
     return memory_added(partial(run, n), folder)
 
 
-@pytest.mark.parametrize("what", ["forward", "reverse"])
-def test_memory(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # blocks of the true size
-    n = 8192
-    assert added_memory(n, what, tmp_path) < n * n * 4 / 4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "what",
-    ["forward", "reverse", "forward over reverse", "reverse over reverse", "forward over forward", "vmap"],
+    ("what", "n", "share"),
+    [
+        *((what, 8192, 4) for what in ("forward", "reverse")),
+        *(
+            pytest.param(what, 16_384, 10, marks=pytest.mark.slow)
+            for what in ("forward over reverse", "reverse over reverse", "forward over forward", "vmap")
+        ),
+    ],
 )
-def test_memory_of_all_derivatives(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory(what: str, n: int, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # blocks of the true size
-    n = 16_384
-    assert added_memory(n, what, tmp_path) < n * n * 4 / 10
+    assert added_memory(n, what, tmp_path) < n * n * 4 / share

@@ -16,27 +16,13 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
-from transformers import (
-    BertConfig,
-    BertModel,
-    Gemma2Config,
-    Gemma2Model,
-    Gemma3TextConfig,
-    Gemma3TextModel,
-    GPT2Config,
-    GPT2Model,
-    GptOssConfig,
-    GptOssModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
 from howsmooth.functional import attention, blockwise_autograd
 from tests._selection import others_slow
 from tests._tiny_models import token_ids
+from tests.architectures.build import build
 from tests.functional.test_attention import BOOLEAN, CASES, SECOND, agree, both, directions, drawn, inputs
 
 hs.functional.register()
@@ -268,34 +254,7 @@ def test_a_compiled_training_function(backend: str) -> None:
     agree(found[1], found[0], 1e-5)
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 24, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
-GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 4}
-WINDOWED = {**GROUPED, "sliding_window": 4}
-KINDS = ["sliding_attention", "full_attention"]
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
-    "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=4, n_positions=64)),
-    "bert": lambda: BertModel(BertConfig(**SIZES)),
-    "gemma2": lambda: Gemma2Model(Gemma2Config(**WINDOWED, attn_logit_softcapping=2.0)),
-    "gemma3": lambda: Gemma3TextModel(Gemma3TextConfig(**WINDOWED, layer_types=KINDS)),
-    "gpt-oss": lambda: GptOssModel(
-        GptOssConfig(**WINDOWED, num_local_experts=2, num_experts_per_tok=1, layer_types=KINDS)
-    ),
-}  # fmt: skip
-
-
-def made(name: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    with torch.no_grad():
-        # Weights so large that attention is not uniform.
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
-    return model.eval()
+MODELS = ("llama", "gpt2", "bert", "gemma2", "gemma3_text", "gpt_oss")
 
 
 def of_model(model: nn.Module, **given: Any) -> tuple[Tensor, Tensor]:
@@ -313,12 +272,14 @@ def of_model(model: nn.Module, **given: Any) -> tuple[Tensor, Tensor]:
     ("name", "backend"),
     others_slow(
         itertools.product(MODELS, BACKENDS),
-        [("llama", "aot_eager"), ("bert", "eager"), ("gemma2", "eager"), ("gpt-oss", "eager")],
+        [("llama", "aot_eager"), ("bert", "eager"), ("gemma2", "eager"), ("gpt_oss", "eager")],
     ),
 )
 def test_a_model(name: str, backend: str, padded: bool) -> None:
     """As in eager mode, also where queries of padding see no key, and as its own attention otherwise."""
-    model = made(name)
+    model = build(name).float()
+    if name == "gpt_oss":
+        model.set_experts_implementation("grouped_mm")  # the eager one loops over data
     given = {"input_ids": token_ids(2, 9)}
     if padded:
         given["attention_mask"] = torch.ones_like(given["input_ids"])
@@ -334,35 +295,3 @@ def test_a_model(name: str, backend: str, padded: bool) -> None:
     if not padded:
         model.set_attn_implementation("eager")
         agree(found, of_model(model, **given), 1e-4)
-
-
-def test_a_model_with_lengths_of_many_kinds() -> None:
-    """Another length is compiled once more, with free lengths; further ones are not."""
-    model, counter = made("llama"), CompileCounterWithBackend("eager")
-    model.set_attn_implementation("howsmooth")
-    run, graphs = compiled(model, counter), []
-    for n in (9, 12, 17, 40):
-        ids = token_ids(2, n)
-        agree(of_model(run, input_ids=ids), of_model(model, input_ids=ids), 1e-5)
-        graphs.append(counter.frame_count)
-    assert graphs == [1, 2, 2, 2]
-
-
-def test_a_compiled_training_step_of_a_model() -> None:
-    ids, found = token_ids(2, 9), []
-    for compiling in (False, True):
-        model = made("llama").train()
-        model.set_attn_implementation("howsmooth")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step(ids: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        run = torch.compile(step, backend="aot_eager") if compiling else step
-        losses = [run(ids) for _ in range(2)]
-        found.append((losses, [p.grad for p in model.parameters()], list(model.state_dict().values())))
-    agree(found[1], found[0], 1e-5)

@@ -213,7 +213,6 @@ def test_wrapped_models_have_the_numbers_of_the_plain_one(wrap: Callable[[nn.Mod
     before = [type(module) for module in model.modules()]
     for how in (
         {},
-        {"scope": "head", "layers": [0]},
         {"scope": "span"},
         {"scope": "model", "output": "logits"},
     ):

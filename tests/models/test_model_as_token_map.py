@@ -19,7 +19,6 @@ from transformers import (
     EncoderDecoderModel,
     PreTrainedModel,
     T5Config,
-    T5EncoderModel,
     T5ForConditionalGeneration,
 )
 
@@ -29,22 +28,11 @@ from tests._tiny_models import WithoutDowncast, tiny, token_ids
 from tests.architectures.build import build, inputs_of, spread
 
 QUICK = ("bert", "gemma2", "gpt2", "llama")
-TYPES = (
-    "albert", "bloom", "deberta-v2", "distilbert", "electra", "falcon", "gemma3_text", "gpt_neox", "gpt_oss",
-    "gptj", "mistral", "mixtral", "modernbert", "mpt", "opt", "phi", "qwen3", "roberta", "t5",
-)  # fmt: skip
 ITERATIONS = 400
 
 
 def _model(model_type: str) -> tuple[PreTrainedModel, Tensor]:
     """A tiny model in float64, and ids (1, n) of one sequence."""
-    if model_type == "t5":
-        torch.manual_seed(0)
-        model = T5EncoderModel(
-            T5Config(d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=40, vocab_size=60)
-        )
-        spread(model)
-        return model.double().eval().requires_grad_(False), token_ids(1, 8)
     model = build(model_type).requires_grad_(False)
     return model, inputs_of(model_type, model)["input_ids"][:1]
 
@@ -80,7 +68,7 @@ def _holds(site: hs.Site, exact: float, rtol: float) -> None:
 def _check(model_type: str) -> None:
     model, ids = _model(model_type)
     (site,) = hs.capture(model, ids, scope="model")
-    exact = _norm(_own(model), site.x[0], plain=model_type == "bloom")
+    exact = _norm(_own(model), site.x[0], plain=False)
     _holds(site, exact, 1e-6)
     (single,) = hs.capture(model.float(), ids, scope="model")
     assert single.x.dtype == torch.float32
@@ -89,12 +77,6 @@ def _check(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", QUICK)
 def test_the_interval_contains_the_dense_norm(model_type: str) -> None:
-    _check(model_type)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", TYPES)
-def test_the_interval_contains_the_dense_norm_of_more_types(model_type: str) -> None:
     _check(model_type)
 
 
@@ -174,17 +156,6 @@ def test_a_span_does_not_run_the_blocks_before_it() -> None:
         assert torch.allclose(span.map.own.model.norm(hidden), whole(whole.own.x), rtol=1e-5, atol=1e-5)
 
 
-def test_half_precision_gives_what_float32_gives() -> None:
-    model = tiny("llama").to(torch.bfloat16)
-    ids = token_ids(1, 6)
-    (half,) = hs.capture(model, ids, scope="model")
-    assert (half.stored, half.x.dtype) == (torch.bfloat16, torch.float32)
-    assert next(model.parameters()).dtype == torch.bfloat16
-    (full,) = hs.capture(model.float(), ids, scope="model")
-    assert torch.equal(half.x, full.x)
-    assert torch.allclose(half.map(half.x), full.map(full.x), rtol=1e-5, atol=1e-6)
-
-
 def test_the_model_and_the_site_do_not_change_each_other() -> None:
     model = tiny("gpt2").train()
     ids = token_ids(1, 6)
@@ -197,16 +168,6 @@ def test_the_model_and_the_site_do_not_change_each_other() -> None:
         for p in model.parameters():
             p.zero_()
     assert torch.equal(site.map(site.x), before)
-
-
-def test_a_module_of_torch() -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dtype=torch.float64)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    x = torch.randn(1, 5, 8, dtype=torch.float64)
-    (site,) = hs.capture(model, x, scope="model")
-    assert torch.equal(site.x, x)
-    _holds(site, _norm(lambda x: model(x[None])[0], x[0]), 1e-6)
 
 
 def test_the_hidden_state_of_an_encoder_decoder_with_a_head_is_its_decoders() -> None:

@@ -74,3 +74,27 @@ def test_tensors_that_the_model_changes_are_not_read_from_the_record() -> None:
     h = model[0](x)
     assert torch.allclose(first.map(first.x), h, atol=1e-5)
     assert torch.allclose(second.map(second.x), model[1](h), atol=1e-5)
+
+
+class Keeps(nn.Module):
+    """An attention that keeps its last values, as a cache that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.kept = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, self.kept = self.qkv(x).chunk(3, dim=-1)
+        return torch.tanh(torch.softmax(q @ k.mT, dim=-1) @ self.kept)
+
+
+@pytest.mark.parametrize("scope", ["attention", "model"])
+def test_a_tensor_that_a_module_keeps_is_copied_without_its_graph(scope: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x, model = torch.randn(1, 4, 8), Keeps()
+    (site,) = capture(model, x, scope=scope)
+    site.map(site.x.requires_grad_())  # the copy keeps a tensor with a graph now
+    other = site.map.to(dtype=torch.float64)
+    torch.testing.assert_close(other(x.double()), model.double()(x.double()))

@@ -11,7 +11,6 @@ from transformers import AutoModel, BartConfig, PreTrainedModel
 
 from howsmooth.errors import ArgumentError, CaptureError, NonFiniteError
 from howsmooth.models import capture
-from howsmooth.scopes import SCOPES
 from tests._tiny_models import VOCABULARY, tiny, token_ids
 
 
@@ -264,10 +263,6 @@ def test_weights_that_are_not_finite() -> None:
     assert len(capture(model, token_ids(1, 4), layers=[0, 1])) == 2
     with pytest.raises(NonFiniteError, match="layer 2"):
         capture(model, token_ids(1, 4))
-
-
-def test_scopes_are_the_five_of_the_design() -> None:
-    assert SCOPES == ("head", "heads", "attention", "residual", "block")
 
 
 class _ChosenKeys(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import math
 from dataclasses import replace
@@ -59,24 +58,6 @@ def test_the_attack_searches_all_other_classes() -> None:
         cast(Network, _Curved()), x, injection, functionals[:1], torch.zeros(1).double(), 0.1
     )
     assert alone == pytest.approx(1.0, rel=0.05)
-
-
-def test_without_a_target_the_attack_is_given_all_other_classes(
-    classifier: BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[int] = []
-
-    def attack(*arguments: Tensor, **_: object) -> float:
-        given.append(len(arguments[3]))
-        return math.inf
-
-    module = importlib.import_module("howsmooth.bounds.radius.robust_radius")  # its name is a function's, too
-    monkeypatch.setattr(module, "attack_radius", attack)
-    rival = (int(classifier(IDS).logits.argmax()) + 1) % classifier.config.num_labels
-    for target in (None, rival):
-        found = hs.bounds.robust_radius(classifier, {"input_ids": IDS}, tokens=1, order=2, target=target)
-        assert ("does not become" in str(found)) == (target is not None)
-    assert given == [classifier.config.num_labels - 1, 1]
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +258,7 @@ def test_the_search_ends_near_the_largest_radius() -> None:
 
 
 def test_without_an_order_the_larger_radius_of_both_counts() -> None:
-    network, x = post_norm(0)
+    network, x = post_norm(0, layers=1)
     at = NetworkAtInput(network, x)
     two, three, larger = (at.radius(1, order=order, attack=False) for order in (2, 3, None))
     assert larger.order == 3
@@ -345,38 +326,35 @@ def test_more_freedom_gives_a_smaller_radius() -> None:
     assert entries.first_order <= one.first_order
 
 
-def test_bad_arguments_are_refused() -> None:
-    network, x = post_norm(0, layers=1)
-    radius = hs.bounds.robust_radius
-    for wrong in (4, [], [0, 9], True, "0", 1.0, slice(0, 2)):
-        with pytest.raises(ArgumentError, match="tokens: expected"):
-            radius(network, x, tokens=wrong)
-    with pytest.raises(ArgumentError, match="norm: expected 2"):
-        radius(network, x, norm=1)
-    with pytest.raises(ArgumentError, match="order: expected 2"):
-        radius(network, x, order=4)
-    with pytest.raises(ArgumentError, match="seconds: expected a number > 0"):
-        radius(network, x, seconds=0)
-    with pytest.raises(ArgumentError, match="target: expected one of the other classes"):
-        radius(network, x, target=int(network.logits(x).argmax()))
-    one = NetworkAtInput(OTHERS["gpt2"][0], OTHERS["gpt2"][1])
+NETWORK, X = post_norm(0, layers=1)
+LOGITS = NETWORK.logits(X)
+REFUSED: list[tuple[str, dict[str, object]]] = [
+    *(("tokens", {"tokens": wrong}) for wrong in (4, [], [0, 9], True, "0", 1.0, slice(0, 2))),
+    ("norm", {"norm": 1}),
+    ("order", {"order": 4}),
+    ("seconds", {"seconds": 0}),
+    *(
+        ("target", {"target": wrong})
+        for wrong in (int(LOGITS.argmax()), [1.0, -1.0], LOGITS * math.nan, 1e308 * LOGITS.sign())
+    ),
+    ("inputs", {"inputs": torch.tensor([1, 2])}),
+    ("inputs", {"inputs": X * math.nan}),
+    ("model", {"model": replace(NETWORK, offset=NETWORK.offset * math.nan)}),
+    ("model", {"model": "bert"}),
+]
+
+
+@pytest.mark.parametrize(("argument", "given"), REFUSED)
+def test_bad_arguments_are_refused(argument: str, given: dict[str, object]) -> None:
+    with pytest.raises((ArgumentError, NonFiniteError), match=f"^{argument}: expected"):
+        hs.bounds.robust_radius(**({"model": NETWORK, "inputs": X} | given))  # type: ignore[arg-type]
+
+
+def test_one_logit_needs_a_target() -> None:
+    one = NetworkAtInput(*OTHERS["gpt2"])
     one.logits = one.logits[:1]
     with pytest.raises(ArgumentError, match="because the model has one logit"):
         one.radius()
-    with pytest.raises(ArgumentError, match=r"target: .* A functional of the logits is a torch tensor"):
-        radius(network, x, target=[1.0, -1.0])
-    with pytest.raises(ArgumentError, match="Token ids go into a dict"):
-        radius(network, torch.tensor([1, 2]))
-    with pytest.raises(NonFiniteError, match="inputs: expected finite embedded tokens"):
-        radius(network, x * math.nan)
-    with pytest.raises(NonFiniteError, match=r"model: expected finite logits, .* in its weights"):
-        radius(replace(network, offset=network.offset * math.nan), x)
-    with pytest.raises(ArgumentError, match=r"target: expected a class, or finite numbers .* got NaN"):
-        radius(network, x, target=network.offset * math.nan)
-    with pytest.raises(ArgumentError, match=r"target: expected a functional .* of value inf"):
-        radius(network, x, target=1e308 * network.logits(x).sign())
-    with pytest.raises(ArgumentError, match=r"model: expected.*hs\.load_model"):
-        radius("bert", x)
 
 
 def test_tokens_of_another_width_and_images_are_refused(classifier: BertForSequenceClassification) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -234,22 +235,42 @@ def test_the_remainder_of_a_norm_is_nearly_attained(centred: bool) -> None:
     assert 0.9 * float(vector) <= best <= float(vector)
 
 
-@pytest.mark.parametrize("order", [2, 3])
-def test_the_remainder_of_one_neuron_is_nearly_attained(order: int) -> None:
+ONE = torch.ones(1, 1, dtype=torch.float64)
+
+
+def lone(kind: str, slope: float = 0.0, value: float = 0.0) -> tuple[Network, Tensor, float, float]:
+    """One neuron, its input, the size of the change, and the share of the bound that ±ε must attain."""
     g = torch.Generator().manual_seed(5)
-    layer = feed_forward(g, 1, 1, 1)
+    gated = kind == "gated"
+    layer = gated_feed_forward(g, 1, 1, 1) if gated else feed_forward(g, 1, 1, 1, kind)
+    x, epsilon, share = ONE, 0.05, 1 - 3e-6  # rounding outwards enlarges an ellipsoid by 1e-6
+    if gated:
+        layer = replace(layer, gate=ONE, gate_bias=-ONE[0], up=slope * ONE, up_bias=value * ONE[0])
+        x, epsilon, share = 0 * ONE, 0.02, 0.8
+    elif kind == "relu":  # the preactivation is .01 at 1
+        layer = replace(layer, up_bias=-layer.up[:, 0] + 0.01)
+    else:
+        x, share = normal(g, 1, 1), 0.9
     network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
-    x = normal(g, 1, 1)
+    return network, x, epsilon, share
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize(
+    "neuron", [("gelu",), ("relu",), ("gated", 1.0, 0.0), ("gated", 0.0, 1.0), ("gated", 1.0, 1.0)]
+)
+def test_the_remainder_of_one_neuron_is_nearly_attained(neuron: tuple[Any, ...], order: int) -> None:
+    """The up projection of a gate is linear, constant, or both: each part of the bound decides once."""
+    network, x, epsilon, share = lone(*neuron)
     found = expansion(order, network, x, [0])
-    ((shape, margin),) = found.bounds(0.05).stages
-    vector = longest(shape)
-    both = [
-        left_out(network, found.first, order == 3, torch.tensor([s * 0.05], dtype=x.dtype))[0]
-        for s in (-1, 1)
-    ]
-    assert 0.9 * float(vector) <= max(float(left.vector.norm()) for left in both) <= float(vector)
-    if order == 2:
-        assert 0.9 * float(margin) <= max(abs(float(left.margin)) for left in both) <= float(margin)
+    ((shape, margin),) = found.bounds(epsilon).stages
+    deltas = [torch.tensor([s * epsilon], dtype=torch.float64) for s in (-1, 1)]
+    both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
+    largest = max(float(left.vector.norm()) for left in both)
+    assert 0 < share * float(longest(shape)) <= largest <= float(longest(shape)) * (1 + 1e-9)
+    if order == 2 or neuron == ("relu",):
+        largest = max(abs(float(left.margin)) for left in both)
+        assert share * float(margin) <= largest <= float(margin) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("order", [2, 3])
@@ -264,45 +285,6 @@ def test_every_term_of_the_margin_of_one_neuron_is_attained(order: int) -> None:
         found = expansion(order, network, 0 * one, [0])(epsilon)
         stated = math.tanh(1) - found.lower
         assert lost <= stated <= lost * (1 + epsilon**order)
-
-
-@pytest.mark.parametrize("order", [2, 3])
-def test_the_remainder_of_a_kink_is_attained(order: int) -> None:
-    g = torch.Generator().manual_seed(5)
-    layer = feed_forward(g, 1, 1, 1, "relu")
-    layer = replace(layer, up_bias=-layer.up[:, 0] + 0.01)  # the preactivation is .01 at 1
-    network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
-    found = expansion(order, network, torch.ones(1, 1, dtype=torch.float64), [0])
-    epsilon = 0.05
-    ((shape, margin),) = found.bounds(epsilon).stages
-    deltas = [torch.tensor([s * epsilon], dtype=torch.float64) for s in (-1, 1)]
-    both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
-    largest = max(float(left.vector.norm()) for left in both)
-    assert largest > 0
-    # Rounding outwards enlarges an ellipsoid by 1e-6.
-    assert largest <= float(longest(shape)) <= largest * (1 + 3e-6)
-    assert max(abs(float(left.margin)) for left in both) == pytest.approx(float(margin), rel=1e-6)
-
-
-@pytest.mark.parametrize("order", [2, 3])
-@pytest.mark.parametrize(("slope", "value"), [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
-def test_the_remainder_of_one_gated_neuron_is_nearly_attained(order: int, slope: float, value: float) -> None:
-    """The up projection is linear, constant, or both: each part of the bound decides once."""
-    g = torch.Generator().manual_seed(5)
-    layer = gated_feed_forward(g, 1, 1, 1)
-    one = torch.ones(1, 1, dtype=torch.float64)
-    layer = replace(layer, gate=one, gate_bias=-one[0], up=slope * one, up_bias=value * one[0])
-    network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
-    found = expansion(order, network, torch.zeros(1, 1, dtype=torch.float64), [0])
-    epsilon = 0.02
-    ((shape, margin),) = found.bounds(epsilon).stages
-    deltas = [torch.tensor([s * epsilon], dtype=torch.float64) for s in (-1, 1)]
-    both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
-    largest = max(float(left.vector.norm()) for left in both)
-    assert 0.8 * float(longest(shape)) <= largest <= float(longest(shape)) * (1 + 1e-9)
-    if order == 2:
-        largest = max(abs(float(left.margin)) for left in both)
-        assert 0.8 * float(margin) <= largest <= float(margin) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("order", [2, 3])

@@ -16,7 +16,6 @@ from howsmooth.models.identification.norm_and_residual_placement import norm_map
 from howsmooth.models.identification.qkv_projections import matching_columns
 from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
 from howsmooth.models.tracing.mask_and_bias import describe_mask
-from tests._tiny_models import VOCABULARY
 
 
 @given(st.data())
@@ -116,9 +115,3 @@ def test_tolerance_is_of_the_precision_that_was_used() -> None:
     assert relative_error(torch.zeros(3), torch.zeros(3)) == 0.0
     assert relative_error(torch.ones(3), torch.zeros(3)) == float("inf")
     assert relative_error(torch.tensor([1.0, 2.1]), torch.tensor([1.0, 2.0])) == pytest.approx(0.05)
-
-
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip

@@ -220,71 +220,37 @@ def inputs_of(
 PICTURES = [picture(20, 32), picture(40, 40, seed=1), picture(9, 5, seed=2)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "processor"),
-    [
-        (
-            {
-                "image_mean": [0.1, 0.2, 0.3],
-                "image_std": [0.4, 0.5, 0.6],
-                "size": {"height": 16, "width": 16},
-            },
-            ViTImageProcessorPil,
-        ),
-        (
-            {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 24}, "crop_size": 16},
-            BitImageProcessorPil,
-        ),
-        (
-            {"feature_extractor_type": "DeiTFeatureExtractor", "size": 20, "crop_size": 16, "resample": 0},
-            DeiTImageProcessorPil,
-        ),
-        ({"do_normalize": False, "do_rescale": False, "size": 24}, ViTImageProcessorPil),
-    ],
-)
-def test_inputs_are_those_of_the_processor_in_the_files(vit: Path, settings: Any, processor: Any) -> None:
-    loaded = load_model(files(vit, **settings))
-    wanted = processor(**settings)
-    assert f"{processor.__name__} (settings of the model's files)" in str(loaded.preparation)
+COLOURS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+BIT = {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 24}, "crop_size": 16}
+SIDE = {"size": {"height": 16, "width": 16}}
+DEIT = {"feature_extractor_type": "DeiTFeatureExtractor", "size": 20, "crop_size": 16, "resample": 0}
+UNCHANGED = {"do_normalize": False, "do_rescale": False, "size": 24}
+#: Settings of the files, if there are any, the processor that is wanted, and the size that is asked for.
+PROCESSORS: dict[str, tuple[dict[str, Any] | None, Any, tuple[int, int] | None]] = {
+    "vit": (COLOURS | SIDE, ViTImageProcessorPil(**COLOURS, **SIDE), None),
+    "bit": (BIT, BitImageProcessorPil(**BIT), None),
+    "deit": (DEIT, DeiTImageProcessorPil(**DEIT), None),
+    "unchanged values": (UNCHANGED, ViTImageProcessorPil(**UNCHANGED), None),
+    "not resized": ({"do_resize": False, **COLOURS}, ViTImageProcessorPil(size=16, **COLOURS), None),
+    "no files": (None, ViTImageProcessorPil(**SIDE), None),
+    "of another size": (BIT, BitImageProcessorPil(size={"shortest_edge": 48}, crop_size=32), (32, 32)),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_inputs_are_those_of_the_processor(vit: Path, name: str) -> None:
+    settings, wanted, size = PROCESSORS[name]
+    loaded = load_model(vit if settings is None else files(vit, **settings))
+    source = "the defaults of the model's type" if settings is None else "settings of the model's files"
+    assert f"{type(wanted).__name__} ({source})" in str(loaded.preparation)
     for pixels in PICTURES:
-        given = inputs_of(loaded, pixels)
-        assert torch.equal(
-            given["pixel_values"],
-            wanted(Image.fromarray(pixels), return_tensors="pt")["pixel_values"].float(),
-        )
+        given = inputs_of(loaded, pixels, size)
+        values = wanted(Image.fromarray(pixels), return_tensors="pt")["pixel_values"].float()
+        assert torch.equal(given["pixel_values"], values)
         # The model has positions for 16 x 16 pixels.
-        assert ("interpolate_pos_encoding" in given) == (settings["size"] == 24)
-
-
-def test_what_is_not_to_be_resized_is_given_the_size_of_the_model(vit: Path) -> None:
-    loaded = load_model(files(vit, do_resize=False, image_mean=[0.1, 0.2, 0.3]))
-    wanted = ViTImageProcessorPil(size=16, image_mean=[0.1, 0.2, 0.3])
-    assert torch.equal(
-        inputs_of(loaded, PICTURES[0])["pixel_values"],
-        wanted(Image.fromarray(PICTURES[0]), return_tensors="pt")["pixel_values"],
-    )
-
-
-def test_without_files_the_defaults_of_the_type_are_taken_at_the_size_of_the_model(vit: Path) -> None:
-    loaded = load_model(vit)
-    assert "the defaults of the model's type" in str(loaded.preparation)
-    wanted = ViTImageProcessorPil(size={"height": 16, "width": 16})
-    given = inputs_of(loaded, PICTURES[0])
-    assert list(given) == ["pixel_values"]
-    assert torch.equal(
-        given["pixel_values"], wanted(Image.fromarray(PICTURES[0]), return_tensors="pt")["pixel_values"]
-    )
-
-
-def test_images_of_another_size_are_cropped_as_much(vit: Path) -> None:
-    settings = {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 24}, "crop_size": 16}
-    loaded = load_model(files(vit, **settings))
-    wanted = BitImageProcessorPil(size={"shortest_edge": 48}, crop_size=32)
-    given = inputs_of(loaded, PICTURES[0], (32, 32))
-    assert torch.equal(
-        given["pixel_values"], wanted(Image.fromarray(PICTURES[0]), return_tensors="pt")["pixel_values"]
-    )
-    assert inputs_of(loaded, PICTURES[0], (8, 32))["pixel_values"].shape == (1, 3, 8, 32)
+        assert ("interpolate_pos_encoding" in given) == (values.shape[-1] != 16)
+    if size is not None:
+        assert inputs_of(loaded, PICTURES[0], (8, 32))["pixel_values"].shape == (1, 3, 8, 32)
 
 
 def save(folder: Path, config: Any) -> Path:

@@ -20,7 +20,6 @@ from transformers import (
 )
 
 import howsmooth as hs
-from howsmooth.cli import main
 from howsmooth.errors import ModelError
 from howsmooth.models import inspect_model, load_model
 
@@ -43,6 +42,8 @@ def wav2vec2(tmp_path: Path) -> Path:
 def test_wav2vec2_is_captured_on_the_tensors_of_its_feature_extractor(wav2vec2: Path) -> None:
     loaded = load_model(wav2vec2)
     assert (loaded.modality, loaded.layers) == ("audio", 2)
+    with pytest.raises(ModelError, match=r"hs\.capture\(model, inputs\)"):
+        loaded.tokenizer.located("words")
     made = Wav2Vec2FeatureExtractor()([TONE], sampling_rate=16000, return_tensors="pt")
     sites = hs.capture(loaded, {"input_values": made["input_values"]})
     assert [tuple(site.x.shape) for site in sites] == [(1, 49, 16)] * 2
@@ -109,15 +110,3 @@ def test_without_a_usable_feature_extractor_only_tensors_are_taken(wav2vec2: Pat
     assert (loaded.layers, loaded.preparation) == (None, None)
     assert "Give a tensor or a dict with input_values" in loaded.obstacle
     assert len(hs.capture(loaded, {"input_values": torch.from_numpy(TONE)[None]})) == 2
-
-
-def test_commands_say_how_an_audio_model_is_measured(
-    wav2vec2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(wav2vec2.parent)
-    assert main(["inspect", "./w"]) == 0
-    assert "49 tokens" in capsys.readouterr().out
-    assert main(["measure", "./w", "-q"]) == 2
-    assert "hs.capture(model, inputs)" in capsys.readouterr().err
-    assert main(["profile", "./w", "-q"]) == 2
-    assert "hs.profile(model, inputs)" in capsys.readouterr().err

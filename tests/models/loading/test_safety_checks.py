@@ -130,59 +130,56 @@ def test_a_good_model_is_read_and_once_more_without_the_hub(
     assert outside(tmp_path) == []
 
 
-def only_a_pickle(files: dict[str, bytes]) -> dict[str, bytes]:
-    return {"config.json": files["config.json"], "pytorch_model.bin": b"\x80\x04."}
+PICKLE, OUTSIDE = b"\x80\x04.", "../../../../../../escaped.safetensors"
 
 
-def a_pickle_among_the_parts(files: dict[str, bytes]) -> dict[str, bytes]:
-    index = json.dumps({"weight_map": {"wte.weight": "w.bin"}}).encode()
-    return {"config.json": files["config.json"], "model.safetensors.index.json": index, "w.bin": b"\x80\x04."}
+def parts(files: dict[str, bytes], name: str, content: bytes) -> dict[str, bytes]:
+    """The files of a model whose weights are in a part of that name."""
+    index = json.dumps({"weight_map": {"wte.weight": name}}).encode()
+    return {"config.json": files["config.json"], "model.safetensors.index.json": index, name: content}
 
 
-def parts_outside(files: dict[str, bytes]) -> dict[str, bytes]:
-    there = "../../../../../../escaped.safetensors"
-    index = json.dumps({"weight_map": {"wte.weight": there}}).encode()
-    return {"config.json": files["config.json"], "model.safetensors.index.json": index, there: b"escaped"}
+NEVER = "howsmooth reads safetensors only, never a pickle"
+SPOILED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = {
+    "only a pickle": (
+        lambda files: {"config.json": files["config.json"], "pytorch_model.bin": PICKLE},
+        "cannot be read: OSError",
+    ),
+    "a pickle among the parts": (lambda files: parts(files, "w.bin", PICKLE), NEVER),
+    "parts outside": (lambda files: parts(files, OUTSIDE, b"escaped"), "outside the model's folder"),
+    "weights outside": (
+        lambda files: changed(
+            {**files, "../../w.safetensors": b""}, transformers_weights="../../w.safetensors"
+        ),
+        "outside the model's folder",
+    ),
+    "a pickle named by the configuration": (
+        lambda files: changed(
+            {**files, "adapter_model.bin": PICKLE}, transformers_weights="adapter_model.bin"
+        ),
+        NEVER,
+    ),
+    "code": (
+        lambda files: changed(
+            {**files, "code.py": b"open('went-off', 'w')"},
+            model_type="own",
+            auto_map={"AutoConfig": "code.C"},
+        ),
+        "needs code that comes with the model, which howsmooth never runs",
+    ),
+    "an adapter": (lambda files: {**files, "adapter_config.json": b"{}"}, "holds an adapter"),
+}
 
 
-def weights_outside(files: dict[str, bytes]) -> dict[str, bytes]:
-    return changed({**files, "../../w.safetensors": b""}, transformers_weights="../../w.safetensors")
-
-
-def a_pickle_named_by_the_configuration(files: dict[str, bytes]) -> dict[str, bytes]:
-    return changed({**files, "adapter_model.bin": b"\x80\x04."}, transformers_weights="adapter_model.bin")
-
-
-def code(files: dict[str, bytes]) -> dict[str, bytes]:
-    return changed(
-        {**files, "code.py": b"open('went-off', 'w')"}, model_type="own", auto_map={"AutoConfig": "code.C"}
-    )
-
-
-def an_adapter(files: dict[str, bytes]) -> dict[str, bytes]:
-    return {**files, "adapter_config.json": b"{}"}
-
-
-@pytest.mark.parametrize(
-    ("spoil", "sentence"),
-    [
-        (only_a_pickle, "cannot be read: OSError"),
-        (a_pickle_among_the_parts, "howsmooth reads safetensors only, never a pickle"),
-        (parts_outside, "outside the model's folder"),
-        (weights_outside, "outside the model's folder"),
-        (a_pickle_named_by_the_configuration, "howsmooth reads safetensors only, never a pickle"),
-        (code, "needs code that comes with the model, which howsmooth never runs"),
-        (an_adapter, "holds an adapter"),
-    ],
-)
+@pytest.mark.parametrize("name", SPOILED)
 def test_what_is_refused_is_not_even_fetched(
     hub: Hub,
     good: dict[str, bytes],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    spoil: Callable[[dict[str, bytes]], dict[str, bytes]],
-    sentence: str,
+    name: str,
 ) -> None:
+    spoil, sentence = SPOILED[name]
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was read"))
     hub.repositories["somebody/model"] = spoil(good)
     with pytest.raises(ModelError) as error:
