@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
@@ -111,16 +110,9 @@ def _longest(module: nn.Module, case: Case) -> float:
     return best
 
 
-def _made(case: Case) -> nn.Module:
-    torch.manual_seed(5)
-    return case.make().eval()
-
-
 def _frozen(case: Case) -> nn.Module:
-    module = _made(case).double()
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    return module
+    torch.manual_seed(5)
+    return case.make().eval().double().requires_grad_(False)
 
 
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -153,32 +145,11 @@ def test_pairs_of_inputs_come_no_further_apart(case: Case) -> None:
 def test_radii_hold_and_are_nearly_attained(case: Case) -> None:
     module = _frozen(case)
     radius = module.output_radius(case.n, case.radius)
+    y = module(_tokens(case.n, case.d, case.radius, 4))
+    assert (1 if y.ndim == 2 else y.shape[1]) == module.output_length(case.n)
     found = _longest(module, case)
     assert found <= radius * (1 + 1e-12)
     assert radius <= case.radius_factor * found
-
-
-@each
-def test_lengths(case: Case) -> None:
-    module = _made(case)
-    assert isinstance(module, LipschitzModule)
-    weight = next(module.parameters(), None)
-    x = _tokens(case.n, case.d, case.radius, 4).to(torch.float32 if weight is None else weight.dtype)
-    y = module(x)
-    assert (1 if y.ndim == 2 else y.shape[1]) == module.output_length(case.n)
-
-
-@each
-def test_training_and_evaluation_are_the_same_function(case: Case) -> None:
-    module = _made(case).double()
-    x = _tokens(case.n, case.d, case.radius, 4)
-    y = module(x)
-    if "spectral" not in case.name:  # whose estimate gets better
-        torch.testing.assert_close(module.train()(x), y, rtol=0, atol=0)
-    x.requires_grad_()
-    module(x).sum().backward()
-    assert x.grad is not None
-    assert all(bool(torch.isfinite(p.grad).all()) for p in (x, *module.parameters()) if p.grad is not None)
 
 
 # ---- linear maps
@@ -247,15 +218,12 @@ def test_gains_are_divided_by_the_largest_if_it_is_above_one() -> None:
 
 
 @pytest.mark.parametrize("make", [hs.nn.CenterNorm, hs.nn.LipschitzLayerNorm, hs.nn.LipschitzRMSNorm])
-def test_norm_layers_are_smooth_at_zero_and_finite_far_out(make: type[nn.Module]) -> None:
+def test_norm_layers_are_smooth_at_zero(make: type[nn.Module]) -> None:
     norm = make(4)
     x = torch.zeros(1, 2, 4, requires_grad=True)
     norm(x).sum().backward()
     assert x.grad is not None
     assert bool(torch.isfinite(x.grad).all())
-    far = torch.tensor([[[1e30, -1e30, 1e30, -1e30]]])  # whose squares are no float32 numbers
-    want = far if make is hs.nn.CenterNorm else far / 2e30
-    torch.testing.assert_close(norm(far).detach(), want)
 
 
 # ---- tokens
@@ -270,15 +238,6 @@ def test_patches_hold_the_pixels_of_a_patch_and_keep_distances() -> None:
             cut = images[:, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
             assert torch.equal(patches[:, 3 * row + column], cut.flatten(1))
     assert float(torch.linalg.vector_norm(patches)) == float(torch.linalg.vector_norm(images))
-
-
-def test_patches_are_those_of_a_convolution() -> None:
-    """A patch embedding as ViTs have it: a convolution whose kernels do not overlap."""
-    torch.manual_seed(0)
-    convolution = nn.Conv2d(3, 5, 2, stride=2)
-    images = torch.randn(2, 3, 4, 6)
-    linear = nn.functional.linear(hs.nn.Patches(2)(images), convolution.weight.flatten(1), convolution.bias)
-    torch.testing.assert_close(linear, convolution(images).flatten(2).mT)
 
 
 def test_a_clipped_token_is_the_nearest_one_in_the_ball() -> None:
@@ -343,9 +302,3 @@ def test_bad_input_is_refused(make: Callable[[], object], argument: str) -> None
     with pytest.raises(ArgumentError) as caught:
         make()
     assert caught.value.argument == argument
-
-
-def test_parametrised_layers_of_torch_have_the_same_constant() -> None:
-    torch.manual_seed(0)
-    theirs = parametrizations.orthogonal(nn.Linear(5, 5, dtype=torch.float64))
-    assert hs.nn.certify(theirs, 2, 1.0).constant == pytest.approx(1.0, rel=1e-10)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +17,8 @@ from transformers import (
     DistilBertModel,
     T5Config,
     T5EncoderModel,
-    Trainer,
-    TrainingArguments,
 )
 
-from howsmooth import nn as hs_nn
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.nn import LipschitzMonitor
 from howsmooth.nn.penalty import (
@@ -34,7 +28,6 @@ from howsmooth.nn.penalty import (
 )
 from howsmooth.nn.penalty.jasmin import _jacobian_bound
 from howsmooth.nn.penalty.singular_value import Directions
-from tests._monitored_training import gpt2
 from tests._selection import others_slow
 from tests._tiny_models import tiny, token_ids
 
@@ -138,23 +131,6 @@ def test_gradient_is_that_of_the_dense_singular_value() -> None:
         assert torch.allclose(gradient, expected[name], rtol=1e-6, atol=1e-9), name
 
 
-def test_gradient_is_that_of_finite_differences() -> None:
-    layer, x = attention(3), tokens(4)
-    with SpectralPenalty(layer, [""], first_steps=60, rtol=1e-6) as penalty:
-        layer(x, x, x)
-        penalty().backward()
-    direction = torch.randn(layer.in_proj_weight.shape, generator=torch.Generator().manual_seed(0)).double()
-    slope = float((layer.in_proj_weight.grad * direction).sum())
-
-    def at(step: float) -> float:
-        other = copy.deepcopy(layer)
-        with torch.no_grad():
-            other.in_proj_weight += step * direction
-        return float(norms(other, x).detach().mean())
-
-    assert slope == pytest.approx((at(1e-5) - at(-1e-5)) / 2e-5, rel=1e-6)
-
-
 @pytest.mark.parametrize("kind", [SpectralPenalty, JasminPenalty])
 def test_a_model_is_copied_and_saved_while_a_penalty_is_attached(kind: type) -> None:
     model, x = Model(attention()), tokens()
@@ -199,21 +175,6 @@ def test_value_is_a_lower_estimate_before_it_has_converged() -> None:
     assert not penalty.report.converged
     assert "have not converged" in str(penalty.report)
     assert all(value != value for value in penalty.report.constants().values())
-
-
-def test_a_remembered_direction_converges_at_one_product_a_step() -> None:
-    layer, x = attention(), tokens()
-    expected = norms(layer, x).detach()
-    errors = []
-    with SpectralPenalty(layer, [""], first_steps=2) as penalty:
-        for _ in range(80):
-            layer(x, x, x)
-            penalty()
-            errors.append(float((1 - penalty.report.layers[0].value / expected).max()))
-    assert errors[0] > 1e-3
-    assert errors[-1] < 1e-4
-    # Power iteration never goes back.
-    assert all(after <= before + 1e-12 for before, after in itertools.pairwise(errors))
 
 
 @pytest.mark.parametrize(("steps", "off"), [(1, 0.05), (4, 0.005)])
@@ -332,22 +293,6 @@ def test_training_is_the_same_with_a_penalty_of_weight_zero() -> None:
         return found
 
     assert losses(True) == losses(False)
-
-
-def test_residual_is_that_of_the_pair() -> None:
-    layer, x = attention(), tokens()
-    with SpectralPenalty(layer, [""], first_steps=2) as penalty:
-        layer(x, x, x)
-        penalty()
-        before = penalty.state_dict()[""]["left"].flatten(1).clone()
-        penalty()
-        (found,) = penalty.report.layers
-    for row, u, value, residual in zip(x, before, found.value, found.residual, strict=True):
-        jacobian = dense(of_one(layer), row.clone().requires_grad_()).detach()
-        v = jacobian.T @ u
-        assert torch.allclose(v.norm(), value)
-        assert torch.allclose((jacobian @ v / value - value * u).norm() / value, residual, rtol=1e-9)
-    assert float(found.residual.max()) > 1e-3
 
 
 def test_a_jacobian_that_is_zero_has_value_and_gradient_zero() -> None:
@@ -614,44 +559,6 @@ def test_an_output_projection_that_is_not_found_is_said() -> None:
     assert set(penalty.report.table()["scope"]) == {"module"}
 
 
-def test_representations_are_short() -> None:
-    model = Model(attention())
-    with SpectralPenalty(model, members=2, steps=3) as penalty:
-        assert repr(penalty) == (
-            "SpectralPenalty(Model, 1 layers, scope attention, the first 2 sequences, steps=3, attached)"
-        )
-    assert repr(JasminPenalty(model)) == (
-        "JasminPenalty(Model, 1 layers, attention probabilities, k=0, not attached)"
-    )
-
-
-LAYERS = ["SoftmaxAttention", "QueryKeyNormAttention", "L2Attention", "CosineAttention", "SinkhornAttention",
-          "LipschitzNormAttention"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_of_this_library_with_their_divisor(name: str) -> None:
-    torch.manual_seed(0)
-    layer = getattr(hs_nn, name)(D, 2, length=N, radius=1.0, constant=1.0, beyond="clip", dtype=torch.float64)
-    x = 0.3 * tokens(members=1)
-    with SpectralPenalty(layer, [""], first_steps=60, rtol=1e-6) as penalty:
-        layer(x)
-        penalty().backward()
-    key, weight = next((k, p) for k, p in layer.named_parameters() if p.grad is not None)
-    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).double()
-
-    def at(step: float) -> Tensor:
-        other = copy.deepcopy(layer)
-        with torch.no_grad():
-            other.get_parameter(key).add_(step * direction)
-        row = x[0].clone().requires_grad_()
-        return torch.linalg.matrix_norm(dense(lambda t: other(t[None])[0][0], row).detach(), 2)
-
-    assert float(penalty.report.layers[0].value) == pytest.approx(float(at(0.0)), rel=1e-8)
-    slope = float((weight.grad * direction).sum())
-    assert slope == pytest.approx(float(at(1e-5) - at(-1e-5)) / 2e-5, rel=1e-4)
-
-
 def test_half_precision_and_autocast_compute_weights_in_memory() -> None:
     layer, x = attention().float(), tokens().float()
     model = Model(layer).float()
@@ -680,32 +587,6 @@ def test_half_precision_and_autocast_compute_weights_in_memory() -> None:
     assert half.in_proj_weight.grad.dtype == y.grad.dtype == torch.bfloat16
     expected = norms(copy.deepcopy(half).double(), y.detach().double()).detach()
     assert torch.allclose(penalty.report.layers[0].value.double(), expected, rtol=1e-4)
-
-
-def test_measured_with_an_interval() -> None:
-    layer, x = attention(), tokens()
-    with SpectralPenalty(layer, [""], first_steps=2) as penalty:
-        layer(x, x, x)
-        penalty()
-        kept = penalty.state_dict()[""]["left"].clone()
-        (found,) = penalty.measure(rtol=1e-6).values()
-        assert torch.equal(kept, penalty.state_dict()[""]["left"])
-    expected = norms(layer, x).detach()
-    assert bool(((found.lower <= expected * (1 + 1e-9)) & (expected <= found.upper * (1 + 1e-9))).all())
-    assert bool((penalty.report.layers[0].value <= found.upper).all())
-
-
-def test_goes_on_from_its_state() -> None:
-    layer, x = attention(), tokens()
-    penalty = SpectralPenalty(layer, [""], first_steps=2, seed=3)
-    with penalty:
-        layer(x, x, x)
-        penalty()
-        other = SpectralPenalty(layer, [""], first_steps=2)
-        other.load_state_dict(copy.deepcopy(penalty.state_dict()))
-        with other:
-            layer(x, x, x)
-            assert torch.equal(penalty(), other())
 
 
 def test_checkpointed_layers_and_weights_made_by_hooks() -> None:
@@ -853,20 +734,6 @@ def test_weights_with_parametrizations() -> None:
     assert len(gradients(layer)) == 2 + 1  # both originals, and the bias before tanh
 
 
-@pytest.mark.slow
-def test_compiled_models() -> None:
-    model, x = Model(attention()), tokens()
-    with SpectralPenalty(model) as penalty:
-        model(x)
-        expected = penalty().detach()
-    compiled = torch.compile(model, backend="eager")
-    for given in (model, compiled):
-        torch._dynamo.reset()
-        with SpectralPenalty(given) as penalty:
-            compiled(x)
-            assert torch.allclose(penalty(), expected)
-
-
 COMPILED: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "whole": lambda model: torch.compile(model, backend="eager"),  # type: ignore[dict-item]
     "whole, in place": lambda model: [model.compile(backend="eager"), model][1],
@@ -981,27 +848,3 @@ def test_frozen_encoder_layers_are_seen_too() -> None:
         model(torch.randn(2, 5, 24, dtype=torch.float64))
         assert len(penalty.measure()) == 2
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-@pytest.mark.parametrize("accepts", others_slow([True, False], [True]))
-def test_the_guides_penalty_in_the_trainer_counts_once(accepts: bool, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "monitor.md").read_text(encoding="utf-8")
-    code = "class Smooth" + page.split("class Smooth")[1].split("\n\n\n")[0]
-    sequences = torch.arange(56).view(8, 7) % 39
-    data = [{"input_ids": ids, "attention_mask": ids > 0, "labels": ids} for ids in sequences]
-    logged = []
-    for weight in (0.0, 100.0):
-        for batches in (1, 4):
-            names: dict[str, Any] = {"Trainer": Trainer, "penalty": lambda mask: weight * mask.any()}  # noqa: B023
-            exec(code if accepts else code.replace(" / batches", ""), names)
-            arguments = TrainingArguments(
-                str(tmp_path), max_steps=1, per_device_train_batch_size=2, learning_rate=0.0, logging_steps=1,
-                gradient_accumulation_steps=batches, report_to=[], use_cpu=True, save_strategy="no",
-                disable_tqdm=True, seed=3,
-            )  # fmt: skip
-            trainer = names["Smooth"](gpt2(dropout=0.0), arguments, train_dataset=data)
-            trainer.model_accepts_loss_kwargs = accepts
-            trainer.train()
-            logged.append(trainer.state.log_history[0]["loss"])
-    assert logged[2] - logged[0] == pytest.approx(1.0, abs=2e-4)
-    assert logged[3] - logged[1] == pytest.approx(1.0, abs=2e-4)
