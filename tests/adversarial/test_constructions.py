@@ -120,14 +120,6 @@ def test_constructions_of_several_heads(dtype, causal):
     )
 
 
-def test_the_papers_choice_comes_first():
-    built = adversarial.constructions(diagonal(-1.0, 9.0), 5, 1.0)
-    clusters = [c for c in built if c.name == "two_cluster"]
-    assert len(clusters) == 2  # the paper's is that for γ_max: it is not listed twice
-    assert torch.allclose(clusters[0].x[1], clusters[0].x[0] / 2)
-    assert torch.allclose(clusters[1].x[1], -clusters[1].x[0])
-
-
 @pytest.mark.parametrize("n", [3, 4, 9])
 @pytest.mark.parametrize("d", [1, 2])
 def test_balanced_tokens_are_built_where_no_tie_grows(d, n):
@@ -139,11 +131,6 @@ def test_balanced_tokens_are_built_where_no_tie_grows(d, n):
     assert float(true_norm(f, built["balanced"].x[None])[0]) >= hs.bounds.quadratic_growth(f, n, 100.0).value
     others = [float(true_norm(f, c.x[None])[0]) for name, c in built.items() if name != "balanced"]
     assert max(others) < 10
-
-
-def test_balanced_tokens_stay_in_the_ball():
-    x = adversarial.balanced(diagonal(-1.0, 1.0), 4, 0.3).x
-    assert adversarial.Ball(0.3).contains(x)
 
 
 def test_short_sequences():

@@ -107,22 +107,6 @@ def test_values_of_atoms_are_lower_limits_and_near(causal, heads):
     assert search.values.tolist() == sorted(search.values.tolist(), reverse=True)
 
 
-def test_light_rows_of_long_causal_sequences_are_grouped_without_losing_any():
-    f = head_of(35, causal=True)
-    for light in (1, 2, 47, 48, 49, 1000, 12345):
-        weights = repeated_token_search._Problem.of(f, [(1, 1, light)]).row_weight.square()
-        assert float(weights.sum()) == pytest.approx(light + 2)
-
-
-def test_atoms_of_a_sequence():
-    x = adversarial.two_heavy_tokens(head_of(36), 9, 1.0).x
-    atoms = RepeatedTokens.of("two_heavy_tokens", x)
-    assert atoms is not None
-    assert atoms.counts == (1, 1, 7)
-    assert torch.equal(atoms.tokens(), x)
-    assert RepeatedTokens.of("many", tokens(37, 9, D)) is None
-
-
 # ---- what it finds
 
 
@@ -226,14 +210,6 @@ def test_the_smaller_dimension_that_a_head_sees_loses_nothing():
     assert ascent.value == pytest.approx(norm_at(f, ascent.x), rel=1e-4)
 
 
-def test_float32_maps():
-    f = random_attention(52, heads=2, dtype=torch.float32)
-    ascent = ascend(f, 5, 1.5, **QUICK)
-    assert ascent.x.dtype == torch.float32
-    assert bool(ascent.estimate.converged)
-    assert float(ascent.x.norm(dim=1).max()) <= 1.5 * (1 + 1e-6)
-
-
 # ---- the history
 
 
@@ -308,14 +284,6 @@ def test_starts_of_which_float64_knows_no_digit_are_left_out():
     narrow = f.to(dtype=torch.float32)
     with pytest.raises(NonFiniteError, match=r"smaller radius, or f\.to\(dtype=torch\.float64\)\.$"):
         ascend(narrow, 4, 1e6, starts=[1e-6 * huge], random_starts=0, steps=0)
-
-
-def test_starts_of_ones_own():
-    f = head_of(56)
-    built = adversarial.two_heavy_tokens(f, 6, 1.5)
-    ascent = ascend(f, 6, 1.5, starts=[built, tokens(57, 6, D)], random_starts=0, steps=4)
-    assert set(ascent.history.start) == {"two_heavy_tokens", "given 1"}
-    assert ascent.value >= norm_at(f, built.x) * (1 - 1e-6)
 
 
 def test_refusals():
@@ -393,8 +361,3 @@ def test_the_token_wise_ascent_rises_above_random_inputs_and_keeps_below_the_bou
     assert found.value > 1.1 * max(hs.influence(f, x).token_wise.lower for x in drawn)
     assert found.value <= hs.bounds.token_wise_ball_upper_bound(f, radius).value
     assert found.history["value"].iloc[-1] == found.value
-
-
-def test_another_objective_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="objective: expected 'constant' or 'token-wise', got 'max'"):
-        ascend(head_of(0), 4, 1.0, objective="max")

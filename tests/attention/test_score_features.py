@@ -13,11 +13,9 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth import adversarial, bounds
 from howsmooth.attention.atom_weights import Weighting
-from howsmooth.attention.scaled_dot_product import cap_slope
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.pre_norm_upper_bounds import absorb_norm
 from howsmooth.dynamics import Rescaled
-from howsmooth.dynamics.rescaled_tokens import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
@@ -109,23 +107,6 @@ def test_large_common_parts_of_keys_and_values_spare_digits_with_sinks(sink: flo
     assert float(error) <= float(single.rounding[0]) * float(torch.linalg.matrix_norm(exact, 2))
 
 
-def test_a_key_bias_counts_under_a_cap_and_with_sinks() -> None:
-    """The softmax forgets a shift of a row of scores, cap and sinks do not."""
-    x = tokens(73, N, D)
-    sinks = torch.zeros(3, dtype=torch.float64)
-    for keywords, same in (({}, True), ({"softcap": 0.9}, False), ({"sinks": sinks}, False)):
-        f = random_attention(4, **keywords)
-        g = f._rebuilt(key_bias=f.key_bias + 3.0)
-        assert torch.allclose(f(x), g(x), rtol=1e-10) is same
-
-
-def test_the_slope_of_a_saturated_cap_keeps_its_digits() -> None:
-    s = torch.tensor([0.0, 0.3, -40.0, 600.0], dtype=torch.float64)
-    expected = torch.cosh(s / 2.0) ** -2
-    torch.testing.assert_close(cap_slope(s[None], 2.0)[0], expected, rtol=1e-13, atol=0)
-    assert 0 < float(cap_slope(s[None], 2.0)[0, -1]) < 1e-250
-
-
 def test_an_atom_that_splits_under_a_cap() -> None:
     f, x = random_attention(5, heads=4, kv_heads=2, softcap=0.6), tokens(74, N, D)
     measure = DiscreteMeasure(x, torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25], dtype=torch.float64))
@@ -196,11 +177,6 @@ def test_what_knows_plain_scores_only_refuses_by_name(
     with pytest.raises(ArgumentError) as caught:
         REFUSING[who](_square(**keywords), tmp_path)
     assert words in caught.value.got
-
-
-def test_tokens_that_are_equal_move_less_with_sinks_so_there_is_no_value_matrix() -> None:
-    with pytest.raises(ArgumentError, match="sinks"):
-        value_matrix(_square(sinks=tokens(78, 2)))
 
 
 @pytest.mark.parametrize(

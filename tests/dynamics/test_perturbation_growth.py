@@ -12,8 +12,6 @@ from torch import Tensor
 from torchdiffeq import odeint
 
 import howsmooth as hs
-from howsmooth.attention import TokenMap
-from howsmooth.attention.atom_weights import Weighting
 from howsmooth.dynamics import Layers, Rescaled, Sphere, flow, growth
 from howsmooth.dynamics.flow_equations import Tokens
 from howsmooth.dynamics.integrate import Integration
@@ -24,6 +22,7 @@ from howsmooth.measures import DiscreteMeasure, Gaussian
 from howsmooth.spectral import LinearOperator
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
 from tests._operators import to_dense
+from tests.jacobian.test_weighted import Unknown
 
 ORDERS = {"euler": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4}
 QUICK = {"estimate_error": False, "rtol": 1e-8}
@@ -161,33 +160,12 @@ def test_of_a_measure_the_growth_is_in_the_weighted_norm(field: str) -> None:
     assert float(found.value[1]) == pytest.approx(truth, rel=1e-7)
 
 
-class _Opaque(TokenMap):
-    """A map that has no closed form."""
-
-    d = 3
-    d_out = 3
-    dtype = torch.float64
-    device = torch.device("cpu")
-
-    def __init__(self, inner: hs.SelfAttention) -> None:
-        self.inner = inner
-
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TokenMap:
-        return self
-
-    def describe(self) -> str:
-        return "opaque"
-
-    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
-        return self.inner._forward(x, weighting)
-
-
 def test_maps_without_a_closed_form_are_differentiated_automatically() -> None:
     f, x = small(4), tokens(4, 3, 3)
     for start in (x, DiscreteMeasure(x, torch.tensor([0.2, 0.7, 0.1], dtype=torch.float64))):
         ours, closed = (
             growth(field, start, [0.0, 0.5], method="midpoint", step=0.5, **QUICK)
-            for field in (_Opaque(f), f)
+            for field in (Unknown(f), f)
         )
         assert float(ours.value[1]) == pytest.approx(float(closed.value[1]), rel=1e-7)
 
@@ -262,15 +240,6 @@ def test_the_growth_is_below_the_product_of_the_steps_constants() -> None:
         assert float(found.step_lower[i]) <= truth * (1 + 1e-12)
         assert truth <= float(found.step_upper[i]) * (1 + 1e-12)
         y = one(y)
-
-
-def test_a_layer_is_a_residual_step_and_its_rate_the_local_constant() -> None:
-    f, x = random_attention(7), tokens(12, 4, D)
-    found = growth(f, x, [0.0, 0.5], method="residual", step=0.5, **QUICK)
-    dense = dense_jacobian(lambda y: y + 0.5 * f(y), x)
-    assert float(found.value[1]) == pytest.approx(norm(dense), rel=1e-7)
-    local = float(hs.local_lipschitz(f, x).value)
-    assert float(found.step_rate[0]) == pytest.approx(0.5 * local, rel=1e-3)
 
 
 def test_the_constant_of_a_short_layer_is_one_plus_its_logarithmic_norm() -> None:

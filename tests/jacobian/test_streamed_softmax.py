@@ -13,10 +13,9 @@ from howsmooth.attention.masks import Visibility
 from howsmooth.jacobian import closed_form_jacobian, streamed_softmax, tiling
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.closed_form import has_closed_form
-from howsmooth.jacobian.memory_footprint import streamed_bytes
 from howsmooth.jacobian.streamed_softmax import streamed_derivative
 from howsmooth.spectral import LinearOperator
-from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens
+from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
 from tests._forked import memory_added
 from tests._operators import to_dense
 from tests._selection import others_slow
@@ -117,41 +116,6 @@ def test_one_head_is_cut_into_rows_of_each_thread(
     check_fine_cuts(random_attention(1, **{"heads": 1, "kv_heads": 1} | keywords), tokens(2, 2, 14, D))
 
 
-def pieces_of_one_head(n: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> list[tiling.Piece]:
-    cut_finely(monkeypatch, threads)
-    op = closed_form_jacobian(random_attention(1, heads=1, causal=True), tokens(2, 1, n, D), streamed=True)
-    cut = op.core.tiling
-    return [piece for block in cut.blocks() for piece in cut.pieces(block)]
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_strips_form_what_is_seen_and_half_of_the_diagonals_squares(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pieces = pieces_of_one_head(16, threads, monkeypatch)
-    assert any(isinstance(piece.block, tiling.DiagonalSquares) for piece in pieces) == (threads == 2)
-    # Strips have two rows, of which one does not see one key.
-    assert sum(piece.pairs for piece in pieces) == 16 * 17 // 2 + 8
-
-
-def test_with_many_threads_rows_are_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {piece.block.batches for piece in pieces_of_one_head(16, 8, monkeypatch)} == {1}
-    assert tiling.parts_for_threads(1, torch.device("cpu")) == 1
-
-
-def test_cotangents_of_each_thread_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    # With outputs so wide, a product takes more than linearising.
-    one, two = (random_attention(1, heads=heads, d_out=2_000, causal=True) for heads in (1, 2))
-    found = []
-    for threads in (1, 2):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found.append([streamed_bytes(f, 100_000, torch.float32, cpu) for f in (one, two)])
-    added = [b - a for a, b in zip(*found, strict=True)]
-    # Two heads are divided between the threads; one head has cotangents of keys and values in each thread.
-    assert added == [100_000 * (one.key_dim + one.value_dim) * 4, 0]
-
-
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("temperature", [1.0, 40.0], ids=["scores in float32", "scores in float64"])
 @pytest.mark.parametrize("keywords", [{"causal": True}, {"kv_heads": 1, "sinks": torch.ones(3).double()}])
@@ -216,19 +180,6 @@ def test_tiles_that_no_query_sees_are_not_formed(
     assert formed == tiles
 
 
-def test_blocks_of_a_narrow_window_are_as_large_in_a_long_sequence_as_in_a_short_one() -> None:
-    lengths = []
-    for n in (1 << 14, 1 << 20):
-        rows = torch.zeros(1, 1, 1, 1).expand(1, 1, n, 1)
-        at = streamed_softmax.StreamedDerivative(
-            rows, rows[0], rows[0], rows[..., 0].double(), rows, None, None, torch.zeros(1).double(),
-            Visibility(n, True, 64), hs.attention.scaled_dot_product.ScoreFeatures(), 1,
-        )  # fmt: skip
-        first = next(at.tiling.blocks()).rows
-        lengths.append(first.stop - first.start)
-    assert lengths[0] == lengths[1] > tiling._FEWEST_ROWS
-
-
 def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) -> None:
     n = 8_000
     f = random_attention(3, heads=2, key_dim=8, value_dim=8, d=16, d_out=16, causal=True, dtype=torch.float32)
@@ -242,12 +193,3 @@ def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) ->
     closed_form_jacobian(f, x[:, :2_000], streamed=True).gram_product(x[:, :2_000])
     # One matrix of probabilities in float32 of the two heads.
     assert memory_added(multiplied, tmp_path) < 2 * n * n * 4 / 8
-
-
-def test_rotary_positions_and_residuals_go_through_one_pass() -> None:
-    f = hs.Residual(random_attention(1, heads=2, causal=True, rotary=rotary(5, 4)))
-    x = tokens(0, 1, 5, D)
-    dense = dense_jacobian(f, x[0])
-    image, gram = closed_form_jacobian(f, x, streamed=True).gram_product(x)
-    torch.testing.assert_close(image.flatten(), dense @ x.flatten())
-    torch.testing.assert_close(gram.flatten(), dense.mT @ (dense @ x.flatten()))

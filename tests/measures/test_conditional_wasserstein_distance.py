@@ -10,10 +10,8 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-import howsmooth as hs
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, conditional_wasserstein, wasserstein
-from tests._cases import random_attention
 
 
 def points(seed: int, n: int, d: int, shift: float = 0.0) -> Tensor:
@@ -90,15 +88,6 @@ def test_distinct_positions_give_the_frobenius_distance(size):
     assert found.upper - found.lower < 1e-12 * truth
     # The plain distance may match tokens with others.
     assert wasserstein(DiscreteMeasure(x), DiscreteMeasure(y)).lower <= truth
-
-
-def test_causal_attention_stays_at_finite_distance():
-    f = random_attention(7, heads=2, causal=True)
-    x = points(8, 12, f.d)
-    y = x + 1e-3 * points(9, 12, f.d)
-    found = conditional_wasserstein(*(f(DiscreteMeasure.sequence(z)) for z in (x, y)))
-    assert float(found.value) == pytest.approx(float((f(x) - f(y)).norm()) / math.sqrt(12), rel=1e-12)
-    assert isinstance(f, hs.SelfAttention)
 
 
 def test_marginals_that_differ_are_at_infinity():

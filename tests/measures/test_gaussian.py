@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import TokenMap
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.measures import DiscreteMeasure, Gaussian, affine_action
+from howsmooth.measures import Gaussian, affine_action
 from tests._cases import CASES, D, parameters, random_attention, tokens
 
 
@@ -223,18 +222,6 @@ def test_rounding_of_a_product_is_no_negative_eigenvalue() -> None:
         assert Gaussian(torch.zeros(40), single @ single.mT).d == 40
 
 
-def test_a_layer_scale_multiplies_each_channel_of_the_gaussian() -> None:
-    f, factor = (
-        _attention("softmax", 3, d=2, d_out=2, heads=1),
-        torch.tensor([0.5, -2.0], dtype=torch.float64),
-    )
-    gaussian = _gaussian(4, 2)
-    inner, inner_shift = affine_action(f, gaussian)
-    matrix, shift = affine_action(hs.Residual(hs.Compose(hs.LayerScale(factor), f)), gaussian)
-    for x in tokens(5, 3, 2):
-        torch.testing.assert_close(matrix @ x + shift, x + factor * (inner @ x + inner_shift))
-
-
 GAUSSIAN_CASES = {
     "one head", "multi-head", "no biases", "grouped heads", "multi-query", "heads concatenated",
     "wide output", "rank one", "own scale", "negative scale", "residual",
@@ -254,12 +241,3 @@ def test_maps_that_do_not_keep_measures_gaussian_are_refused_by_name(name: str) 
         word in caught.value.got
         for word in ("causal", "masked", "rotary", "Norm", "soft-capped", "bias", "sinks")
     )
-
-
-def test_measures_of_another_dimension_or_dtype_are_refused() -> None:
-    f: TokenMap = random_attention(0)
-    with pytest.raises(ArgumentError, match="dimension 6"):
-        f(_gaussian(0, D - 1))
-    with pytest.raises(ArgumentError, match="float64"):
-        f(_gaussian(0, D).to(dtype=torch.float32))
-    assert isinstance(f(_gaussian(0, D).sample(3, seed=0)), DiscreteMeasure)
