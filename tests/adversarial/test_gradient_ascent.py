@@ -14,7 +14,7 @@ import howsmooth as hs
 from howsmooth import adversarial
 from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, gradient_ascent, repeated_token_search
 from howsmooth.adversarial.repeated_token_search import RepeatedTokens, search_atoms
-from howsmooth.bounds.attention_parameters import Head, parameters_of
+from howsmooth.bounds.attention_parameters import Head
 from howsmooth.bounds.ball_upper_bounds import ball_upper_bound, causal_ball_upper_bound
 from howsmooth.bounds.bound import Bound
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -262,16 +262,6 @@ def test_a_value_that_did_not_converge_is_never_accepted(monkeypatch):
     assert torch.allclose(ascent.x, start)
 
 
-def test_steep_starts_that_do_not_converge_count_with_their_lower_limit():
-    # Scores of 1e10 leave few digits: the interval of the steepest start is wider than rtol.
-    parameters = 10 * torch.randn(3, 1, 3, 3, generator=torch.Generator().manual_seed(3)).double()
-    f = hs.SelfAttention(*parameters)
-    found = ascend(f, 4, 1e4, steps=2, atom_restarts=0)
-    built = adversarial.two_heavy_tokens(f, 4, 1e4)
-    assert found.value >= float(hs.local_lipschitz(f, built.x).lower) > 1e9
-    assert "not converged" in repr(found)
-
-
 def test_starts_of_which_float64_knows_no_digit_are_left_out():
     f = head_of(3)
     ordinary, huge = tokens(5, 4, D), 1e12 * tokens(6, 4, D)
@@ -314,21 +304,6 @@ def test_refusals():
         ascend(f, 5, 1.0, steps=-1)
     with pytest.raises(ArgumentError, match="seed"):
         ascend(f, 5, 1.0, seed=0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True])
-def test_random_heads_at_64_dimensions(causal):
-    ratios = []
-    for seed in range(4):
-        query, key, value = (tokens(70 + 3 * seed + i, 1, 32, 64) / 8 for i in range(3))
-        f = hs.SelfAttention(query, key, value, causal=causal)
-        ascent = ascend(f, 100, 8.0, steps=40)
-        paper = float(hs.local_lipschitz(f, adversarial.two_cluster(f, 100, 8.0).x).value)
-        ratios.append(ascent.value / paper)
-        bound = (causal_ball_upper_bound if causal else ball_upper_bound)(parameters_of(f), 100, 8.0)
-        assert 0.7 * bound.value <= ascent.value <= bound.value
-    assert min(ratios) > 5
 
 
 # ---- the token-wise constant

@@ -54,7 +54,7 @@ def normed(
     ],
 )
 def test_they_come_near_the_bound_on_the_ball(options: dict[str, bool | int | str], least: float) -> None:
-    f = normed(**options)  # type: ignore[arg-type]
+    f = normed(**options)
     bound = any_scores_ball_upper_bound(f, N, RADIUS).value
     found = {}
     for name, x in zero_query_or_key_inputs(f, N, RADIUS):

@@ -28,9 +28,7 @@ def naive(n: int, causal: bool, window: int | None, mask: torch.Tensor | None) -
     masked=st.booleans(),
     cut=st.tuples(*[st.integers(0, 8)] * 4),
 )
-def test_blocks_and_ranges_are_those_of_the_whole_matrix(
-    n: int, causal: bool, window: int | None, masked: bool, cut: tuple[int, int, int, int]
-) -> None:
+def test_blocks_and_ranges_are_those_of_the_whole_matrix(n, causal, window, masked, cut) -> None:
     mask = torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.6 if masked else None
     visibility = Visibility(n, causal, window, mask)
     whole = naive(n, causal, window, mask)

@@ -175,9 +175,7 @@ def test_the_field_of_rescaled_tokens_gives_the_rescaled_flow(f: hs.SelfAttentio
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [None, torch.tensor([[5.0]])])
-def test_rescaled_tokens_go_on_where_the_tokens_have_overflowed(
-    dtype: torch.dtype, bias: Tensor | None
-) -> None:
+def test_rescaled_tokens_go_on_where_the_tokens_have_overflowed(dtype, bias) -> None:
     """At t = 700 the scores of x = e^t z are e^1400: each token goes straight to its side's extreme one."""
     eye = torch.eye(1, dtype=dtype)[None]
     f = hs.SelfAttention(eye, eye, eye, query_bias=bias if bias is None else bias.to(dtype), scale=1.0)

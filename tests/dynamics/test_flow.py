@@ -12,7 +12,6 @@ from scipy.integrate import solve_ivp
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import L2Attention, SinkhornAttention
 from howsmooth.dynamics import Layers, Sphere, flow
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure
@@ -120,15 +119,6 @@ def test_residual_method_is_the_layers_themselves() -> None:
     assert got.evaluations == 9
 
 
-def test_residual_method_on_the_sphere_is_layers_followed_by_the_norm() -> None:
-    f, x, h = random_attention(5), on_sphere(tokens(5, 5, D)), 0.5
-    wanted = x
-    for _ in range(4):
-        wanted = on_sphere(wanted + h * f(wanted))
-    got = flow(Sphere(f), x, [0, 2], method="residual", step=h).final
-    assert float((got - wanted).abs().max()) < 1e-14
-
-
 def test_layers_in_sequence_are_a_residual_network() -> None:
     maps = [random_attention(seed) for seed in (6, 7, 8)]
     x = tokens(6, 5, D)
@@ -191,19 +181,6 @@ def test_estimated_error_is_near_the_true_one(method: str) -> None:
     assert flow(f, x, [0, 0.48], method=method, **keywords).error is None
 
 
-def test_an_adaptive_method_holds_its_tolerance_for_each_token_alone() -> None:
-    # One token of a thousand moves: averaged over tokens its error would be √1000 times smaller than it is.
-    def velocity(t: Tensor, x: Tensor) -> Tensor:
-        v = torch.zeros_like(x)
-        v[0, 0], v[0, 1] = -5 * x[0, 1], 5 * x[0, 0]
-        return v
-
-    x = torch.ones(1000, 2, dtype=torch.float64)
-    got = flow(velocity, x, [0, 1], rtol=1e-5, atol=1e-12).final[0]
-    alone = flow(velocity, x[:1], [0, 1], rtol=1e-5, atol=1e-12).final[0]
-    assert torch.equal(got, alone)
-
-
 # ---- resuming, progress, gradients, precision
 
 
@@ -234,17 +211,6 @@ def test_gradients_are_kept_where_the_start_asks_for_them(method: str) -> None:
 
 
 # ---- measures
-
-
-def test_weights_are_repeated_tokens() -> None:
-    f, x = random_attention(18), tokens(18, 3, D)
-    repeated = torch.cat([x[:1].expand(3, D), x[1:2], x[2:].expand(2, D)])
-    measure = DiscreteMeasure(x, torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64) / 6)
-    got = flow(f, measure, [0, 0.5, 1], method="rk4", step=0.1)
-    wanted = flow(f, repeated, [0, 0.5, 1], method="rk4", step=0.1).states
-    assert float((got.points - wanted[:, [0, 3, 4]]).abs().max()) < 1e-9
-    assert isinstance(got.final, DiscreteMeasure)
-    assert torch.allclose(got.final.weights, measure.weights, atol=1e-15)
 
 
 def test_a_masked_measure_flows_as_masked_tokens_in_any_order() -> None:
@@ -305,15 +271,6 @@ def test_blow_up_is_reported_at_its_time_with_the_states_before_it(method: str, 
     if step is None or method == "rk4":
         assert torch.allclose(got.final, x / (1 - 0.5 * x), rtol=1e-5)
     assert "between t = " in repr(got)
-
-
-def test_states_within_the_interval_of_the_blow_up_are_not_kept() -> None:
-    # Euler's method passes the singularity at t = 1 with finite numbers.
-    x = torch.tensor([[1.0]], dtype=torch.float64)
-    got = flow(lambda t, x: x * x, x, [0.05 * i for i in range(60)], method="euler", step=0.05)
-    lower, upper = got.blow_up
-    assert lower <= 1.0 <= upper
-    assert lower - 0.051 < float(got.times[-1]) < lower
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -443,14 +400,3 @@ def test_bad_input_is_refused(change: dict[str, object], argument: str, words: s
 def test_bad_fields_are_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         make()
-
-
-@pytest.mark.parametrize("kind", [L2Attention, SinkhornAttention])
-def test_other_attentions_flow(kind: type[L2Attention | SinkhornAttention]) -> None:
-    draws = [tokens(25 + i, 2, 3, 4) / 2 for i in range(3)]
-    f, x = kind(*draws, tokens(28, 4, 6) / 3), tokens(29, 4, 4)
-    wanted = scipy_flow(lambda y: f(torch.as_tensor(y)).numpy(), x, [0, 0.5])[-1]
-    got = flow(f, x, [0, 0.5], rtol=1e-6, atol=1e-6)
-    assert np.abs(got.final.numpy() - wanted).max() < 1e-5
-    measure = flow(f, DiscreteMeasure(x), [0, 0.5], rtol=1e-6, atol=1e-6)
-    assert np.abs(measure.final.points.numpy() - wanted).max() < 1e-5

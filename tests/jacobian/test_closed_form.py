@@ -41,9 +41,7 @@ def test_closed_form_equals_dense_autodiff(name: str, n: int) -> None:
         "sinks, softcap, score bias",
     ],
 )
-def test_probabilities_may_be_formed_in_blocks(
-    name: str, entries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probabilities_may_be_formed_in_blocks(name, entries, monkeypatch) -> None:
     f, x = CASES[name](6), tokens(3, 3, 6, D)
     whole = closed_form_jacobian(f, x)
     monkeypatch.setitem(scaled_dot_product._ENTRIES, "cpu", entries)

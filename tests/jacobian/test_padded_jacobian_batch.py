@@ -110,9 +110,7 @@ def test_operators_of_unlike_kinds_are_refused() -> None:
         ],
     ),
 )
-def test_each_sequence_gets_the_interval_that_it_gets_alone(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_sequence_gets_the_interval_that_it_gets_alone(name, dtype, monkeypatch) -> None:
     """Of two tokens of dimension 6 the Krylov space ends at step 12 and before; of the longest it goes on."""
     from howsmooth.lipschitz import measurement
 

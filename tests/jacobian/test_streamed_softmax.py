@@ -10,7 +10,7 @@ import torch
 import howsmooth as hs
 from howsmooth.attention import TokenMap
 from howsmooth.attention.masks import Visibility
-from howsmooth.jacobian import closed_form_jacobian, streamed_softmax, tiling
+from howsmooth.jacobian import closed_form_jacobian, tiling
 from howsmooth.jacobian.centred_queries_keys_values import Operands
 from howsmooth.jacobian.closed_form import has_closed_form
 from howsmooth.jacobian.streamed_softmax import streamed_derivative
@@ -87,9 +87,7 @@ def check_fine_cuts(f: TokenMap, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", others_slow(LAYERS, VARIED))
-def test_products_are_those_of_the_dense_jacobian_where_blocks_have_strips(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_those_of_the_dense_jacobian_where_blocks_have_strips(name, monkeypatch) -> None:
     cut_finely(monkeypatch, threads=2)
     check_fine_cuts(CASES[name](11), tokens(5, 2, 11, D))
 
@@ -108,9 +106,7 @@ ONE_HEAD = {
 
 @pytest.mark.parametrize("threads", others_slow([1, 2, 3, 4], [1, 3]))
 @pytest.mark.parametrize("keywords", ONE_HEAD.values(), ids=ONE_HEAD)
-def test_one_head_is_cut_into_rows_of_each_thread(
-    keywords: dict[str, object], threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_head_is_cut_into_rows_of_each_thread(keywords, threads, monkeypatch) -> None:
     cut_finely(monkeypatch, threads)
     # Of two threads, each has four of the first block's rows, and three of the last one's.
     check_fine_cuts(random_attention(1, **{"heads": 1, "kv_heads": 1} | keywords), tokens(2, 2, 14, D))
@@ -119,9 +115,7 @@ def test_one_head_is_cut_into_rows_of_each_thread(
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("temperature", [1.0, 40.0], ids=["scores in float32", "scores in float64"])
 @pytest.mark.parametrize("keywords", [{"causal": True}, {"kv_heads": 1, "sinks": torch.ones(3).double()}])
-def test_float32_products_keep_their_digits_whatever_the_scores(
-    temperature: float, keywords: dict[str, object]
-) -> None:
+def test_float32_products_keep_their_digits_whatever_the_scores(temperature, keywords) -> None:
     f, x = random_attention(3, temperature=temperature, **keywords), tokens(1, 1, 6, D)
     dense = dense_jacobian(f, x[0])
     op = closed_form_jacobian(f, x, dtype=torch.float32, streamed=True)
@@ -152,32 +146,6 @@ def test_a_mask_that_differs_between_heads_and_members_hides_tiles() -> None:
         0.5 * tangents[0].reshape(4, n, 3), tangents[1].flatten(0, 1), tangents[2].flatten(0, 1)
     )
     torch.testing.assert_close(found.view(2, 2, n, 4), expected)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "tiles"),
-    [({}, 64), ({"causal": True}, 36), ({"causal": True, "window": 9}, 15), ({"window": 9}, 22)],
-    ids=["all", "causal", "causal window", "window"],
-)
-def test_tiles_that_no_query_sees_are_not_formed(
-    keywords: dict[str, object], tiles: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(tiling._COLUMNS, "cpu", 8)
-    monkeypatch.setitem(tiling._TILE, "cpu", 64)
-    monkeypatch.setattr(tiling, "_ROWS", 1)
-    monkeypatch.setattr(tiling, "_FEWEST_ROWS", 1)
-    op = closed_form_jacobian(random_attention(0, heads=1, **keywords), tokens(0, 1, 64, D), streamed=True)
-    formed = 0
-    original = streamed_softmax._Tiles._tile
-
-    def count(self: streamed_softmax._Tiles, *arguments: object) -> object:
-        nonlocal formed
-        formed += 1
-        return original(self, *arguments)
-
-    monkeypatch.setattr(streamed_softmax._Tiles, "_tile", count)
-    op.gram_product(tokens(1, 1, 64, D))
-    assert formed == tiles
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) -> None:

@@ -121,9 +121,7 @@ def exact(f: hs.SelfAttention, x: Tensor, log_weights: Tensor, positions: Tensor
         (-1400.0, 10.0, 3.0, {"heads": 2, "causal": True}),
     ],
 )
-def test_weights_beyond_float64_against_fifty_digits(
-    least: float, temperature: float, size: float, keywords: dict[str, object]
-) -> None:
+def test_weights_beyond_float64_against_fifty_digits(least, temperature, size, keywords) -> None:
     f = random_attention(
         3, d=2, d_out=2, key_dim=2, value_dim=2, temperature=temperature, biases=False, **keywords
     )

@@ -155,15 +155,6 @@ def test_derivative_is_that_of_finite_differences():
         assert float(slope[i, 1]) == pytest.approx(numeric, rel=1e-6, abs=1e-9)
 
 
-def test_entropic_for_each_position():
-    mu, nu = with_positions(16, [5, 4, 6], THETA), with_positions(17, [4, 5, 6], THETA)
-    truth = float(conditional_wasserstein(mu, nu).value)
-    found = conditional_wasserstein(mu, nu, method="entropic")
-    assert found.converged
-    assert found.lower <= truth <= found.upper
-    assert 1e-6 < found.upper / found.lower - 1 < 1.1e-2
-
-
 def test_what_is_refused():
     x = points(18, 4, 2)
     plain, placed = DiscreteMeasure(x), DiscreteMeasure.sequence(x)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import TokenMap
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
@@ -251,9 +250,7 @@ def test_refusals_name_the_argument(build: object, argument: str, words: str) ->
         ),
     ],
 )
-def test_maps_refuse_measures_on_which_they_do_not_act(
-    f: TokenMap, measure: DiscreteMeasure, words: str
-) -> None:
+def test_maps_refuse_measures_on_which_they_do_not_act(f, measure, words) -> None:
     with pytest.raises(ArgumentError) as caught:
         f(measure)
     assert caught.value.argument == "measure"

@@ -106,18 +106,6 @@ def test_coinciding_atoms_may_be_given_apart_or_together(name: str) -> None:
     assert values[0] == pytest.approx(values[1], rel=1e-9)
 
 
-def test_one_atom_is_moved_by_the_values_alone() -> None:
-    f = random_attention(16)
-    mu = DiscreteMeasure(tokens(33, 1, D))
-    values = sum(f.output[:, h * f.value_dim : (h + 1) * f.value_dim] @ f.value[h] for h in range(f.heads))
-    found = wasserstein_lipschitz(f, mu, rtol=1e-9)
-    assert found.value == pytest.approx(float(torch.linalg.matrix_norm(values, 2)), rel=1e-9)
-    assert found.splitting == pytest.approx(0.0, abs=1e-12)
-    autodiff = hs.local_lipschitz(f, mu, rtol=1e-9, method="autodiff")
-    assert autodiff.method == "autodiff"
-    assert float(autodiff.value) == pytest.approx(found.value, rel=1e-9)
-
-
 def test_repeated_tokens_and_weights_agree() -> None:
     """‖D_X f‖ at tokens repeated 1, 3 and 2 times is the constant in W₂ where each of these may split."""
     f, x, counts = random_attention(7, temperature=3.0), tokens(23, 3, D), torch.tensor([2, 3, 4])
@@ -168,15 +156,6 @@ def test_other_attentions_at_measures(kind: str) -> None:
     apart = [torch.linalg.matrix_norm(halves[2 * i, 2 * i] - halves[2 * i, 2 * i + 1], 2) for i in range(5)]
     assert found.splitting == pytest.approx(float(torch.stack(apart).max()), rel=1e-6)
     assert found.atom == int(torch.stack(apart).argmax())
-
-
-def test_float32_measures_are_measured_in_float64() -> None:
-    f, x = random_attention(10, dtype=torch.float32), tokens(25, 5, D, dtype=torch.float32)
-    mu = DiscreteMeasure(x, WEIGHTS)
-    estimate = hs.local_lipschitz(f, mu, rtol=1e-10)
-    exact = weighted_dense(f.to(dtype=torch.float64), x.double(), WEIGHTS)
-    assert estimate.value.dtype == torch.float64
-    assert float(estimate.value) == pytest.approx(float(torch.linalg.matrix_norm(exact, 2)), rel=1e-10)
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
@@ -286,21 +265,6 @@ def test_no_small_displacement_of_split_atoms_does_more(causal: bool) -> None:
         nu, other = halved(mu, first), halved(mu, second)
         largest = max(largest, w2(f(nu), f(other)) / w2(nu, other))
     assert 0.9 * found.value < largest <= found.value * (1 + 2e-3)
-
-
-def test_a_little_mass_moved_far_is_another_matter() -> None:
-    """A = 10, half a mass at −1 and at 1: the constant is 1, and yet W₂-small changes of μ do 1.6 times more.
-
-    The mass 1e-8 moved from −1 to 0.2 has W₂ = 1.2e-4 and W_∞ = 1.2; its image goes from −1 to tanh 2.
-    """
-    f, mu = line(10.0), on_the_line([-1.0, 1.0], [0.5, 0.5])
-    local = wasserstein_lipschitz(f, mu).value
-    assert local == pytest.approx(1.0, abs=1e-6)
-    little = 1e-8
-    nu = on_the_line([-1.0, 0.2, 1.0], [0.5 - little, little, 0.5])
-    quotient = w2(f(mu), f(nu)) / w2(mu, nu)
-    assert quotient == pytest.approx((1 + math.tanh(2.0)) / 1.2, rel=1e-3)
-    assert quotient > 1.6 * local
 
 
 # ---- globally: the supremum of the local constants

@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,7 +121,7 @@ def test_no_constant_is_stated_for_weights_that_are_no_numbers(name: str, value:
         if name in ATTENTION:
             for ask in (layer.lipschitz_bound, layer.output_radius):
                 with pytest.raises(NonFiniteError):
-                    ask(LENGTH, RADIUS)  # type: ignore[operator]
+                    ask(LENGTH, RADIUS)
             # A shift of the outputs has no part in the constant, and makes them no numbers.
             with contextlib.suppress(NonFiniteError):
                 assert not torch.isfinite(called(layer, inputs(LAYERS[name]))).all()
@@ -323,7 +322,7 @@ def test_training_is_the_same_function(name: str) -> None:
     with torch.no_grad():
         if name == "SpectralLinear":
             # In training its estimates of singular vectors get better; where they are right, they stay.
-            layer.settle()  # type: ignore[operator]
+            layer.settle()
             torch.testing.assert_close(
                 called(layer.train(), x), called(layer.eval(), x), rtol=1e-5, atol=1e-6
             )
@@ -423,9 +422,7 @@ def wrong_calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_no_annotation_allows_is_refused_by_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_annotation_allows_is_refused_by_a_sentence(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     calls = list(wrong_calls())
     assert len(calls) > 500

@@ -149,7 +149,7 @@ def test_a_forward_is_evaluated_as_its_parts_are(inside: bool) -> None:
     (model, parts), x = own_and_parts(), images()
     if inside:
         model, parts = (nn.Sequential(one, nn.Identity(), nn.Linear(3, 2)).double() for one in (model, parts))
-        parts[2] = model[2]  # type: ignore[index, operator]
+        parts[2] = model[2]
     y = torch.arange(40) % 2
     found, wanted = (hs.nn.evaluate(one, x, y, length=4, radius=2.0, batch=7) for one in (model, parts))
     assert found.certificate.constant == pytest.approx(wanted.certificate.constant, rel=1e-9)
