@@ -23,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from howsmooth.nn import LipschitzMonitor
 
 PROBES = torch.randint(0, 40, (3, 7), generator=torch.Generator().manual_seed(5))
-WAYS = ("none", "after the step", "before the step", "before the backward pass", "attached", "diverged")
+WAYS = ("none", "after the step", "before the backward pass", "attached", "diverged")
 
 
 def gpt2(dropout: float = 0.3, seed: int = 0) -> GPT2LMHeadModel:
@@ -76,8 +76,6 @@ def trained(way: str, device: str = "cpu") -> dict[str, Any]:
         if monitor is not None and way == "before the backward pass":
             monitor.step()
         loss.backward()
-        if monitor is not None and way == "before the step":
-            monitor.step()
         optimizer.step()
         optimizer.zero_grad()
         if monitor is not None and way == "after the step":

@@ -255,9 +255,7 @@ def test_the_error_of_a_measure_is_weighted_as_the_measure_is() -> None:
 # ---- blow-up, and integrators that give up
 
 
-@pytest.mark.parametrize(
-    ("method", "step"), [("dopri5", None), ("dopri8", None), ("rk4", 0.02), ("euler", 0.02)]
-)
+@pytest.mark.parametrize(("method", "step"), [("dopri8", None), ("rk4", 0.02), ("euler", 0.02)])
 def test_blow_up_is_reported_at_its_time_with_the_states_before_it(method: str, step: float | None) -> None:
     x = torch.tensor([[0.5, 1.0]], dtype=torch.float64)
     keywords = {"step": step} if step else {"rtol": 1e-6, "atol": 1e-6}
@@ -273,7 +271,7 @@ def test_blow_up_is_reported_at_its_time_with_the_states_before_it(method: str, 
     assert "between t = " in repr(got)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_numbers_that_leave_their_range_are_no_nan(dtype: torch.dtype) -> None:
     x = torch.full((1, 1), torch.finfo(dtype).max ** 0.8, dtype=dtype)
     big = 0.2 * math.log(torch.finfo(dtype).max)

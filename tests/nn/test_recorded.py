@@ -57,7 +57,7 @@ def test_every_layer_is_recorded() -> None:
 
 # Every layer is compiled by default, attention where it refuses; what export and tracing do beside, a few
 # layers of each kind show.
-TELLING = ("SoftmaxAttention", "SinkhornAttention", "OrthogonalLinear", "SelfAttentionBlock")
+TELLING = ("SoftmaxAttention", "SinkhornAttention")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_graph_gives_what_the_layer_gives(name: str, how: str) -> None:
         torch.testing.assert_close(tokens_of(graph(given)), tokens_of(layer(given)))
 
 
-@pytest.mark.parametrize("name", others_slow(LAYERS, [*TELLING[:-1], "LipschitzLayerNorm"]))
+@pytest.mark.parametrize("name", others_slow(LAYERS, ["SoftmaxAttention", "LipschitzLayerNorm"]))
 def test_a_compiled_layer_under_function_transforms(name: str) -> None:
     """Transforms of a compiled layer are traced whole, so they are taken inside what is compiled."""
     layer = made(name).double()
@@ -135,7 +135,11 @@ def test_onnx(name: str, deployed: bool) -> None:
     ("name", "how"),
     others_slow(
         itertools.product(ATTENTION, ["compile", "export"]),
-        [*((name, "compile") for name in ATTENTION), ("SoftmaxAttention", "export")],
+        [
+            ("LipschitzNormAttention", "compile"),
+            ("SinkhornAttention", "compile"),
+            ("SoftmaxAttention", "export"),
+        ],
     ),
 )
 def test_a_graph_refuses_what_the_layer_refuses(name: str, how: str) -> None:
@@ -185,14 +189,6 @@ def test_a_divisor_of_earlier_weights_is_not_recorded(how: str) -> None:
     torch.compiler.reset()
     with pytest.raises(refused, match="training mode"):
         REFUSING[how](layer, x.double())(x.double())
-
-
-def test_a_graph_gives_weights_no_part_of_a_gradient() -> None:
-    layer, x = made("SoftmaxAttention"), inputs(LAYERS["SoftmaxAttention"]).requires_grad_()
-    graph = RECORDERS["compile"](layer, x)
-    tokens_of(graph(x)).square().sum().backward()
-    assert x.grad is not None
-    assert all(weight.grad is None for weight in layer.parameters())
 
 
 @pytest.mark.parametrize("name", others_slow(ATTENTION, ["SinkhornAttention"]))
