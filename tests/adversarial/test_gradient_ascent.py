@@ -277,33 +277,25 @@ def test_starts_of_which_float64_knows_no_digit_are_left_out():
 
 
 def test_refusals():
-    f = head_of(58)
-    with pytest.raises(ArgumentError, match="map of this library"):
-        ascend(torch.sin, 5, 1.0)
-    with pytest.raises(ArgumentError, match="radius"):
-        ascend(f, 5)
-    with pytest.raises(ArgumentError, match="radius"):
-        ascend(f, 5, 1.0, domain=Ball(1.0))
-    with pytest.raises(ArgumentError, match="radius"):
-        ascend(f, 5, 0.0)
-    with pytest.raises(ArgumentError, match="domain="):
-        ascend(f, 5, Ball(1.0))
-    with pytest.raises(ArgumentError, match=r"hs\.SelfAttention"):
-        ascend(Head(torch.eye(2), torch.eye(2)), 5, 1.0)
-    with pytest.raises(ArgumentError, match="length"):
-        ascend(f, 0, 1.0)
-    with pytest.raises(ArgumentError, match="length"):
-        ascend(f, 5, domain=Around(tokens(59, 4, D), 1.0))
-    with pytest.raises(ArgumentError, match="dimension"):
-        ascend(f, domain=Around(tokens(59, 4, D + 1), 1.0))
-    with pytest.raises(ArgumentError, match="starts"):
-        ascend(f, 5, 1.0, starts=[tokens(60, 4, D)])
-    with pytest.raises(ArgumentError, match="starts"):
-        ascend(f, 5, 1.0, starts=[], random_starts=0)
-    with pytest.raises(ArgumentError, match="steps"):
-        ascend(f, 5, 1.0, steps=-1)
-    with pytest.raises(ArgumentError, match="seed"):
-        ascend(f, 5, 1.0, seed=0.5)
+    f, near = head_of(58), Around(tokens(59, 4, D), 1.0)
+    for arguments, keywords, words in (
+        ((torch.sin, 5, 1.0), {}, "map of this library"),
+        ((f, 5), {}, "radius"),
+        ((f, 5, 1.0), {"domain": Ball(1.0)}, "radius"),
+        ((f, 5, 0.0), {}, "radius"),
+        ((f, 5, Ball(1.0)), {}, "domain="),
+        ((Head(torch.eye(2), torch.eye(2)), 5, 1.0), {}, r"hs\.SelfAttention"),
+        ((f, 0, 1.0), {}, "length"),
+        ((f, 5), {"domain": near}, "length"),
+        ((f,), {"domain": Around(tokens(59, 4, D + 1), 1.0)}, "dimension"),
+        ((f, 5, 1.0), {"starts": [tokens(60, 4, D)]}, "starts"),
+        ((f, 5, 1.0), {"starts": [], "random_starts": 0}, "starts"),
+        ((f, 5, 1.0), {"steps": -1}, "steps"),
+        ((f, 5, 1.0), {"seed": 0.5}, "seed"),
+        ((f, 5, 1.0), {"objective": "max"}, "objective"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            ascend(*arguments, **keywords)
 
 
 # ---- the token-wise constant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -12,10 +13,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, conditional_wasserstein, wasserstein
-
-
-def points(seed: int, n: int, d: int, shift: float = 0.0) -> Tensor:
-    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + shift
+from tests.measures.test_transport import points
 
 
 def with_positions(seed: int, counts: list[int], theta: list[float], d: int = 2) -> DiscreteMeasure:
@@ -164,10 +162,9 @@ def test_what_is_refused():
         conditional_wasserstein(x, placed)
     with pytest.raises(ArgumentError, match="dimension 2"):
         conditional_wasserstein(placed, DiscreteMeasure.sequence(points(19, 4, 3)))
-    for name in ("position_tolerance", "mass_tolerance"):
-        for value in (-1.0, math.nan, "0"):
-            with pytest.raises(ArgumentError, match=name):
-                conditional_wasserstein(placed, placed, **{name: value})
+    for name, value in itertools.product(("position_tolerance", "mass_tolerance"), (-1.0, math.nan, "0")):
+        with pytest.raises(ArgumentError, match=name):
+            conditional_wasserstein(placed, placed, **{name: value})
     logs = torch.full((4,), -math.log(4.0), requires_grad=True)
     weighted = DiscreteMeasure(points(20, 4, 2), log_weights=logs, positions=placed.positions)
     with pytest.raises(ArgumentError, match="weights without gradients"):

@@ -147,7 +147,7 @@ def test_a_module_at_two_places_stays_one() -> None:
 
 def test_what_is_refused() -> None:
     for model, words in (
-        (hs.nn.SoftmaxAttention(D, 2, length=N), "SelfAttentionBlock"),
+        (LAYERS["SoftmaxAttention"].build(beyond="clip"), "SelfAttentionBlock"),
         (nn.Linear(2, 2, dtype=torch.bfloat16), "float32 or float64"),
         (Tensor([1.0]), r"torch\.nn\.Module"),
     ):
