@@ -105,23 +105,6 @@ def test_l2_attention_in_one_dimension_follows_its_closed_form() -> None:
         assert invariant(sigma) - invariant(1.5) == pytest.approx(4 * s * v * q * k * t, abs=1e-6)
 
 
-def test_particles_converge_to_the_gaussian_at_the_rate_one_half() -> None:
-    # The same Runge–Kutta steps for both: what is left is the sampling alone.
-    f, start = random_attention(3, heads=1, d=2, d_out=2, temperature=0.5), random_gaussian(4, 2, 0.4)
-    keywords = {"method": "rk4", "step": 0.25}
-    wanted = flow(f, start, [0, 0.5], **keywords).final
-    counts, seeds = [16, 64, 256], 64
-    errors = []
-    for n in counts:
-        x = torch.stack([start.sample(n, 1000 * n + seed).points for seed in range(seeds)])
-        y = flow(f, x, [0, 0.5], **keywords).final
-        mean = y.mean(dim=1)
-        covariance = (y - mean[:, None]).mT @ (y - mean[:, None]) / n
-        errors.append(float((mean - wanted.mean).norm().hypot((covariance - wanted.covariance).norm())))
-    assert np.polyfit(np.log(counts), np.log(errors), 1)[0] == pytest.approx(-0.5, abs=0.08)
-    assert errors[-1] / math.sqrt(seeds) < 0.02
-
-
 def test_residual_layers_move_a_gaussian_as_residual_maps_do() -> None:
     f, start = random_attention(5), random_gaussian(6)
     wanted = hs.Residual(f)(hs.Residual(f)(start))

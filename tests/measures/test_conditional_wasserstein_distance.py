@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import linprog
-from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, conditional_wasserstein, wasserstein
@@ -135,22 +134,6 @@ def test_positions_of_tiny_mass_count():
     found = conditional_wasserstein(mu, nu)
     assert float(found.value.log()) == pytest.approx((-1400 + math.log(2)) / 2, rel=1e-13)
     assert found.converged
-
-
-def test_derivative_is_that_of_finite_differences():
-    mu, nu = with_positions(14, [3, 4, 1], THETA), with_positions(15, [2, 5, 3], THETA)
-
-    def distance(x: Tensor) -> Tensor:
-        one = DiscreteMeasure(x, log_weights=mu.log_weights, positions=mu.positions)
-        return conditional_wasserstein(one, nu, gradient=True).value
-
-    x = mu.points.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(distance(x), x)
-    for i in range(mu.n):
-        step = torch.zeros_like(x)
-        step[i, 1] = 1e-6
-        numeric = float((distance(x + step) - distance(x - step)).detach()) / 2e-6
-        assert float(slope[i, 1]) == pytest.approx(numeric, rel=1e-6, abs=1e-9)
 
 
 def test_what_is_refused():

@@ -79,34 +79,6 @@ def test_action_is_the_integral_of_the_definition(kind: str, d: int, keywords: d
 
 
 @pytest.mark.parametrize("kind", ["softmax", "l2"])
-def test_image_is_that_of_large_samples(kind: str) -> None:
-    """Mean and covariance over 30 samples of 1000 atoms, within five standard errors of their average."""
-    f = hs.Residual(_attention(kind, 3, temperature=0.3))
-    gaussian = _gaussian(3, D)
-    image = f(gaussian)
-    moved = [f(gaussian.sample(1000, seed=seed)) for seed in range(30)]
-    for exact, found in (
-        (image.mean, torch.stack([m.mean for m in moved])),
-        (image.covariance, torch.stack([m.covariance for m in moved])),
-    ):
-        error = found.std(dim=0) / math.sqrt(len(moved))
-        assert bool(((found.mean(dim=0) - exact).abs() < 5 * error).all())
-        # The error bars say something: they are small next to what is measured.
-        assert float(error.max()) < 0.05 * float(exact.abs().max())
-    assert isinstance(image, Gaussian)
-
-
-def test_image_of_one_head_is_the_formula_of_the_paper() -> None:
-    f = random_attention(4, heads=1, biases=False)
-    gaussian = _gaussian(4, D)
-    a = f.scale * f.key[0].mT @ f.query[0]
-    v, sigma = f.output @ f.value[0], gaussian.covariance
-    image = f(gaussian)
-    torch.testing.assert_close(image.mean, v @ (gaussian.mean + sigma @ a @ gaussian.mean))
-    torch.testing.assert_close(image.covariance, v @ sigma @ a @ sigma @ a.mT @ sigma @ v.mT)
-
-
-@pytest.mark.parametrize("kind", ["softmax", "l2"])
 def test_singular_covariances_are_limits_of_regular_ones(kind: str) -> None:
     f, singular = _attention(kind, 5), _gaussian(5, D, rank=2)
     near = Gaussian(singular.mean, singular.covariance + 1e-9 * torch.eye(D, dtype=torch.float64))
