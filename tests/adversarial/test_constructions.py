@@ -133,6 +133,11 @@ def test_balanced_tokens_are_built_where_no_tie_grows(d, n):
     assert max(others) < 10
 
 
+def test_balanced_tokens_stay_in_the_ball():
+    x = adversarial.balanced(diagonal(-1.0, 1.0), 4, 0.3).x
+    assert adversarial.Ball(0.3).contains(x)
+
+
 def test_short_sequences():
     head = diagonal(-1.0, 1.0)
     assert adversarial.constructions(head, 1, 1.0) == []

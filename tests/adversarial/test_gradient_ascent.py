@@ -107,6 +107,15 @@ def test_values_of_atoms_are_lower_limits_and_near(causal, heads):
     assert search.values.tolist() == sorted(search.values.tolist(), reverse=True)
 
 
+def test_atoms_of_a_sequence():
+    x = adversarial.two_heavy_tokens(head_of(36), 9, 1.0).x
+    atoms = RepeatedTokens.of("two_heavy_tokens", x)
+    assert atoms is not None
+    assert atoms.counts == (1, 1, 7)
+    assert torch.equal(atoms.tokens(), x)
+    assert RepeatedTokens.of("many", tokens(37, 9, D)) is None
+
+
 # ---- what it finds
 
 
@@ -260,6 +269,16 @@ def test_a_value_that_did_not_converge_is_never_accepted(monkeypatch):
     history = ascent.history
     assert not history[history.step.between(1, 5)].accepted.any()
     assert torch.allclose(ascent.x, start)
+
+
+def test_steep_starts_that_do_not_converge_count_with_their_lower_limit():
+    # Scores of 1e10 leave few digits: the interval of the steepest start is wider than rtol.
+    parameters = 10 * torch.randn(3, 1, 3, 3, generator=torch.Generator().manual_seed(3)).double()
+    f = hs.SelfAttention(*parameters)
+    found = ascend(f, 4, 1e4, steps=2, atom_restarts=0)
+    built = adversarial.two_heavy_tokens(f, 4, 1e4)
+    assert found.value >= float(hs.local_lipschitz(f, built.x).lower) > 1e9
+    assert "not converged" in repr(found)
 
 
 def test_starts_of_which_float64_knows_no_digit_are_left_out():

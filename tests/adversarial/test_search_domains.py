@@ -113,3 +113,7 @@ def test_refusals():
         Around(torch.full((2, 2), math.nan), 1.0)
     with pytest.raises(ArgumentError, match="shape"):
         Around(torch.zeros(2, 2), 1.0).random(torch.Generator(), 3, 2)
+
+
+def test_domains_say_what_they_are(domain):
+    assert domain.describe() in repr(domain)

@@ -14,6 +14,7 @@ from howsmooth import adversarial, bounds
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.pre_norm_upper_bounds import absorb_norm
 from howsmooth.dynamics import Rescaled
+from howsmooth.dynamics.rescaled_tokens import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.paper.published_code.altered_attention import DropoutAttention, unmasked, wrong_slices
@@ -142,6 +143,11 @@ def test_what_knows_plain_scores_only_refuses_by_name(who, keywords, words, tmp_
     with pytest.raises(ArgumentError) as caught:
         REFUSING[who](_square(**keywords), tmp_path)
     assert words in caught.value.got
+
+
+def test_tokens_that_are_equal_move_less_with_sinks_so_there_is_no_value_matrix() -> None:
+    with pytest.raises(ArgumentError, match="sinks"):
+        value_matrix(_square(sinks=tokens(78, 2)))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from howsmooth.attention import scaled_dot_product
 from howsmooth.attention.custom_code_attention import SoftmaxCore
 from howsmooth.attention.masks import check_window
 from howsmooth.bounds import ball_lower_bounds as lower_bounds
+from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.ball_lower_bounds import equal_tokens_lower_bound
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Gaussian
@@ -155,6 +156,13 @@ def test_bounds_are_those_of_the_mask(heads: int, causal: bool) -> None:
     assert float(bounds.best(f, x).value) >= truth
 
 
+def test_the_first_rows_of_a_wide_causal_window_are_those_of_a_triangle() -> None:
+    wide = random_attention(3, heads=1, causal=True, window=2000)
+    triangle = random_attention(3, heads=1, causal=True)
+    expected = equal_tokens_lower_bound(triangle, 2000, 1.0).value
+    assert equal_tokens_lower_bound(wide, 300_000, 1.0).value == pytest.approx(expected, rel=1e-12)
+
+
 def test_bounds_of_other_masks_do_not_hold_for_a_window() -> None:
     for causal in (True, False):
         f = random_attention(12, heads=1, biases=False, causal=causal, window=3)
@@ -180,6 +188,16 @@ def test_a_bound_of_a_long_window_is_that_of_its_width(monkeypatch: pytest.Monke
         value = torch.linalg.matrix_norm(f.output @ f.value[0], 2)
         expected = max(1.0, float(first)) * float(value)
         assert equal_tokens_lower_bound(f, 40_000, 1.0).value == pytest.approx(expected, rel=1e-9)
+
+
+def test_certificates_of_parameters_know_the_window() -> None:
+    f, masked = pair(13, 3, causal=True, heads=1)
+    x = tokens(4, N, D)
+    # Without the search, whose float32 turns the last digits of float64 into other weights.
+    expected = bounds.certificate(masked, x, iterations=0).value
+    for one in (f, parameters_of(f)):
+        found = bounds.certificate(one, x, iterations=0)
+        assert float(found.value) == pytest.approx(float(expected), rel=1e-9)
 
 
 # ---- searches

@@ -10,6 +10,7 @@ import torch
 from scipy.integrate import solve_ivp
 
 import howsmooth as hs
+from howsmooth.bounds import Head
 from howsmooth.dynamics import Sphere, clustering_bound, finite_context_bound, flow, log_stability_bound
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, wasserstein
@@ -148,3 +149,9 @@ def test_a_cosine_near_the_smallest_numbers_has_the_right_bound() -> None:
     assert clustering_bound(1.0, 1e-309, 1000.0) == pytest.approx(2.910565567e-11, rel=1e-8)
     assert clustering_bound(1.0, 0.5, 1e300) > 0
     assert clustering_bound(1.0, 1.0, 2.0) == 0
+
+
+def test_tiny_times_and_values_do_not_make_the_growth_zero() -> None:
+    tiny = Head(torch.eye(1).double(), 1e-300 * torch.eye(1).double())
+    assert log_stability_bound(tiny, 1.0, 1e-300) > 0
+    assert log_stability_bound(Head(torch.eye(1).double(), 0 * torch.eye(1).double()), 1.0, 1e300) == 0

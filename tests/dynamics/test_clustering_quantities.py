@@ -27,7 +27,7 @@ from howsmooth.dynamics import (
 from howsmooth.dynamics import clustering_quantities as clusters_module
 from howsmooth.dynamics.clustering_quantities import numerical_rank
 from howsmooth.dynamics.rescaled_tokens import value_matrix
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import D, random_attention, tokens
 
@@ -253,3 +253,8 @@ def test_bad_input_is_named(call: object, named: str) -> None:
     with pytest.raises(ArgumentError) as refused:
         call()
     assert refused.value.argument == named
+
+
+def test_tokens_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(NonFiniteError):
+        effective_rank(torch.full((2, 2), math.nan))

@@ -15,7 +15,7 @@ import howsmooth as hs
 from howsmooth.attention import L2Attention
 from howsmooth.dynamics import Layers, Sphere, flow
 from howsmooth.errors import ArgumentError
-from howsmooth.measures import Gaussian
+from howsmooth.measures import Gaussian, wasserstein
 from tests._cases import D, random_attention, tokens
 
 
@@ -113,6 +113,15 @@ def test_residual_layers_move_a_gaussian_as_residual_maps_do() -> None:
     assert torch.allclose(got.final.covariance, wanted.covariance, rtol=1e-9, atol=1e-9)
 
 
+def test_estimated_error_bounds_the_distance_to_the_true_gaussian() -> None:
+    start = random_gaussian(8, 3)
+    mean, covariance = riccati(start, 0.6, 0.8, 1.0)
+    for keywords in ({"method": "midpoint", "step": 0.05}, {"rtol": 1e-4, "atol": 1e-4}):
+        got = flow(multiples_of_identity(0.6, 0.8, 3), start, [0, 1], estimate_error=True, **keywords)
+        true = float(wasserstein(got.final, Gaussian(mean, covariance)).value)
+        assert 0 < true < 2 * got.error < 20 * true
+
+
 def test_a_dirac_follows_the_matrix_exponential() -> None:
     f = random_attention(12, heads=1, biases=False)
     start = Gaussian(tokens(13, D), torch.zeros(D, D, dtype=torch.float64))
@@ -132,6 +141,14 @@ def test_a_covariance_that_overflows_before_its_root_ends_the_flow(keywords: dic
     assert got.times.tolist() == [0.0, 5.0]
     assert got.blow_up[0] <= math.log(1.797e8) / 2 <= got.blow_up[1] < 10.5
     assert float(got.final.covariance) == pytest.approx(1e300 * math.exp(10), rel=1e-2)
+
+
+def test_a_covariance_that_overflows_in_the_last_step_is_not_kept() -> None:
+    f = hs.Residual(multiples_of_identity(1.0, 0.0, 1))
+    start = Gaussian(torch.zeros(1, dtype=torch.float64), torch.full((1, 1), 1e308, dtype=torch.float64))
+    got = flow(f, start, [0.0, 1.0], method="residual", step=1.0)
+    assert got.blow_up == (0.0, 1.0)
+    assert got.times.tolist() == [0.0]
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,19 @@ def test_a_run_that_is_cut_short_says_so_and_its_interval_holds() -> None:
     assert int(short.iterations[1]) == 4
 
 
+def test_float32_is_measured_in_float64() -> None:
+    f, x = small(10).to(dtype=torch.float32), tokens(15, 3, 3).float()
+    y = on_sphere(x, 1.0)
+    settings = {"method": "residual", "estimate_error": False}
+    for field, start in ((f, x), (Layers([f], 1.0), x), (Sphere(f), y), (Rescaled(f), x)):
+        single = growth(field, start, [0.0, 1.0], step=1.0, **settings)
+        assert single.value.dtype == single.states.dtype == torch.float64
+        if isinstance(field, Sphere):
+            torch.testing.assert_close(single.states.norm(dim=-1), torch.ones(2, 3, dtype=torch.float64))
+    double = growth(f.to(dtype=torch.float64), x.double(), [0.0, 1.0], step=1.0, **settings)
+    assert float(growth(f, x, [0.0, 1.0], step=1.0, **settings).value[1]) == float(double.value[1])
+
+
 def test_blow_up_is_reported_with_its_time() -> None:
     with pytest.raises(NonFiniteError, match=r"between t = 0\.\d+ and t = "):
         growth(lambda t, x: x**3, tokens(0, 2, 2).abs() + 0.5, [0.0, 1.0], step=0.01)

@@ -112,6 +112,23 @@ def test_one_head_is_cut_into_rows_of_each_thread(keywords, threads, monkeypatch
     check_fine_cuts(random_attention(1, **{"heads": 1, "kv_heads": 1} | keywords), tokens(2, 2, 14, D))
 
 
+def pieces_of_one_head(n: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> list[tiling.Piece]:
+    cut_finely(monkeypatch, threads)
+    op = closed_form_jacobian(random_attention(1, heads=1, causal=True), tokens(2, 1, n, D), streamed=True)
+    cut = op.core.tiling
+    return [piece for block in cut.blocks() for piece in cut.pieces(block)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_strips_form_what_is_seen_and_half_of_the_diagonals_squares(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = pieces_of_one_head(16, threads, monkeypatch)
+    assert any(isinstance(piece.block, tiling.DiagonalSquares) for piece in pieces) == (threads == 2)
+    # Strips have two rows, of which one does not see one key.
+    assert sum(piece.pairs for piece in pieces) == 16 * 17 // 2 + 8
+
+
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("temperature", [1.0, 40.0], ids=["scores in float32", "scores in float64"])
 @pytest.mark.parametrize("keywords", [{"causal": True}, {"kv_heads": 1, "sinks": torch.ones(3).double()}])

@@ -218,6 +218,12 @@ def test_a_factor_that_underflows_in_the_map_is_no_zero(dtype: torch.dtype) -> N
     assert float(found.lower) <= truth <= float(found.upper)
 
 
+def test_a_derivative_that_overflows_is_called_infinite_and_not_wrong() -> None:
+    gelu = torch.nn.GELU(approximate="tanh")
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        hs.local_lipschitz(gelu, tokens(0, 3, 2).float() * 1e26, batch_dims=0)
+
+
 def test_lost_digits_of_a_saturated_softmax_are_seen_with_the_default_seed() -> None:
     """A check along one vector on both sides cannot see entries that are zero in J and in Jᵀ."""
     x = torch.tensor([[60.0, -61.0, 40.4], [-50.0, -159.0, -27.7]])
@@ -429,6 +435,23 @@ def test_what_a_module_raises_or_returns_is_said_of_f(f, x, argument, words) -> 
         hs.local_lipschitz(f, x)
     assert caught.value.argument == argument
     assert words in str(caught.value)
+
+
+def test_a_site_in_place_of_its_map() -> None:
+    model = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True).eval()
+    sites = hs.capture(model, tokens(0, 1, 4, D, dtype=torch.float32))
+    for f, x in ((sites[0], sites[0].x), (sites, sites[0].x), (sites[0].map, sites[0])):
+        with pytest.raises(ArgumentError, match=r"local_lipschitz\(site.map, site.x\)"):
+            hs.local_lipschitz(f, x)
+
+
+def test_a_head_in_place_of_its_map() -> None:
+    A, V, x = tokens(0, D, D), tokens(1, D, D), tokens(2, 4, D)
+    with pytest.raises(ArgumentError) as caught:
+        hs.local_lipschitz(hs.bounds.Head(A, V), x)  # type: ignore[arg-type]
+    code = str(caught.value).split(" is ")[1].rstrip(".")
+    told = eval(code, {"hs": hs, "torch": torch, "A": A, "V": V})
+    assert torch.allclose(told(x), torch.softmax(x @ A.T @ x.T, dim=-1) @ x @ V.T)
 
 
 @pytest.mark.parametrize("transform", ["grad", "jacrev", "vjp"])

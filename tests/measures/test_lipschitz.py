@@ -95,6 +95,13 @@ def test_a_measure_at_which_splitting_is_worse_than_moving() -> None:
     assert "by splitting" in repr(found)
 
 
+def test_the_atom_that_splits_is_named_whatever_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.jacobian.fixed_measure_derivative._BLOCK", 1)
+    found = wasserstein_lipschitz(line(-1.0), on_the_line([2.0, -2.0, 0.0], [0.2, 0.2, 0.6]))
+    assert found.atom == 2
+    assert found.value == pytest.approx(1.6)
+
+
 @pytest.mark.parametrize("name", ["causal", "unmasked"])
 def test_coinciding_atoms_may_be_given_apart_or_together(name: str) -> None:
     f, x = random_attention(5, temperature=4.0, causal=name == "causal"), tokens(21, 5, D)

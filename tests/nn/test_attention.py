@@ -854,6 +854,16 @@ def test_tiny_and_huge_weights_in_float32_are_divided_in_float64(kind: str, size
         nn.deploy(made.eval())
 
 
+def test_queries_that_overflow_in_float64_are_refused() -> None:
+    """The bound of Lipschitz normalisation does not grow with the queries, whose squares are infinite."""
+    made = nn.LipschitzNormAttention(D, 2, length=N, radius=1.0, constant=1.0, dtype=F64)
+    with torch.no_grad():
+        made.in_proj_weight.mul_(1e300)
+        made.in_proj_weight[2 * D :].mul_(1e-300)
+    with pytest.raises(NonFiniteError, match=r"range of torch\.float64"):
+        made(tokens(1, 1, N, D, radius=0.9))
+
+
 # ---- what is refused, and what is clipped
 
 

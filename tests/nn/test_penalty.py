@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AlbertConfig,
+    AlbertModel,
     DistilBertConfig,
     DistilBertModel,
     T5Config,
@@ -443,7 +446,9 @@ TINY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", others_slow(["bert", "gpt2", "llama", *TINY], ["llama", *TINY]))
+@pytest.mark.parametrize(
+    "name", others_slow(["bert", "gpt2", "llama", *TINY], ["bert", "llama", "torch", "t5"])
+)
 def test_penalty_and_monitor_look_at_the_same_by_default(name: str) -> None:
     torch.manual_seed(0)
     model = TINY[name]().double().eval() if name in TINY else tiny(name, torch.float64)
@@ -485,6 +490,23 @@ def test_a_star_stands_for_what_is_between_two_dots() -> None:
     for pattern in ("*.self", "encoder.layer*.self", "layer.*"):
         with pytest.raises(ArgumentError, match=r"layers: .*\* stands for what is between two dots"):
             SpectralPenalty(model, [pattern])
+
+
+def test_an_output_projection_that_is_not_found_is_said() -> None:
+    """ALBERT's attention module has residual and norm in it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    model = AlbertModel(AlbertConfig(vocab_size=60, embedding_size=8, **sizes))
+    penalty = SpectralPenalty(model)
+    assert penalty.scope == "attention"
+    with penalty:
+        with pytest.warns(UserWarning, match="output projection of encoder.* was not found"):
+            model(token_ids(2, 5))
+        penalty()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(token_ids(2, 5))  # said once
+    assert set(penalty.report.table()["scope"]) == {"module"}
 
 
 def test_half_precision_and_autocast_compute_weights_in_memory() -> None:
@@ -674,6 +696,30 @@ def test_layers_that_are_called_by_their_forward_are_seen(kind: type, compiled: 
         assert len(gradients(model)) >= 2
     assert [*found[0]] == [*found[1]] == ["layers.0", "layers.1"]
     assert torch.equal(torch.stack([*found[0].values()]), torch.stack([*found[1].values()]))
+
+
+def test_a_copy_after_an_interrupted_pass_computes_with_its_own_weights() -> None:
+    class Interrupted(Direct):
+        stops = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if self.stops:
+                raise KeyboardInterrupt
+            return x
+
+    model, x = Interrupted(), tokens()
+    with SpectralPenalty(model) as penalty:
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        copied = copy.deepcopy(model)
+        model.stops = copied.stops = False
+        with torch.no_grad():
+            copied.layers[0].out_proj.weight.zero_()
+        calls = len(penalty._calls)
+        assert not torch.equal(copied(x), model(x))
+        assert len(penalty._calls) == calls  # those of the model alone
+    assert all("forward" not in vars(m) for m in model.modules())
 
 
 def test_a_replica_of_data_parallel_is_refused() -> None:

@@ -200,6 +200,29 @@ def test_orthogonality_long_after_convergence(basis: torch.dtype | None) -> None
         assert overlaps.diagonal(1).max() <= neighbours
 
 
+@BASES
+def test_many_maps_are_those_few_at_a_time(
+    basis: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end at different steps; some thirty at the first of them, which are then written together."""
+    leading = [5.0 if i < 35 else 1.0 + 0.05 * (i - 34) for i in range(50)]
+    values = torch.tensor([[top, *np.linspace(1.0, 0.1, 40)] for top in leading], dtype=torch.float64)
+    maps = values[..., None] * torch.linalg.qr(gaussian(3, 50, 600, 41)).Q.mT
+    operator, start = Dense(maps), gaussian(7, 50, 600)
+    options = {"rtol": 1e-3, "confidence": 0.999, "max_iterations": 40, "basis_dtype": basis}
+    many = lanczos(operator, start, **options)
+    monkeypatch.setattr("howsmooth.spectral.krylov_basis._MANY", 1000)
+    few = lanczos(operator, start, **options)
+    assert len(set(many.steps.tolist())) > 3
+    assert bool(many.converged.all())
+    assert many.steps.tolist() == few.steps.tolist()
+    digits = 1e-11 if basis is None else 1e-3
+    for name in ("sigma", "lower", "upper", "right", "left"):
+        torch.testing.assert_close(getattr(many, name), getattr(few, name), rtol=digits, atol=digits)
+    assert (many.lower * (1 - 1e-12) <= values[:, 0]).all()
+    assert (values[:, 0] <= many.upper).all()
+
+
 @pytest.mark.parametrize(("allowed", "steps"), [(2, [2, 2]), (8, [3, 8])])
 def test_members_of_fewer_dimensions_than_their_operator(allowed: int, steps: list[int]) -> None:
     """Each has the quantile of its own dimension, and ends where its own space does, with no chance left."""

@@ -506,6 +506,41 @@ def test_strict_raises_what_stands_in_the_way() -> None:
     assert all(module.training for module in model.modules())
 
 
+class OneOfTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([SelfAttending(broken=True), SelfAttending(broken=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class SelfAttending(nn.Module):
+    """Attention; the broken one looks at the keys with the largest scores only."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.broken = broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).mT
+        if self.broken:
+            least = scores.topk(2, dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < least, -math.inf)
+        return scores.softmax(-1) @ self.v(x)
+
+
+def test_a_refused_layer_does_not_hide_the_others() -> None:
+    torch.manual_seed(0)
+    rows = LipschitzMonitor(OneOfTwo(), torch.randn(2, 5, 8)).measure()
+    assert "sparsity" in rows[0].failure
+    assert rows[1].failure == ""
+    assert rows[1].lipschitz is not None
+
+
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
