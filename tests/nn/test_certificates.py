@@ -446,7 +446,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     (
         "spectral norm in training",
         lambda: parametrizations.spectral_norm(nn.Linear(D, D)),
-        "",
+        "parametrizations.weight.0",
         "model.eval()",
     ),
     (
