@@ -270,11 +270,13 @@ def test_a_small_basis_reaches_a_tight_tolerance() -> None:
     assert float(found.lower) <= 1.0 <= float(found.upper)
 
 
-def test_memory_that_holds_no_two_vectors_is_refused() -> None:
+def test_bases_that_are_none_are_refused() -> None:
     with pytest.raises(
         ArgumentError, match=r"basis_bytes: expected room for two vectors, 1200 bytes, got 1199"
     ):
         solve(torch.eye(300, dtype=torch.float64)[None], basis_bytes=1199, rtol=1e-4)
+    with pytest.raises(ArgumentError, match=r"basis_dtype: expected torch\.float64, float32 or"):
+        solve(torch.eye(3, dtype=torch.float64)[None], basis_dtype=torch.bfloat16)
 
 
 # ---- the run
