@@ -74,7 +74,7 @@ napoleon_custom_sections = [("Attributes", "params_style")]  # keeps "lower, upp
 _OTHERS = (
     "torch numpy np pandas pd scipy matplotlib jaxtyping transformers pathlib collections abc typing sqlite3 "
     "filelock Tensor ndarray Axes Dtype DataFrame Path Callable Sequence Mapping Iterator Any Self "
-    "concurrent distributed os dict PIL random"
+    "concurrent contextlib distributed os dict PIL random"
 )
 nitpick_ignore_regex = [
     (r"py:.*", rf"({'|'.join(_OTHERS.split())})\b.*"),

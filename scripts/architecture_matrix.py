@@ -154,10 +154,10 @@ def page(source: Path) -> str:
 _PAGE = """\
 # Architectures
 
-Can `howsmooth.capture` take the attention out of a model type, and is the result the model's own? The answer
-for each of the {types} model types of transformers {transformers} (torch {torch}) that have a base model is a
-line of [architectures.csv](_static/architectures.csv). `howsmooth inspect` answers it for a model of
-yours ({{doc}}`guide/any-model`).
+Can `howsmooth.capture` take the attention out of a model type, and is the result the model's own? Below is
+the answer for each of the {types} model types of transformers {transformers} (torch {torch}) that have a
+base model; all columns are in [architectures.csv](_static/architectures.csv). For a model of yours, ask
+`howsmooth inspect` ({{doc}}`how-to/other-models`).
 
 | types | |
 |---|---|
@@ -169,28 +169,24 @@ in {whole} every self-attention is captured |
 | {missing} | could not be built or run so small, in float64, or without packages that were not installed |
 
 Each type is built with two layers (of each kind), width 64 and random weights in float64, and run on a few
-tokens, a small image or a short piece of audio. Cross-attention is left out. The tokens of each captured site
-are moved *in the whole model*, and the change of the scope's values is compared with the captured map's:
+tokens, a small image or a short piece of audio. The tokens of up to twelve captured sites and scopes are
+moved *in the whole model*, and the change is compared with the captured map's: the largest relative error
+is {differences} by central differences (limit {differences_limit}) and {autodiff_error} by the model's own
+reverse mode ({autodiff_limit}).
 
-| judge | largest relative error | limit |
-|---|---|---|
-| central differences of the model | {differences} | {differences_limit} |
-| the model's own reverse mode | {autodiff_error} | {autodiff_limit} |
+`captured` of `sites` says how many layers of self-attention are captured, `closed_form` how many of these
+have their Jacobian in closed form. `bound` is the kind of upper bound on the ball of every layer: {bounded}
+types have one, never below the constant at these tokens.
 
-Up to twelve sites and scopes of a type are checked, where a module of the model holds the scope's values.
+```{{csv-table}}
+:file: _static/architectures.csv
+:header-rows: 1
+:class: architectures
+```
 
-For each layer {{func}}`howsmooth.bounds.best` was asked for an upper bound on the ball that holds the layer's
-tokens. It is finite in every layer of {bounded} measured types, and never below the constant at these tokens.
-No bound is known for a layer that is given by its code and not by its matrices.
-
-| column | meaning |
-|---|---|
-| `captured` of `sites` | layers of self-attention that are captured, of all |
-| `closed_form`, `autodiff` | of these, how many have their Jacobian in closed form, or by autodiff |
-| `scopes` | the scopes in which they are captured |
-| `differences`, `autodiff_error` | the largest errors of the two judges |
-| `bound`, `bound_over_constant` | the kind of bound on the ball of every layer, and its median ratio |
-| `reasons` | why a layer is not captured, or not with every parameter known |
+```{{raw}} html
+<script src="_static/architectures.js"></script>
+```
 """
 
 

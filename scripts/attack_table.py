@@ -10,8 +10,7 @@ input that the ascent finds, and the smallest upper bound on the ball. Heads are
 ``head``), with the mask of their model, on the ball of the longest token of real text. ``today`` stands for
 small models of today's types with random weights, whose scores have rotary positions, norms, caps, sinks or
 biases: the paper's construction does not apply there. Rows are appended to OUT/attack.csv as they come, and
-the same command goes on where it stopped; OUT/attack.md has the tables that docs/theory/worst-inputs.md
-shows.
+the same command goes on where it stopped; OUT/attack.md has the tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-r"""Measure for the docs page "What we found": corrected and published, over all layers of a few models.
+r"""Measure for the page docs/evidence.md: corrected and published, over all layers of a few models.
 
     python scripts/what_we_found.py --text ag_news.csv --minilm all-MiniLM-L6-v2 --stories stories260k \
         --capp capp_gpt --sst2 bert_tiny_sst2_encoder --gpt2 gpt2 --work found    # some two hours, one core

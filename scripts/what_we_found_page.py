@@ -1,14 +1,12 @@
-"""Draw the picture of the docs page "What we found", and write its tables, from those of what_we_found.py.
+"""Draw the picture of real models in docs/evidence.md, and write its tables, from those of what_we_found.py.
 
-    python scripts/what_we_found_page.py
-
-A table of the page stands between ``<!-- table NAME -->`` and ``<!-- end -->``, and is replaced.
+python scripts/what_we_found_page.py
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,12 @@ from matplotlib.lines import Line2D
 
 from howsmooth.study.exponents import fit_exponent
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.tables import markdown, write
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLES = DOCS / "_static" / "what-we-found"
-PAGE = DOCS / "what-we-found.md"
 MODELS = (
     "builtin-encoder",
     "builtin-encoder (as decoder)",
@@ -62,10 +63,6 @@ def _ends(values: pd.Series) -> str:
     return f"{values.min():.2f} to {values.max():.2f}".replace(" ", NBSP)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
-
-
 def _holds(fits: pd.DataFrame) -> int:
     return int((fits["quarter"] >= LEVEL).sum())
 
@@ -85,35 +82,6 @@ def answer() -> str:
         f"common in {_share(bent)} cases.",
     ]
     return "\n".join(f"- {line}" for line in lines)
-
-
-def radius() -> str:
-    """Write what radius and length have to do with each other, and what is left at about one radius."""
-    fits = read("attention")
-    right = fits[fits["quantity"] == "corrected"]
-    strong = right["radius_correlation"].abs() > 0.5
-    middle = right[right["middle_radius_slope"].notna()]
-    least, most = right["radius_correlation"].min(), right["radius_correlation"].max()
-    low, high = middle["middle_radius_slope"].min(), middle["middle_radius_slope"].max()
-    return (
-        "- Radius and length go together in text: the correlation of their logarithms lies between "
-        f"{least:.2f} and {most:.2f}, and beyond ±0.5 in {_share(strong)} fits. Part of an exponent may be "
-        f"the radius's. Within the middle third of the radii of each layer the corrected exponents go from "
-        f"{low:.2f} to {high:.2f}: they differ there as well."
-    )
-
-
-def texts() -> str:
-    """Write how much the text matters."""
-    fits = read("attention")
-    fits = (
-        fits[fits["quantity"] == "corrected"].set_index(["model", "layer", "text"])["slope"].unstack("text")
-    )
-    both = (fits["alice"] - fits["ag_news"]).abs().dropna()
-    return (
-        "The text matters less than the layer: between Alice and AG_NEWS the corrected exponent of a layer "
-        f"moves by {both.median():.2f} in the median and {both.max():.2f} at most ({len(both)} layers)."
-    )
 
 
 def _share(which: pd.Series) -> str:
@@ -147,29 +115,8 @@ def models() -> str:
             cells += [_ends(part["slope"]), f"{_holds(part)} of {len(part)}"]
         ratio = of[of["quantity"] == "as published"]["ratio"]
         rows.append([f"`{model}`", *cells, _ends(ratio)])
-    return _table(["model", "corrected", "1/4 inside", "as published", "1/4 inside", "÷ corrected"], rows)
-
-
-def items() -> str:
-    """Write one row an item: what it does alone, in the median over layers and texts, model by model."""
-    fits = read("attention")
-    keys = ["model", "text", "layer"]
-    right = fits[fits["quantity"] == "corrected"][[*keys, "slope"]]
-    both = fits.merge(right, on=keys, suffixes=("", "_right"))
-    both["change"] = both["slope"] - both["slope_right"]
-    names = ["only output", "only block", "only unmasked", "only dropout", "only stopping", "as published"]
-    rows = []
-    for model in in_order(fits, "model", MODELS):
-        cells = []
-        for name in names:
-            of = both[(both["model"] == model) & (both["quantity"] == name)]
-            cells.append(
-                f"×{of['ratio'].median():.2f}, {round(of['change'].median(), 2) + 0.0:+.2f}"
-                if len(of)
-                else ""
-            )
-        rows.append([f"`{model}`", *cells])
-    return _table(["model", *(name.removeprefix("only ") for name in names)], rows)
+    head = ["model", "corrected", "1/4 inside", "as published", "1/4 inside", "÷ corrected"]
+    return markdown([head, *rows])
 
 
 def whole() -> str:
@@ -183,7 +130,7 @@ def whole() -> str:
         fit = fit_exponent(of["n"].to_numpy(), of["lipschitz"].to_numpy(), of["converged"].to_numpy())
         medians = [f"{middle[n]:.4g}" if n in middle else "" for n in lengths]
         rows.append([f"`{model}`", *medians, f"{fit.slope:.2f} [{fit.low:.2f}, {fit.high:.2f}]"])
-    return _table(["model", *map(str, lengths), "exponent in $n$"], rows)
+    return markdown([["model", *map(str, lengths), "exponent in $n$"], *rows])
 
 
 def _round(value: float, digits: int) -> str:
@@ -192,50 +139,31 @@ def _round(value: float, digits: int) -> str:
 
 
 def depth() -> str:
-    """Write one row a model: what the constant is after its first, middle and last block, and the product."""
+    """Write one row a model: the constant until the middle block and of the whole model, and the product."""
     found = read("depth")
     rows = []
     for model in in_order(found, "model", MODELS):
         of = found[found["model"] == model]
         blocks = of[of["stage"].str.startswith("block")]["until"].to_list()
         last = of.iloc[-1]
-        before = of[of["stage"] == "embeddings"]["until"].to_list() or [1.0]
-        inner = [blocks[0], blocks[(len(blocks) - 1) // 2], blocks[-1]]
         rows.append(
             [
                 f"`{model}`",
                 str(last["n"]),
                 str(len(blocks)),
-                *(f"{value:.4g}" for value in (*before, *inner)),
+                f"{blocks[(len(blocks) - 1) // 2]:.4g}",
                 f"{last['until']:.6g} [{last['until_lower']:.6g}, {last['until_upper']:.6g}]",
                 _round(last["product"], 3),
                 _round(1 / last["ratio"], 2),
             ]
         )
-    ends = ["until the first block", "the middle one", "the last one"]
-    return _table(
-        ["model", "$n$", "blocks", "embeddings", *ends, "whole model", "product", "product / whole"], rows
-    )
+    head = ["model", "$n$", "blocks", "until the middle", "whole model", "product", "product / whole"]
+    return markdown([head, *rows])
 
 
-TABLES_OF_THE_PAGE: dict[str, Callable[[], str]] = {
-    "answer": answer,
-    "radius": radius,
-    "texts": texts,
-    "models": models,
-    "items": items,
-    "whole": whole,
-    "depth": depth,
-}
-
-
-def fill(page: str) -> str:
-    """Replace the tables of the page."""
-
-    def filled(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{TABLES_OF_THE_PAGE[found[2]]()}\n\n{found[3]}"
-
-    return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", filled, page, flags=re.DOTALL)
+def tables() -> dict[str, str]:
+    """Return every table of the page."""
+    return {"answer": answer(), "models": models(), "whole": whole(), "depth": depth()}
 
 
 def forest(*, dark: bool) -> Figure:
@@ -321,7 +249,7 @@ def main() -> None:
     for dark in (False, True):
         path = TABLES / f"exponents-{'dark' if dark else 'light'}.png"
         forest(dark=dark).savefig(path, dpi=150, metadata={"Software": "howsmooth"})
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    write(tables())
 
 
 if __name__ == "__main__":

@@ -39,4 +39,4 @@ plt.show()
 
 # %%
 # The heads of one layer differ by a factor, and so do layers. What is captured reproduces the model's own
-# output, or it is refused: see :doc:`/guide/scopes-and-masks`.
+# output, or it is refused: see :doc:`/theory/scopes-and-masks`.

@@ -46,5 +46,5 @@ plt.show()
 hs.bounds.best(head, length=n, radius=R)
 
 # %%
-# :doc:`/theory/worst-inputs` derives the constructions, and :doc:`/guide/bound-and-attack` does the same
+# :doc:`/theory/worst-inputs` derives the constructions, and :doc:`/how-to/bound` does the same
 # for the heads of a model.

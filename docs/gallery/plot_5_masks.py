@@ -50,4 +50,4 @@ plt.show()
 # %%
 # Models build their masks outside the attention layer, so a layer that is called alone may have lost it.
 # :func:`howsmooth.models.capture` takes the mask with the map and names it in the result:
-# :doc:`/guide/scopes-and-masks`.
+# :doc:`/theory/scopes-and-masks`.

@@ -52,4 +52,4 @@ plt.show()
 [hs.dynamics.number_of_clusters(polygon.states[k], 0.05) for k in (0, 40, 60, 80, 160)]
 
 # %%
-# More on flows, also through the layers of a model: :doc:`/guide/flows`.
+# More on flows, also through the layers of a model: :doc:`/how-to/measures`.

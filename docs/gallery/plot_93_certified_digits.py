@@ -87,5 +87,5 @@ ax.legend()
 plt.show()
 
 # %%
-# :doc:`/guide/certified-digits` tells how the models were trained, with more seeds, and what all this leaves
-# open.
+# :ref:`Evidence <certified-digits>` tells how the models were trained, with more seeds, and what all this
+# leaves open.

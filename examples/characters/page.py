@@ -1,16 +1,13 @@
-"""Draw the figures of the docs page "A character model, plain and penalised", and write its table.
+"""Draw the figure of the character model in docs/evidence.md, and write its table, from what train.py left.
 
-    python examples/characters/page.py
-
-It reads the tables that `train.py` wrote and trains nothing. The table of the page stands between
-``<!-- table outcome -->`` and ``<!-- end -->``, and is replaced.
+python examples/characters/page.py
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.tables import markdown, write
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 DOCS = HERE.parents[1] / "docs"
-PAGE = DOCS / "guide" / "character-model.md"
 FIGURES = DOCS / "_static" / "character-model"
 NBSP = "\N{NO-BREAK SPACE}"
 
@@ -109,13 +109,7 @@ def outcome(results: Results) -> str:
     ]
     head = ["penalty, strength", "held-out loss", *(f"layer {layer}" for layer in layers)]
     head += ["whole model", f"rise of the loss under attack of 5{NBSP}%"]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
-
-
-def fill(page: str, results: Results) -> str:
-    """Replace the table of the page."""
-    mark = r"(<!-- table outcome -->\n).*?(<!-- end -->)"
-    return re.sub(mark, lambda found: f"{found[1]}\n{outcome(results)}\n\n{found[2]}", page, flags=re.DOTALL)
+    return markdown([head, *rows])
 
 
 # ---------------------------------------------------------------- figures
@@ -154,7 +148,7 @@ def curves(axis: Axes, data: pd.DataFrame, x: str, y: str, results: Results, *, 
         axis.plot(wide.index, wide.mean(axis=1), color=colour, linestyle=dashes, linewidth=1.5)
 
 
-def legend(figure: Figure, results: Results, *, dark: bool, markers: bool = False) -> None:
+def legend(figure: Figure, results: Results, *, dark: bool) -> None:
     """Name the forms above the panels."""
     handles = [
         Line2D(
@@ -162,7 +156,7 @@ def legend(figure: Figure, results: Results, *, dark: bool, markers: bool = Fals
             [],
             color=STYLES[form][dark],
             linestyle=STYLES[form][2],
-            marker=MARKERS[form] if markers else None,
+            marker=MARKERS[form],
             label=results.name(form),
         )
         for form in results.forms
@@ -192,29 +186,6 @@ def training(results: Results, *, dark: bool) -> Figure:
             color=STYLES[form][dark],
         )
     third.set(xlabel="held-out loss at the end", ylabel="constant of the whole model", ylim=(0, None))
-    legend(figure, results, dark=dark, markers=True)
-    return figure
-
-
-def perturbed(results: Results, *, dark: bool) -> Figure:
-    """Draw how much the loss rises with the size of noise and of the attack."""
-    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    # A logarithmic axis: the sizes are about evenly spread on it.
-    for axis, kind, words in zip(
-        figure.subplots(1, 2), ("noise", "attack"), ("random noise", "attack (steepest ascent)"), strict=True
-    ):
-        data = results.robustness[results.robustness["kind"] == kind]
-        curves(axis, data, "size", "rise", results, dark=dark)
-        axis.set(
-            xscale="log",
-            xlabel="size over that of the embedded characters",
-            ylabel="rise of the loss (nats)",
-            title=words,
-        )
-        sizes = sorted(data["size"].unique())
-        axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
-        axis.minorticks_off()
     legend(figure, results, dark=dark)
     return figure
 
@@ -230,13 +201,12 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results(options.results)
     folder = options.figures or FIGURES
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in (("training", training), ("robustness", perturbed)):
-        for dark in (False, True):
-            with rc_context(style(dark=dark)):
-                path = folder / f"{name}-{'dark' if dark else 'light'}.png"
-                draw(results, dark=dark).savefig(path, dpi=150, metadata={"Software": "howsmooth"})
+    for dark in (False, True):
+        with rc_context(style(dark=dark)):
+            path = folder / f"training-{'dark' if dark else 'light'}.png"
+            training(results, dark=dark).savefig(path, dpi=150, metadata={"Software": "howsmooth"})
     if options.figures is None:
-        PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+        write({"outcome": outcome(results)})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""Write the tables and the figure of docs/guide/radius-on-news.md from what radii.py left.
+"""Write the table and the figure of headlines in docs/evidence.md from what radii.py left.
 
-python examples/news/page.py            # tables into the page, the figure into docs/_static
-python examples/news/page.py --check    # only say whether the tables are those of the results
+python examples/news/page.py
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,32 +13,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.digits.page import markdown, mean, placed
+from examples.digits.page import mean
+from examples.tables import markdown, write
 
 HERE = Path(__file__).resolve().parent
-DOCS = HERE.parents[1] / "docs"
-PAGE = DOCS / "guide" / "radius-on-news.md"
-FIGURE = DOCS / "_static" / "radius-on-news.svg"
+FIGURE = HERE.parents[1] / "docs" / "_static" / "radius-on-news.svg"
 RADII = (0.1, 0.2, 0.4, 0.8)
 FORMS = ("plain", "penalised")
 
 Rows = dict[str, list[dict[str, Any]]]
 
 
-def main() -> int:
-    """Write or check."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is old")
-    asked = parser.parse_args()
-    before = PAGE.read_text(encoding="utf-8")
-    after = with_tables(before)
-    if asked.check:
-        return int(before != after)
-    PAGE.write_text(after, encoding="utf-8")
+def main() -> None:
+    """Write and draw."""
+    write(tables())
     draw(results(), FIGURE)
-    return 0
 
 
 def results() -> Rows:
@@ -51,10 +37,9 @@ def results() -> Rows:
     return {form: [done[form][index] for index in both] for form in FORMS}
 
 
-def with_tables(page: str) -> str:
-    """Return the page with each table between its marks."""
-    rows = results()
-    return placed(page, {"accuracies": accuracies(rows), "headlines": headlines(rows)})
+def tables() -> dict[str, str]:
+    """Return every table of the page."""
+    return {"news": accuracies(results())}
 
 
 def accuracies(rows: Rows) -> str:
@@ -66,21 +51,6 @@ def accuracies(rows: Rows) -> str:
             clean = mean([row["right"] for row in own])
             proved = name == "radius"
             lines.append([form if proved else "", said, clean if proved else "", *shares])
-    return markdown(lines)
-
-
-def headlines(rows: Rows) -> str:
-    """Return the table of medians over the headlines that are classified rightly."""
-    names = ("headlines", "right", "radius", "attack", "first order", "layers", "seconds")
-    lines = [["form", *names]]
-    for form, every in rows.items():
-        own = [row for row in every if row["right"]]
-        columns = [[row[name] for row in own] for name in ("radius", "attack", "first_order")]
-        medians = [f"{statistics.median(column):.2f}" for column in columns]
-        layers = zip(*(row["constants"] for row in own), strict=True)
-        constants = ", ".join(f"{statistics.median(layer):.2f}" for layer in layers)
-        seconds = f"{statistics.median(row['seconds'] for row in own):.0f}"
-        lines.append([form, str(len(every)), str(len(own)), *medians, constants, seconds])
     return markdown(lines)
 
 
@@ -117,4 +87,4 @@ def steps(values: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

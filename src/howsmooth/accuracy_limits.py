@@ -25,7 +25,7 @@ def check_accuracy(rtol: float, confidence: float, dtype: str) -> None:
             got=f"{rtol:g}",
             remedy="For a smaller rtol measure in float64: with howsmooth measure --dtype float64, or in "
             "Python with the model and its tokens in torch.float64, as by model.double()."
-            if dtype == "float32" and rtol > 0
+            if dtype == "float32" and 0 < rtol < finest_rtol
             else "",
         )
     if not 0.5 <= confidence <= 1 - finest_risk:

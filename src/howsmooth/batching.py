@@ -42,7 +42,7 @@ _FILLED_BYTES = {"cpu": 1 << 22}
 _FILLED_ELSEWHERE = 1 << 29
 # From this length on, a CPU needs at least as long to read the probabilities of several heads from memory
 # as to recompute them in tiles. For one head, reading takes up to a third less time (documentation page
-# "Benchmarks").
+# "Evidence").
 _STREAMED_FROM = 1024
 # The smallest Krylov basis, kept in half precision, that is worth trying: with fewer vectors the
 # measurement would seldom converge.

@@ -12,19 +12,9 @@ from functools import partial
 from typing import Any
 
 __all__ = [
-    "ArgumentError",
-    "CaptureError",
-    "CertificateError",
-    "DerivativeError",
-    "HowsmoothError",
-    "ModelError",
-    "NonFiniteError",
-    "StoreError",
-    "TextError",
-    "WorkerError",
-    "reason",
-    "similar_name",
-]
+    "ArgumentError", "CaptureError", "CertificateError", "DerivativeError", "HowsmoothError", "ModelError",
+    "NonFiniteError", "StoreError", "TextError", "WorkerError", "reason", "similar_name",
+]  # fmt: skip
 
 
 class HowsmoothError(Exception):

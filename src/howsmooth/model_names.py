@@ -8,20 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from howsmooth.errors import ArgumentError, ModelError, reason, similar_name
 
 __all__ = [
-    "BUILTIN_MODELS",
-    "builtin_folder",
-    "check_positions",
-    "check_tokenizer",
-    "check_weights",
-    "folder_of",
-    "remedy",
-    "stated_sizes",
-]
+    "BUILTIN_MODELS", "builtin_folder", "check_classifier", "check_positions", "check_tokenizer",
+    "check_weights", "folder_of", "remedy", "stated_sizes",
+]  # fmt: skip
 
 #: The names of the built-in models: a BERT type, trained by masked-token prediction, and a GPT-2 type,
 #: trained by next-token prediction.
@@ -39,6 +34,7 @@ _SIZES = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "positions": ("max_position_embeddings", "n_positions"),
 }
+_OF_LANGUAGE = re.compile(r"(LMHeadModel|ForCausalLM|ForMaskedLM|ForPreTraining)$")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.bpe", "*.tiktoken", "tekken.json")
 
 
@@ -48,15 +44,18 @@ def builtin_folder(name: str) -> Path:
 
 
 def folder_of(name: str, *, random_init: bool, types: Collection[str] | None = None) -> Path | None:
-    """Return the local folder that holds the configuration of a model; None for a name of the Hugging Face
+    """Return the folder that holds the configuration of a model; None for a name of the Hugging Face
     Hub or of a type of models, one of ``types`` if they are known.
 
     Raises
     ------
     ModelError
-        If the name is a folder without a model, or looks like a path that does not exist.
+        If the name is a folder without a model, or looks like a path that does not exist, or like the name of
+        a built-in model.
 
     """
+    if name in BUILTIN_MODELS:
+        return builtin_folder(name)
     known, path = types or (), Path(name).expanduser()
     try:
         path.stat()
@@ -82,6 +81,8 @@ def folder_of(name: str, *, random_init: bool, types: Collection[str] | None = N
     # What no name of the Hub looks like.
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or re.search(r"[\\:]", name):
         raise ModelError(f"There is no folder {name!r}. {remedy(name, known)}")
+    if name not in known and similar_name(name, BUILTIN_MODELS):
+        raise ModelError(f"There is no built-in model {name!r}. {remedy(name, known)}")
     return None
 
 
@@ -89,13 +90,13 @@ def remedy(name: str, types: Collection[str] = ()) -> str:
     """Return sentences on what to give in place of the name of a model that is not found."""
     told = (
         f"Give the folder of a model, a built-in one ({', '.join(BUILTIN_MODELS)}), or build one with "
-        "untrained weights from a model type such as 'gpt2' with random_init (--random-init)."
+        "untrained weights from a model type such as 'gpt2' with random_init=True."
     )
     if _OF_PYTHON.search(name):
         told = (
             "It looks like a Python class or file, which commands do not load: give the module to "
-            'hs.profile, or to hs.capture and hs.local_lipschitz, as the page "Measure a model" shows under '
-            f'"A module of your own". {told}'
+            'hs.profile, or to hs.capture and hs.local_lipschitz, as the page "See how constants grow with '
+            f'the length" shows under "From Python". {told}'
         )
     return f"{told} {similar_name(name, (*BUILTIN_MODELS, *types))}".rstrip()
 
@@ -107,7 +108,7 @@ def check_weights(name: str, folder: Path) -> None:
     why = "it has a configuration but no model.safetensors"
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         why = "its weights are pickled, which howsmooth never reads; convert them to safetensors"
-    raise ModelError(f"{name!r} cannot be loaded: {why}. With random_init only its configuration is used.")
+    raise ModelError(f"{name!r} cannot be loaded: {why}. random_init=True takes its configuration alone.")
 
 
 def check_tokenizer(name: str, folder: Path) -> None:
@@ -128,6 +129,17 @@ def check_tokenizer(name: str, folder: Path) -> None:
         f"{name!r} {why}. Give token ids instead of text: --tokens FILE, or the key tokens of a plan file; "
         "or embedded tokens, to the commands that take --embeddings FILE."
     )
+
+
+def check_classifier(name: str, folder: Path) -> None:
+    """Raise ModelError if a configuration says that the model in a folder is a language model."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        kinds = json.loads((folder / "config.json").read_bytes())["architectures"]
+        if kinds and all(map(_OF_LANGUAGE.search, kinds)):
+            raise ModelError(
+                f"{name!r} is no classifier but a language model ({', '.join(kinds)}). Give the folder of a "
+                "trained classifier, such as one of BertForSequenceClassification."
+            )
 
 
 def stated_sizes(folder: Path) -> dict[str, int]:

@@ -15,21 +15,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "RUN_AGAIN",
-    "amount_in_words",
-    "counted",
-    "decimal",
-    "duration",
-    "encodable",
-    "file_stem",
-    "kind_in_words",
-    "place_in_words",
-    "readable",
-    "scope_in_words",
-    "sentence",
-    "unit_in_words",
+    "RUN_AGAIN", "amount_in_words", "counted", "decimal", "duration", "encodable", "file_stem",
+    "kind_in_words", "place_in_words", "readable", "scope_in_words", "sentence", "unit_in_words",
     "visible_token",
-]
+]  # fmt: skip
 
 RUN_AGAIN = "run the same command again"
 """How to continue after an error."""

@@ -150,7 +150,6 @@ def test_search_masked(n: int, a: float, bias: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_search_long(masked: bool) -> None:
-    """The largest ratios that docs/theory/bounds-on-a-ball.md gives were found here."""
     ratios: dict[str, float] = {}
     for n in (2, 3, 5, 9, 14):
         for a in (0.01, 0.3, 0.5, 0.8, 1.5, 3.0, 6.0):

@@ -52,19 +52,60 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "model of a figure": (["reproduce", "--model", "/nosuch,as-decoder"], "There is no folder '/nosuch'"),
     "token ids": (["bound", "builtin-encoder", "--tokens", "no.npy"], "tokens: expected a .npy file"),
     "ids that are none": ([*ENCODER, "--tokens", "half.npy"], "expected token ids as an integer array"),
-    "images": ([*ENCODER, "--images", "no.png"], "images: expected builtin, or a file or folder"),
+    "images": (
+        ["profile", "vit", "--random-init", "--images", "no.png"],
+        "images: expected builtin, or a file or folder",
+    ),
     "device": (["measure", "--device", "gpu"], "device: expected a device that PyTorch can use here"),
     "output folder": ([*ENCODER, "--out", "taken/below"], "out: expected a writable folder, got the file"),
     "option": (["measure", "--lenghts", "3"], "--lengths"),
     "command": (["mesure"], "Did you mean 'measure'"),
     "number": (["measure", "--samples", "many"], "--samples"),
     "number out of range": (["measure", "--threads", "0"], "threads: expected a number of at least 1, got 0"),
+    "name of a built-in model": (["profile", "builtin-encodr"], "Is builtin-encoder meant?"),
+    "decoder as decoder": (
+        ["measure", "builtin-decoder", "--as-decoder"],
+        "is a decoder already, and causal. Leave out --as-decoder.",
+    ),
+    "images of a text model": ([*ENCODER, "--images", "builtin"], "takes a text or token ids, not images"),
+    "no classifier": (
+        ["radius", "builtin-decoder"],
+        "is no classifier but a language model (GPT2LMHeadModel)",
+    ),
+    "system folder": ([*ENCODER, "--out", "/proc/x"], "out: expected a writable folder"),
+    "span": ([*ENCODER, "--span", "x"], "span: expected start:end with 0 <= start < end, got 'x'"),
+    "empty span": ([*ENCODER, "--span", "40:10"], "span: expected start:end with 0 <= start < end, got '40"),
+    "empty range": ([*ENCODER, "--layers", "5:2"], "layers: expected ranges that are not empty"),
+    "text of a span": (
+        [*ENCODER, "--text", "3.txt", "--span", "0:80"],
+        "it has 3 characters, at most 12 tokens",
+    ),
+    "text of a length": (
+        ["bound", "builtin-encoder", "--text", "3.txt", "--lengths", "4,80"],
+        "'3' is too short for 1 sequence of 80 tokens",
+    ),
+    "text of a study": (
+        ["measure", "builtin-encoder", "--text", "3.txt", "--lengths", "4,80"],
+        "too short for 10 sequences of each of 2 lengths, 840 tokens without overlap: it has 3 characters",
+    ),
+    "layer of a figure": (
+        ["reproduce", "--model", "builtin-encoder", "--layers", "77"],
+        "expected layers of builtin-encoder, which has 4: 0 to 3, -4 to -1, got 77",
+    ),
     "accuracy": ([*ENCODER, "--rtol", "0"], "rtol: expected a number from 1e-12"),
+    "rtol that is too large": (["measure", "--rtol", "2"], "(in float32) up to 1, got 2.\n"),
     "range": (["measure", "--layers", "0:"], "layers: expected numbers and start:stop:step ranges"),
     "length": (["bound", "builtin-encoder", "--lengths", "0"], "lengths: expected numbers of at least 1"),
     "memory": (["measure", "--memory", "lots"], "memory: expected a number of bytes such as 8GiB"),
     "choice": (["measure", "--scope", "atention"], "Is attention meant?"),
-    "plan file": (["measure", "--plan", "no.toml"], "plan: expected a plan file in TOML"),
+    "plan file": (
+        ["measure", "--plan", "no.toml"],
+        "no.toml: expected a plan file in TOML, got no such file: no.toml",
+    ),
+    "empty plan file": (
+        ["measure", "--plan", "empty.toml"],
+        "models: expected the names of the models, got a file without this key",
+    ),
     "layer": ([*ENCODER, "--layers", "0,4"], "expected layers of builtin-encoder, which has 4: 0 to 3"),
     "layer of a folder": (["measure", "regular", "--layers", "-3"], "layers of regular, which has 2: 0 to 1"),
     "head": (
@@ -106,7 +147,9 @@ def folder(tmp_path: Path) -> Path:
         if name in ("words", "damaged"):
             (tmp_path / name / "model.safetensors").touch()
     (tmp_path / "damaged" / "tokenizer.json").write_text("{")
-    (tmp_path / "taken").touch()
+    for name in ("taken", "empty.toml"):
+        (tmp_path / name).touch()
+    (tmp_path / "3.txt").write_text("a b")
     (tmp_path / "bytes.txt").write_bytes(b"\xe9")
     shutil.copytree(builtin_folder("builtin-encoder"), tmp_path / "regular")
     config = json.loads((tmp_path / "regular" / "config.json").read_text())

@@ -67,6 +67,7 @@ def test_a_model_with_its_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert row.endswith(f" {min(radii):.4g} to {max(radii):.4g}")
     assert "All layers: closed form, every parameter is known" in said
     assert said[-1] == "No layer is refused."
+    assert "The masks are those of an input of 16 tokens." in said
 
 
 def test_as_decoder_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +89,10 @@ def test_a_configuration_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"heads 2, 1 of keys and values", "mask sliding window 4, causal"} <= set(lines(out))
     assert "positions in scores rotary" in lines(out)
     assert inspected(capsys, "./alone")[0] == 2
+    out = inspected(capsys, "./alone", "--random-init", "--tokens", "3")[1]
+    assert (
+        "The masks are those of an input of 3 tokens; a sliding window of 4 is visible only with more" in out
+    )
 
 
 def test_a_layer_that_is_captured_around_its_softmax_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +169,7 @@ def test_refusals_are_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     CLIPConfig(text_config={**small, "vocab_size": 60}, vision_config=small).save_pretrained("clip-like")
     cases = {
-        ("clip-like", "--random-init"): "Measure its parts one at a time, each with part (--part)",
+        ("clip-like", "--random-init"): "Measure its parts one at a time, each with --part NAME",
         ("nothing-of-this-name", "-q"): "nothing-of-this-name",
         ("builtin-decoder", "--as-decoder", "-q"): "is a decoder already",
         ("builtin-decoder", "--tokens", "1"): "tokens",

@@ -241,7 +241,8 @@ def test_the_second_row_is_against_the_mean_radius(tmp_path: Path, monkeypatch: 
     found = [[replace(found[0][0], rows=rows)]]
     drawn: dict[str, Any] = {}
     monkeypatch.setattr(
-        "howsmooth.paper.plotting.picture", lambda canvas, _, stem, *__, **___: drawn.update({stem: canvas})
+        "howsmooth.paper.plotting.write_picture",
+        lambda canvas, _, stem, *__, **___: drawn.update({stem: canvas}),
     )
     ((_, table),) = FIGURE_1.show(found, tmp_path).tables
     for stem, across, colour in (

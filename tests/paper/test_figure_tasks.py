@@ -20,7 +20,7 @@ from howsmooth.study.records import Failure, FigureRow
 from howsmooth.study.runner import Runner
 from howsmooth.study.store import Store
 from howsmooth.study.tasks.task import Task, Work
-from tests._figures import BERT, asked, measured
+from tests._figures import BERT, Told, asked, measured
 
 LENGTHS = (4, 8, 16)
 
@@ -35,7 +35,7 @@ def figure(measure: Callable[[int], Any] = one, name: str = "made-up") -> PaperF
 
     def all_units(bench: Bench) -> pd.DataFrame:
         bench.made["Made"] = "up"
-        return bench.kept("units", [Unit({"n": n}, partial(measure, n), f"n = {n}") for n in LENGTHS])
+        return bench.kept([Unit({"n": n}, partial(measure, n), f"n = {n}") for n in LENGTHS])
 
     return PaperFigure(name, name, name, "About.", all_units, lambda found, folder: Finding([], []))
 
@@ -94,19 +94,22 @@ def test_tasks_travel_to_workers_and_are_as_many_as_were_counted(
     one: PaperFigure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Task] = []
+    shares: list[int] = []
     carry_out = Runner.carry_out
 
     def noted(self: Runner, work: Work) -> None:
         sent.extend(pickle.loads(pickle.dumps(task.packed())) for task in work.tasks)
         assert [task.words for task in sent[-len(work.tasks) :]] == [task.words for task in work.tasks]
+        shares.append(work.share)
         carry_out(self, work)
 
     monkeypatch.setattr(Runner, "carry_out", noted)
     options = asked(BERT, lengths=(6,), layers=Ranges.parse("1", "layers"), as_published=True, search=True)
     (before,) = tasks_left([one], options, tmp_path)
-    measured(one, tmp_path / one.name, options)
+    measured(one, tmp_path / one.name, options, told=(told := Told()))
     assert sent
-    assert before.tasks > 0
+    # One count from 0 to 1 for all kinds of work, which never goes back.
+    assert told.shares == sorted(told.shares)
+    assert (told.shares[-1], told.phases) == (1, [])
+    assert before.tasks == sum(shares)
     assert tasks_left([one], options, tmp_path) == [TasksLeft(one.name)]
-    if one.name in ("two-dirac", "crossover"):
-        assert before.tasks == len(sent)

@@ -240,7 +240,10 @@ def test_an_interruption_says_how_to_go_on(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["three"], "figure: expected one of one, two, got 'three'"),
+        (
+            ["three"],
+            "figure: expected one of one, two, or a place in the paper such as figure-2, got 'three'",
+        ),
         (["--model", "a", "--model", "a"], "each only once, got 'a' twice"),
         (["--model", "a,as-decoder", "--model", "a,as-decoder"], "'a (as decoder)' twice"),
         (["--lengths", "0"], "lengths: expected numbers of at least 1"),

@@ -241,6 +241,16 @@ def test_without_a_search_the_papers_tokens_are_shown_alone(attacked: tuple[pd.D
     assert f"is {ratio.iloc[0]:.3g} to {ratio.iloc[1]:.3g} times howsmooth's upper bound" in finding.seen[0]
 
 
+def test_a_constant_that_no_larger_radius_raises_is_told(
+    attacked: tuple[pd.DataFrame, Path], tmp_path: Path
+) -> None:
+    one = attacked[0][attacked[0]["model"] == "bert"]
+    for factor, saturated in ((1.001, True), (1.1, False)):
+        both = pd.concat([one, one.assign(R=2 * one["R"], paper=factor * one["paper"])])
+        said = " ".join(shown(WORST_INPUTS, both, tmp_path).seen)
+        assert ("at the paper's tokens has saturated: from R = " in said) == saturated
+
+
 def test_rotary_heads_have_the_search_the_text_and_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

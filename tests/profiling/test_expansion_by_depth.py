@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import howsmooth as hs
 from howsmooth.cli import main
+from howsmooth.results.result import in_interval
 from tests._tiny_models import WithoutDowncast, tiny, token_ids
 from tests.architectures.build import build
 
@@ -35,7 +36,8 @@ def test_influences_are_those_of_the_whole_model_at_its_last_token() -> None:
     assert found.influence is not None
     assert found.influence.outputs == same.outputs == (4,)
     assert torch.allclose(found.influence.value, same.value, rtol=1e-2)
-    assert "whole model to the last hidden state: Influence(1 outputs" in repr(found)
+    assert "Which token moves which, whole model to the last hidden state" in repr(found)
+    assert "Influence(" not in repr(found)
     assert told[-1] == (6, 6)
     assert hs.depth_profile(model, ids).influence is None
 
@@ -127,7 +129,14 @@ def test_no_map_exceeds_the_product_of_its_parts() -> None:
 def test_what_a_profile_shows(tmp_path: Path) -> None:
     found = hs.depth_profile(tiny("llama"), token_ids(1, 4))
     assert found.value == found.table["until"].iloc[-1]
-    assert repr(found).count("\n") == len(found.table) + 4
+    assert repr(found).count("\n") == len(found.table) + 8
+    assert "product: of the constants of the stages so far" in " ".join(repr(found).split())
+    last = found.table.iloc[-1]
+    whole = in_interval(found.value, last["until_lower"], last["until_upper"], converged=True)
+    page = found.page({"depth": "data:,"})
+    assert f"Whole model: {whole} at 0.999 confidence." in repr(found)
+    assert f"Whole model: {whole} at 0.999 confidence." in page
+    assert f'<td data-name="until">{whole}</td>' in page
     assert f"\nInput: {found.input}.\nWeights in float32.\n" in repr(found)
     assert f"{found.value:.6g}" in repr(found)
     assert f"{found.value:.6g}" in found.citation

@@ -81,7 +81,7 @@ def test_influence_is_that_of_the_layer_with_the_largest_constant(name: str, top
     assert (found.influence.lower <= norms * (1 + 1e-9)).all()
     assert (norms <= found.influence.upper * (1 + 1e-9)).all()
     assert found.influence.converged.all()
-    assert f"layer {top}: Influence(12 outputs x 12 inputs" in repr(found)
+    assert f"Which token moves which, layer {top}:" in repr(found)
     assert hs.profile(model, IDS, layers=[top]).influence is None
 
 

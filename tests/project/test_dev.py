@@ -77,25 +77,6 @@ def test_unknown_command(words: list[str]) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_set_up_once(dev: ModuleType, calls: list[str]) -> None:
-    dev.prepare(test=False)
-    assert calls == ["create", "pip with 5 words"]
-    dev.prepare(test=False)
-    assert len(calls) == 2
-
-
-def test_the_test_group_is_added_and_kept(dev: ModuleType, calls: list[str]) -> None:
-    dev.prepare(test=False)
-    dev.prepare(test=True)
-    more = f"pip with {5 + len(dev.test_requirements())} words"
-    assert calls == ["create", "pip with 5 words", more]
-    dev.prepare(test=False)
-    assert len(calls) == 3
-    (dev.ROOT / "constraints.txt").write_text("torch==2.13.0\n")
-    dev.prepare(test=False)
-    assert calls[3:] == [more]
-
-
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
 def test_a_change_installs_again_into_the_same_environment(
     dev: ModuleType, calls: list[str], name: str
@@ -105,15 +86,6 @@ def test_a_change_installs_again_into_the_same_environment(
         file.write("\n# a change\n")
     dev.prepare(test=False)
     assert calls == ["create", "pip with 5 words", "pip with 5 words"]
-
-
-def test_another_python_or_place_makes_a_new_environment(
-    dev: ModuleType, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dev.prepare(test=False)
-    monkeypatch.setattr(dev.sys, "base_prefix", "/elsewhere")
-    dev.prepare(test=False)
-    assert calls.count("create") == 2
 
 
 @pytest.mark.parametrize("damage", ["no python", "unfinished", "nonsense in the stamp"])
@@ -153,27 +125,6 @@ def test_pip_tells_its_steps_and_its_failure_and_leaves_no_stamp(
     assert not dev.STAMP.exists()
     assert "of no use" in dev.LOG.read_text()
     assert "dev.py: Downloading torch.whl (191.2 MB)\n" in capsys.readouterr().err
-
-
-def test_a_failed_change_leaves_no_stamp_of_the_old_state(
-    dev: ModuleType, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dev.prepare(test=False)
-
-    def pip(*words: str) -> None:
-        raise dev.SetUpError("half of the packages were changed")
-
-    monkeypatch.setattr(dev, "pip", pip)
-    (dev.ROOT / "constraints.txt").write_text("torch==2.13.0\n")
-    with pytest.raises(dev.SetUpError):
-        dev.prepare(test=False)
-    assert not dev.STAMP.exists()
-
-
-def test_missing_venv_module(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ensurepip", None)
-    with pytest.raises(dev.SetUpError, match=r"lacks the module ensurepip.*python3\.\d+-venv"):
-        dev.create()
 
 
 def test_a_file_in_the_way_is_not_deleted(dev: ModuleType) -> None:
@@ -238,20 +189,6 @@ def test_the_lines_of_the_source_only_go_down(
     monkeypatch.setattr(dev, "steps", lambda *_arguments, **_options: 0)
     module.write_text("a = 1\n")
     assert dev.main(["check"]) == dev.main(["test"]) == 1
-
-
-def test_docs_say_where_the_pages_are(
-    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(dev, "prepare", lambda *, test: None)
-    code = 0
-    monkeypatch.setattr(dev, "run", lambda command, threads: code)
-    pages = f"dev.py: the pages start at {dev.ROOT / 'docs' / '_build' / 'html' / 'index.html'}\n"
-    assert dev.main(["docs"]) == 0
-    assert capsys.readouterr().err.endswith(pages)
-    code = 1
-    assert dev.main(["docs"]) == 1
-    assert pages not in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script stands for a program")

@@ -45,19 +45,3 @@ def test_no_tensor_is_left_on_the_cpu() -> None:
     assert passed["passed"] > 200
     assert passed["skipped"] == 34  # kernels are CUDA's: 6 intervals by them, 28 of attention as a function
     assert not {"failed", "error", "errors"} & set(passed)
-
-
-@pytest.mark.slow
-def test_some_of_them_on_a_pretended_device() -> None:
-    files = [f"tests/gpu/{name}.py" for name in ("test_device", "test_cached", "test_long")]
-    some = "test_device or post-norm or prescribed or lengths_as and sinks or test_autodiff and multi-head"
-    passed = counts("-m", "gpu", "-k", some, files=files, HOWSMOOTH_GPU_TESTS_DEVICE="pretended")
-    assert passed["passed"] > 10
-    assert not {"skipped", "failed", "error", "errors"} & set(passed)
-
-
-@pytest.mark.slow
-def test_by_default_they_are_left_out() -> None:
-    found = counts()
-    assert found["deselected"] > 150
-    assert not {"passed", "failed", "skipped", "error", "errors"} & set(found)

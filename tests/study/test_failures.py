@@ -150,7 +150,7 @@ def test_nothing_possible_is_a_refusal_that_makes_nothing(tmp_path: Path) -> Non
 
 def test_a_text_that_is_far_too_short_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     tools, work = make_tools(texts={"prose": words(400), "note": "Two words."})
-    with pytest.raises(TextError, match=r"'note' is too short: .* it has 10 characters"):
+    with pytest.raises(TextError, match=r"'note' is too short for .* it has 10 characters"):
         run(make_plan(texts=("note",)), tmp_path, tools)
     assert work.loads == []
     outcome = run(make_plan(texts=("note", "prose")), tmp_path, tools, keep_going=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import io
 import math
 import re
 from html.parser import HTMLParser
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from PIL import Image
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, StoreError
@@ -47,7 +49,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attributes)))
-        if tag not in ("meta", "img", "br"):
+        if tag not in ("meta", "img", "br", "source"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -120,6 +122,16 @@ def test_every_layer_and_head_has_a_figure_and_every_scope_an_overview(published
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files if path.suffix == ".png")
     assert all(path.read_bytes().startswith(b"%PDF") for path in files if path.suffix == ".pdf")
     assert published.pictures[1].png.name == "small--prose--attention--layer-00.png"
+
+
+def test_on_a_phone_the_panels_stand_below_each_other(published: Outputs) -> None:
+    text = published.page()
+    for picture in published.pictures:
+        wide, narrow = Image.open(picture.png), Image.open(io.BytesIO(picture.narrow))
+        assert narrow.width < wide.width / 1.3
+        assert narrow.height > narrow.width
+        source = f'srcset="data:image/png;base64,{base64.b64encode(picture.narrow).decode()}"'
+        assert source in text
 
 
 def test_the_same_store_gives_the_same_files(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ BAD: dict[str, tuple[str, str]] = {
         'models = ["a"]\nas_published = "all"\nscopes = ["block"]',
         "plan.toml: as_published: expected the scope attention among the scopes",
     ),
-    "no models": ("samples = 1", "plan.toml: models: expected a value, got no such key"),
+    "no models": ("samples = 1", "plan.toml: models: expected the names of the models, got a file without"),
     "empty models": ("models = []", "models: expected at least one, got none"),
     "model of a number": ("models = [1]", "models: expected names or tables"),
     "model without a name": ("models = [{random_init = true}]", "models: name: expected a value, got none"),
@@ -198,7 +198,7 @@ def test_what_is_no_plan_file(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"models": ["small"]}')
     with pytest.raises(ArgumentError, match=r"Write it in TOML: lines such as lengths ="):
         read_plan(tmp_path / "plan.json")
-    with pytest.raises(ArgumentError, match="No such file"):
+    with pytest.raises(ArgumentError, match="no such file"):
         read_plan(tmp_path / "none.toml")
     with pytest.raises(ArgumentError, match="Is a directory"):
         read_plan(tmp_path)
@@ -357,7 +357,7 @@ def test_a_plan_file_in_place_of_a_model_is_told_its_option(
     assert main(["measure", plan, "--out", str(tmp_path / "out")]) == 2
     assert "A plan file is given as howsmooth measure --plan FILE." in capsys.readouterr().err
     assert main(["measure", "--plan", str(tmp_path / "gone.toml")]) == 2
-    assert "plan: expected a plan file in TOML, got" in capsys.readouterr().err
+    assert "gone.toml: expected a plan file in TOML, got no such file" in capsys.readouterr().err
 
 
 def test_a_module_is_told_the_way_in_python() -> None:

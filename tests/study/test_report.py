@@ -30,6 +30,7 @@ from howsmooth.study.report import (
     MOST_ENERGIES,
     MOST_POINTS,
     bounds_data,
+    headline,
     render,
     scatter_data,
     script_json,
@@ -38,6 +39,16 @@ from howsmooth.study.report import (
 )
 from howsmooth.words import decimal, visible_token
 from tests._browser import Complaints, chromium, opened
+
+
+def test_the_headline_counts_the_fits_in_which_the_constant_may_not_grow() -> None:
+    fit = {"note": "", "slope": 0.1, "low": -0.1, "high": 0.3, "quarter": 0.2, "layer": 0, "head": None}
+    fits = pd.DataFrame([fit, fit | {"layer": 1, "slope": 0.4, "low": 0.3, "high": 0.5, "quarter": 0.01}])
+    said = headline(pd.DataFrame({"n": [2, 8], "lipschitz": [1.0, 2.0]}), fits)
+    assert "between 0.100 (layer 0) and 0.400 (layer 1)" in said
+    assert "(in 1 of 2 fits the interval contains 0, no growth)" in said
+    assert "The interval of 1 of the 2 exponents contains 1/4." in said
+
 
 UPLOT = Path(__file__).parents[2] / "src" / "howsmooth" / "study" / "templates" / "report" / "uplot"
 

@@ -1,7 +1,7 @@
 """Gradient ascent on the local Lipschitz constant over a set of inputs, from many starts.
 
 The gradient of a simple singular value σ = uᵀJv is uᵀ(∂J)v with u and v held fixed. The documentation page
-"Worst inputs, and lower bounds" derives the method and reports the measurements behind each choice.
+"Worst inputs, and lower bounds" derives the method.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -75,8 +76,19 @@ def _root(
     """How smooth is attention? Measure the Lipschitz constant of self-attention in any Transformer."""
 
 
+class _Command(typer.core.TyperCommand):
+    """A command whose help names no types of Python for arguments and flags."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)
+        for one in params:
+            if getattr(one, "is_flag", True):
+                vars(one)["display_type_rich"] = lambda ctx: ""
+        return params
+
+
 for _command in (profile, measure, bound, radius, precision, inspect, reproduce):
-    app.command(_command.__name__, epilog=_command.__dict__["examples"])(_command)
+    app.command(_command.__name__, cls=_Command, epilog=_command.__dict__["examples"])(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,6 +150,11 @@ def _drop_output() -> None:
 
 def _refuse(sentence: str) -> int:
     # Print a single line, even if a file name or a library's message contains line breaks.
-    words = readable(encodable(" ".join(sentence.split())), longest=2000)
+    # An argument such as part="vision" is told as the option --part vision.
+    def option(found: re.Match[str]) -> str:
+        return f"--{found[1].replace('_', '-')} {found[2] or ''}".rstrip()
+
+    told = re.sub(r'\b([a-z_]+)=(?:True|"(\w+)")', option, " ".join(sentence.split()))
+    words = readable(encodable(told), longest=2000)
     typer.echo(f"error: {words}", err=True)
     return REFUSED

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 from ctypes import CDLL
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from howsmooth import texts
-from howsmooth.errors import ArgumentError, HowsmoothError, reason
+from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, reason
 from howsmooth.files import check_parquet
 from howsmooth.model_names import (
     BUILTIN_MODELS,
-    builtin_folder,
+    check_classifier,
     check_positions,
     check_tokenizer,
     check_weights,
@@ -23,7 +24,7 @@ from howsmooth.model_names import (
     stated_sizes,
 )
 from howsmooth.study.options import shown
-from howsmooth.study.plans import InputPlan, Plan
+from howsmooth.study.plans import InputPlan, Plan, check_text
 
 __all__ = ["check_at_once"]
 
@@ -56,7 +57,13 @@ def check_at_once(given: Any, *, keep_going: bool = False, writes: bool = True) 
     text = getattr(given, "text", None)
     for name in getattr(given, "texts", (text,) if text else ()):
         if name not in (*texts.TEXTS, "-"):
-            texts.load_text(name)
+            found = texts.load_text(name)
+            if isinstance(given, Plan) and not keep_going:
+                for one in named:
+                    check_text(found.name, found.content, given.samples, given.lengths_of(one))
+            end = (getattr(given, "span", None) or "").partition(":")[2]
+            for n in (*getattr(given, "lengths", ()), int(end or 0)) if isinstance(given, InputPlan) else ():
+                check_text(found.name, found.content, 1, (n,))
     for kind, names in files.items():
         for name in names if isinstance(names, tuple) else ():  # inspect takes a number of tokens
             if kind != "images":
@@ -70,15 +77,20 @@ def check_at_once(given: Any, *, keep_going: bool = False, writes: bool = True) 
 def _check_model(given: Any, one: Any, *, reads_text: bool) -> None:
     name = one.source if one is given else one.name
     random_init, part = getattr(one, "random_init", False), getattr(one, "part", None)
-    folder = builtin_folder(name) if name in BUILTIN_MODELS else folder_of(name, random_init=random_init)
+    folder = folder_of(name, random_init=random_init)
     if folder is None:
         return
+    if name in BUILTIN_MODELS and getattr(given, "images", None):
+        raise ModelError(f"{name!r} takes a text or token ids, not images.")
+    if name == BUILTIN_MODELS[1] and getattr(one, "as_decoder", False):
+        raise ModelError(f"{name!r} is a decoder already, and causal. Leave out as_decoder=True.")
+    if getattr(given, "CLASSIFIER", False):
+        check_classifier(name, folder)
     if name not in BUILTIN_MODELS and not random_init:
         check_weights(name, folder)
         if reads_text and part is None:
             check_tokenizer(name, folder)
-    # Figures leave out what a model does not have.
-    if part is not None or not isinstance(given, Plan | InputPlan):
+    if part is not None:
         return
     sizes, label = stated_sizes(folder), getattr(one, "label", name)
     own = {size: getattr(one, size, None) for size in ("layers", "heads", "lengths")}
@@ -88,7 +100,7 @@ def _check_model(given: Any, one: Any, *, reads_text: bool) -> None:
     for size in ("layers", "heads"):
         if size in sizes and asked[size] is not None:
             asked[size].resolve(sizes[size], label, size)
-    if "positions" in sizes:
+    if "positions" in sizes and isinstance(given, Plan | InputPlan):  # figures leave such lengths out
         check_positions(asked["lengths"] or (), sizes["positions"], label)
 
 
@@ -112,9 +124,10 @@ def _loads(library: str) -> bool:
 def _check_folder(folder: Path) -> None:
     try:
         found = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        if found.is_dir() and os.access(found, os.W_OK):
-            return
-        got = f"{folder} (Permission denied)" if found.is_dir() else f"the file {found}"
+        if found.is_dir():
+            with tempfile.TemporaryFile(dir=found):
+                return
+        got = f"the file {found}"
     except (OSError, ValueError) as error:  # such as a name that is too long
         got = f"{shown(str(folder))} ({reason(error)})"
     remedy = "Choose another output folder."

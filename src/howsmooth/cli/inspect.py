@@ -97,8 +97,10 @@ def _show(model: LoadedModel, found: Inspection) -> None:
     _show_layers(found, [key for key in first if key not in shared])
     if found.tokens is not None:
         # An image or a piece of audio has a fixed number of tokens.
-        chosen = model.modality in ("text", "embeddings")
-        more = "; a longer sliding window is visible only with more --tokens" if chosen else ""
+        settings = getattr(getattr(model.model, "config", None), "__dict__", {})
+        windows = [size for name, size in settings.items() if "window" in name and type(size) is int]
+        longer = model.modality in ("text", "embeddings") and max(windows, default=0) > found.tokens
+        more = f"; a sliding window of {max(windows)} is visible only with more --tokens" if longer else ""
         say(f"\nThe masks are those of an input of {found.tokens} tokens{more}.")
     for reason in dict.fromkeys(site.path_reason for site in captured):
         of = [site for site in captured if site.path_reason == reason]
@@ -140,7 +142,7 @@ def _stored(model: LoadedModel) -> str:
     return str(model.stored).removeprefix("torch.")
 
 
-_RADIUS = "its radius"
+_RADIUS = "largest norm after it"
 
 
 def _facts(site: InspectedSite) -> dict[str, str]:

@@ -13,7 +13,7 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, paragraph, say, show_table
-from howsmooth.cli.typer_command import FAILED, Shown, as_typed, command, means_of, resumable
+from howsmooth.cli.typer_command import FAILED, Quiet, Shown, as_typed, command, means_of, resumable
 from howsmooth.quick_imports import quick_imports
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import WHAT, Folder, Told, options
@@ -54,6 +54,7 @@ _EXAMPLES = (
 class MeasureShown(Shown):
     """The options that choose how the command shows its progress and its result."""
 
+    quiet: Quiet = False
     figures: Annotated[
         Literal["page", "all"],
         "page: the points that report.html draws when it is opened, and one overview of each model as PNG "

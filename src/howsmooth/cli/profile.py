@@ -78,7 +78,8 @@ class ProfilePlan(OneInputPlan):
         from howsmooth import profiling
 
         settings: Any = {name: getattr(self, name) for name in ("span", "rtol", "seed", "influence")}
-        settings["on_layer"] = display.counter("layer")
+        noun = "step" if self.influence else "stage" if self.scope == "model" else "layer"
+        settings["on_layer"] = display.counter(noun)
         if self.scope == "model":
             return profiling.depth_profile(loaded, inputs, output=self.output, **settings)
         scopes = ("attention", "head") if self.scope == "all" else (self.scope,)
@@ -86,11 +87,9 @@ class ProfilePlan(OneInputPlan):
         return profiling.profile(loaded, inputs, scopes=scopes, layers=layers, **settings)
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the largest influences of one token on another, if they were asked for."""
-        if not self.influence:
-            return {}, []
+        """Return the largest influences of one token on another for JSON, if they were asked for."""
         told = found.influence  # None if it failed: the reason is printed with what was not measured
-        return {"influence": told and told.described()}, told.lines_of_largest() if told else []
+        return {"influence": told and told.described()} if self.influence else {}, []
 
 
 @command(*_EXAMPLES)

@@ -40,6 +40,7 @@ class RadiusPlan(OneInputPlan):
     """The options of the command ``howsmooth radius``: the model, the input, and how the tokens may move."""
 
     PHASE: ClassVar[str] = "Bounding"
+    CLASSIFIER: ClassVar[bool] = True  #: Whether the model has to be a classifier.
     NO_SPAN: ClassVar[str] = f"{OneInputPlan.NO_SPAN} --positions chooses the tokens that move."
     OTHERWISE: ClassVar[str] = "Give the embedded tokens of one input: --embeddings FILE."
 

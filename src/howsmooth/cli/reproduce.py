@@ -12,7 +12,7 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
-from howsmooth.cli.typer_command import FAILED, Shown, command, means_of, resumable
+from howsmooth.cli.typer_command import FAILED, Quiet, Shown, command, means_of, resumable
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.execution_options import Execution, Out
 from howsmooth.study.options import Told, Words, described, options
@@ -60,6 +60,7 @@ class ReproduceShown(Shown):
         Told("FIGURE", positional=True, several=True),
         "Names of figures, as --list prints them, or their places in the paper. Default: all.",
     ] = ()
+    quiet: Quiet = False
     list: Annotated[bool, "Print the names of all figures and exit."] = False
     dry_run: Annotated[
         bool, "Count the tasks of each figure that are left. Nothing is measured or written."
@@ -108,6 +109,8 @@ def _tell_tasks(chosen: Sequence[PaperFigure], options: FigureOptions, out: Path
     else:
         rows = [[one.name, str(one.tasks)] for one in found if not one.refused]
         show_table(["figure", "tasks left"], rows, left=["figure"])
+        if labels := {label for one in found for label in one.unknown}:
+            say(f"All layers of {', '.join(sorted(labels))} count as one: their number is not known yet.")
         for one in (one for one in found if one.refused):
             say(f"Cannot be made: {one.name}: {readable(one.refused, longest=300)}")
         say("Nothing was written.")

@@ -25,7 +25,7 @@ from howsmooth.words import counted, encodable
 if TYPE_CHECKING:
     from howsmooth.study.runner import Means
 
-__all__ = ["FAILED", "INTERRUPTED", "TYPED", "Shown", "as_typed", "command", "means_of", "resumable"]
+__all__ = ["FAILED", "INTERRUPTED", "TYPED", "Quiet", "Shown", "as_typed", "command", "means_of", "resumable"]
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
@@ -48,11 +48,10 @@ class Shown:
     PANEL: ClassVar[str] = OUTPUT.panel
 
     json: Annotated[bool, "Print only the result, as JSON."] = False
-    quiet: Annotated[
-        bool,
-        Told(short="-q"),
-        "Show no progress. measure and reproduce print no result either: it is in the files.",
-    ] = False
+    quiet: Annotated[bool, Told(short="-q"), "Show no progress."] = False
+
+
+Quiet = Annotated[bool, Told(short="-q"), "Show no progress and no result, which is in the files."]
 
 
 def command(*examples: str) -> Callable[[Callable[..., int]], Callable[..., int]]:

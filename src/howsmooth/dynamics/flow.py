@@ -1,8 +1,7 @@
 """The flow of tokens or of a measure through attention: the solution of dX/dt = f(X) with attention f as
 velocity.
 
-The documentation page "Flows: tokens, measures and Gaussians through depth" has the derivations and the
-convergence rates of integrators, layers and particles.
+Derivations: documentation page "Flows: tokens, measures and Gaussians through depth".
 """
 
 from __future__ import annotations

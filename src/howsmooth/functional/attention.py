@@ -84,7 +84,7 @@ def attention(
         The kernels take float32, bfloat16 and float16, and heads of up to 256 entries, without dropout.
         Derivatives in masks and biases, and derivatives of higher order, are computed in blocks as without
         kernels. The default is False because the kernels depend on Triton's compiler, and have been checked
-        on one kind of device, an NVIDIA H200 (documentation page "Benchmarks").
+        on one kind of device, an NVIDIA H200 (documentation page "Evidence").
 
     Returns
     -------

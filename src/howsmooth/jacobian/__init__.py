@@ -11,9 +11,8 @@ schedule around it, and gives the same numbers up to rounding:
 - :mod:`howsmooth.functional`: blocks of rows, as a function that PyTorch differentiates to every order.
 
 ``attention`` puts the projections of a layer around one of them, ``custom_code_attention`` PyTorch code, and
-``closed_form`` chooses the operator of a map. ``howsmooth.batching`` decides whether P is kept. The
-derivation, and a table of memory and cost, are on the documentation page "The derivative of softmax
-attention, and its variants".
+``closed_form`` chooses the operator of a map. ``howsmooth.batching`` decides whether P is kept. Derivation,
+memory and cost: documentation page "The Jacobian of attention in closed form".
 """
 
 from howsmooth.jacobian.autodiff import AutodiffJacobian

@@ -4,7 +4,7 @@
 stays on the chip, and the products run on the matrix units, with float32 numbers split into bfloat16 parts.
 JᵀJ takes twelve matrix products a tile instead of nine, because P is formed three times: for the image, for
 the cotangents of the queries, and for those of keys and values. Timings are on the documentation page
-"Benchmarks".
+"Evidence".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS_BYTES = 6
 
 _OLDEST = (8, 0)  # first compute capability whose matrix units multiply bfloat16
 _WIDEST = 128  # entries of a head
-# The errors of the kernels were measured for scores up to this size (documentation page "Benchmarks").
+# The errors of the kernels were measured for scores up to this size (documentation page "Evidence").
 _LARGEST_SCORE = 128.0
 
 

@@ -13,7 +13,7 @@ All else is a schedule around a tile: how scores are cut, and what is kept betwe
 two forms. :class:`WholeRows` has all keys of its rows. It takes the row sums itself, in operations that
 PyTorch can differentiate again, and has second derivatives. :class:`Tile` has any keys of its rows, for a
 schedule that keeps O: with T = P∘dS, dO is the sum of T v + P dv over tiles less rowsum(T) O, and
-rowsum(P∘A) is ⟨U, O⟩. Derivation: documentation page "The derivative of softmax attention".
+rowsum(P∘A) is ⟨U, O⟩. Derivation: documentation page "The Jacobian of attention in closed form".
 """
 
 from __future__ import annotations

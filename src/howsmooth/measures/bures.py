@@ -2,8 +2,8 @@
 
 The distance is given by the Bures formula, which is evaluated without cancellation. The upper limit is the
 cost of a coupling, and the lower limit comes from a pair of quadratic potentials. Both limits hold even if
-the coupling and the potentials are not optimal. Derivation: documentation page "Distances between measures",
-section "Gaussians".
+the coupling and the potentials are not optimal. Derivation: documentation page "Maps on measures", section
+"Why the interval of a distance holds".
 """
 
 from __future__ import annotations

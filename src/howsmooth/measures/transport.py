@@ -132,7 +132,7 @@ def wasserstein(
     References
     ----------
     Flamary et al., *POT: Python Optimal Transport*, JMLR 2021. For the intervals: documentation page
-    "Why the interval of a distance holds".
+    "Maps on measures", section "Why the interval of a distance holds".
 
     """
     order = check_order(p)

@@ -2,7 +2,8 @@
 cost.
 
 The upper limit is the cost of a feasible plan, and the lower limit is the value of feasible potentials. Both
-hold even if the solver failed. Derivations: documentation page "Why the interval of a distance holds".
+hold even if the solver failed. Derivations: documentation page "Maps on measures", section "Why the interval
+of a distance holds".
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class ModelParts:
         if takes_decoder_ids(model) and side is None:
             raise CaptureError(
                 f"{type(model).__name__} is an encoder-decoder, whose output depends on two sequences. Take "
-                "its encoder alone, with the part encoder (--part encoder); or capture it with scope "
+                'its encoder alone, with part="encoder"; or capture it with scope '
                 "'model' and side='queries', from the decoder's embeddings, or side='memory', from the "
                 "encoder's."
             )

@@ -56,7 +56,7 @@ def measure(bench: Bench) -> pd.DataFrame:
             if scope == "head" or not wide or place == first:
                 compute, key = partial(_rows, scope, bench.options.seed), {"layer": layer, "scope": scope}
                 units.append(model.unit(*place, compute, key, scope=scope, layers=[layer]))
-    rows = bench.kept("layers' bounds", units)
+    rows = bench.kept(units)
     rows = rows if bench.options.as_published else rows[rows["name"] != AS_CODED]
     where = np.where(rows["quantity"] == _LOCAL, "local ", "ball ")
     measured = (logs_of(rows["lower"]) + logs_of(rows["upper"])) / 2

@@ -41,7 +41,7 @@ def measure(bench: Bench) -> pd.DataFrame:
     for model in models_of(bench, layers=lambda _: "all", fitting=bench.options.lengths is None):
         key = {"layers": model.plan.layers.text, "samples": model.plan.samples}
         units += [model.unit(*place, partial(_rows, model.label), key) for place in model.places()]
-    return bench.kept("lengths of texts", units)
+    return bench.kept(units)
 
 
 def _rows(label: str, sites: list[Any]) -> Iterator[Values]:

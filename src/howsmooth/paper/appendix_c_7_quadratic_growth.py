@@ -21,7 +21,7 @@ from howsmooth.paper.bench import Bench, Key, Unit, Values
 from howsmooth.paper.figure_definition import Finding
 from howsmooth.paper.identity_head import identity_head
 from howsmooth.paper.model_with_texts import ModelWithTexts, attention_of, models_of
-from howsmooth.paper.plotting import Curve, Panel, between
+from howsmooth.paper.plotting import Curve, Panel, between, exponentials
 from howsmooth.results.drawing import literal
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
@@ -50,7 +50,7 @@ def measure(bench: Bench) -> pd.DataFrame:
     for model in models_of(bench, lengths=(64,), fitting=True):
         for layer in model.layers:
             units += _of_layer(model, layer, max(lengths))
-    return bench.kept("heads", units)
+    return bench.kept(units)
 
 
 def lengths_from_3(asked: tuple[int, ...]) -> list[int]:

@@ -54,7 +54,7 @@ def _norms(model: ModelWithTexts) -> pd.DataFrame:
         starts = [subject.starts[n, sample] for sample in range(model.plan.samples)]
         key = {"layers": model.plan.layers.text, "starts": repr(starts)}
         units.append(model.unit(subject, n, _entering, key, scope="block"))
-    return model.bench.kept("norms of sequences", units)
+    return model.bench.kept(units)
 
 
 def _entering(sites: list[Any]) -> list[Values]:

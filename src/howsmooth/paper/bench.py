@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from howsmooth.paper.figure_definition import PaperFigure, Request
+from howsmooth.paper.figure_definition import PaperFigure, Request, count_left, task_of
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import FIGURE, FigureRow
@@ -109,15 +109,16 @@ class Bench(Request):
         assert self.means.models is not None
         return self.means.models
 
-    def kept(self, words: str, units: Iterable[Unit]) -> pd.DataFrame:
-        """Compute the units (``words`` in the plural) that the store lacks, and return the rows of all units,
-        each after the values of its unit's key.
+    def kept(self, units: Iterable[Unit]) -> pd.DataFrame:
+        """Compute the units that the store lacks, and return the rows of all units, each after the values of
+        its unit's key.
         """
         units = list(units)
         known = self.store.keys(FigureRow, ("unit",))
         left = [unit for unit in units if (unit.name,) not in known]
         self.begin()
-        self.runner.carry_out(Work(FigureRow, words, left, len(units) - len(left)))
+        share = len({task_of(unit.key) for unit in left})
+        self.runner.carry_out(Work(FigureRow, "units", left, len(units) - len(left), share=share))
         rows = ((unit, row) for unit in units for row, _ in self.store.rows(FigureRow, unit=unit.name))
         return pd.DataFrame([{**unit.key, **json.loads(row.numbers)} for unit, row in rows])
 
@@ -132,8 +133,10 @@ def opened_bench(
     figure: PaperFigure, options: FigureOptions, folder: str | os.PathLike[str], means: Means
 ) -> Iterator[Bench]:
     """Open the store in a figure's folder, which belongs to one seed, and yield the bench of the figure."""
+    tasks = count_left(Request(figure, options), folder)
     with Store.open(folder, late=True) as store:
         store.check(FIGURE, {"seed": options.seed})
-        bench = Bench(figure, options, store, means, Runner(store, means, means.models, options.device))
+        runner = Runner(store, means, means.models, options.device, tasks)
+        bench = Bench(figure, options, store, means, runner)
         yield bench
         bench.runner.finish()

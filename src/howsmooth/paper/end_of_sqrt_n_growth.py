@@ -47,7 +47,7 @@ def measure(bench: Bench) -> pd.DataFrame:
         key: Key = {"power": power, "seed": bench.options.seed}
         words = f"exp(2γR²) = 10^{power}, n = {n:.3g}"
         units.append(Unit({**key, "n": str(n)}, partial(_rows, key, power * _DECADE / 2, n), words))
-    return bench.kept("constants at two Diracs", units)
+    return bench.kept(units)
 
 
 def _rows(key: Key, g: float, n: int) -> Iterator[Values]:

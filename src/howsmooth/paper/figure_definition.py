@@ -7,14 +7,16 @@ Figures are listed and counted at once, without PyTorch. To add one, write its m
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from howsmooth.errors import ArgumentError, HowsmoothError, similar_name
+from howsmooth.model_names import folder_of, stated_sizes
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import ModelSpec
 
@@ -25,15 +27,9 @@ if TYPE_CHECKING:
     from howsmooth.paper.plotting import Picture
 
 __all__ = [
-    "FIGURES",
-    "MODELS",
-    "Finding",
-    "PaperFigure",
-    "Request",
-    "TasksLeft",
-    "choose_figures",
-    "tasks_left",
-]
+    "FIGURES", "MODELS", "Finding", "PaperFigure", "Request", "TasksLeft", "choose_figures", "count_left",
+    "sizes_of", "task_of", "tasks_left",
+]  # fmt: skip
 
 MODELS = (
     ModelSpec("builtin-encoder"),
@@ -100,12 +96,15 @@ class Request:
         """The number of sequences of each text and length."""
         return self.options.samples or self.figure.samples
 
-    @property
-    def layers(self) -> int:
-        """The number of layers of all models; where it depends on the models, one layer of each."""
-        asked = self.options.layers
-        known = 1 if asked is None else sum(len(range(a, b + 1, step)) for a, b, step in asked.items)
-        return len(self.models) * max(1, known)
+    def layer_count(self) -> int:
+        """Return the number of layers of all models, of which each has one that its folder does not state.
+        An ArgumentError names a layer that a model does not have.
+        """
+        if (asked := self.options.layers) is None:
+            return len(self.models)
+        known = sum(len(range(a, b + 1, step)) for a, b, step in asked.items)
+        counts = [(sizes_of(spec).get("layers"), spec.label) for spec in self.models]
+        return sum(len(asked.resolve(n, label, "layers")) if n else max(1, known) for n, label in counts)
 
     @property
     def texts(self) -> int:
@@ -114,32 +113,56 @@ class Request:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences of text that all models read."""
-        return self.texts * len(self.lengths) * self.samples
+        """The number of sequences of text that all models read, of the lengths that they can read."""
+        most = [sizes_of(spec).get("positions", math.inf) for spec in self.models]
+        lengths = sum(sum(n <= longest for n in self.lengths) or 1 for longest in most)
+        return lengths * len(self.options.texts) * self.samples
 
 
 @dataclass(frozen=True)
 class TasksLeft:
-    """The number of tasks of a figure that are left, or why it cannot be made (``refused``)."""
+    """The number of tasks of a figure that are left, or why it cannot be made (``refused``). Of models that
+    are ``unknown`` until they are loaded, one layer is counted for all.
+    """
 
     name: str
     tasks: int = 0
     refused: str = ""
+    unknown: tuple[str, ...] = ()
 
 
 def tasks_left(
     chosen: Sequence[PaperFigure], options: FigureOptions, folder: str | os.PathLike[str]
 ) -> list[TasksLeft]:
-    """Count without a model the tasks of each figure that its folder lacks; of all layers it counts one."""
+    """Count the tasks of each figure that its folder lacks, without loading a model."""
     found = []
     for figure in chosen:
         request = Request(figure, options)
         try:
-            left = figure.count(request) - _done(request, Path(folder) / figure.name)
-            found.append(TasksLeft(figure.name, max(left, 0)))
+            left = count_left(request, Path(folder) / figure.name)
+            of_all = request.models if options.layers is not None and not options.layers.items else ()
+            unknown = tuple(spec.label for spec in of_all if "layers" not in sizes_of(spec))
+            found.append(TasksLeft(figure.name, left, unknown=unknown))
         except HowsmoothError as error:
             found.append(TasksLeft(figure.name, refused=" ".join(str(error).split())))
     return found
+
+
+def sizes_of(spec: ModelSpec) -> dict[str, int]:
+    """Return the sizes of a model, as far as its folder states them."""
+    folder = None if spec.part else folder_of(spec.name, random_init=spec.random_init)
+    return {} if folder is None else stated_sizes(folder)
+
+
+def task_of(key: Mapping[str, Any]) -> str:
+    """Return the name of the task to which a unit of work belongs: heads and scopes of a layer are one."""
+    return json.dumps({name: key[name] for name in sorted(key) if name not in ("head", "scope")})
+
+
+def count_left(request: Request, folder: str | os.PathLike[str]) -> int:
+    """Count the tasks of one figure that its own ``folder`` lacks; refuse layers that a model lacks."""
+    request.layer_count()
+    return max(request.figure.count(request) - _done(request, Path(folder)), 0)
 
 
 def _done(request: Request, folder: Path) -> int:
@@ -148,23 +171,23 @@ def _done(request: Request, folder: Path) -> int:
 
     if not store_there(folder):
         return 0
-    from howsmooth.study.records import FIGURE, FigureRow, Measurement
+    from howsmooth.study.records import FIGURE, FigureRow, Measurement, PublishedValue
     from howsmooth.study.store import Store
 
     options, labels = request.options, {spec.label for spec in request.models}
     with Store.open(folder, write=False) as store:
         store.check(FIGURE, {"seed": options.seed})
-        keys = store.keys(Measurement, ("model", "n", "sample", "text"))
         sequences = sum(
             model in labels and n in request.lengths and sample < request.samples
-            for model, n, sample, _ in keys
+            for kind in (Measurement, *([PublishedValue] if options.as_published else []))
+            for model, n, sample, _ in store.keys(kind, ("model", "n", "sample", "text"))
         )
         units = set()
         for (unit,) in store.keys(FigureRow, ("unit",)):
             key = json.loads(unit)
             asked = {"search": options.search, "published": options.as_published}.get(key.get("task"), True)
             if asked and ("fingerprint" not in key or key["model"] in labels):
-                units.add(json.dumps({name: key[name] for name in key if name not in ("head", "scope")}))
+                units.add(task_of(key))
     return int(sequences) + len(units)
 
 
@@ -180,7 +203,7 @@ def choose_figures(names: Sequence[str]) -> list[PaperFigure]:
         if name not in known:
             raise ArgumentError(
                 "figure",
-                expected=f"one of {', '.join(own)}",
+                expected=f"one of {', '.join(own)}, or a place in the paper such as figure-2",
                 got=repr(name),
                 remedy=similar_name(name, known),
             )
@@ -198,8 +221,12 @@ def _figure(module: str, name: str, title: str, paper: str, about: str, **size: 
 
 
 def _worst_inputs(request: Request) -> int:
-    balls = 4 * request.layers * len([n for n in request.lengths if n >= 2])
+    balls = 4 * request.layer_count() * len([n for n in request.lengths if n >= 2])
     return request.sequences + balls * (1 + request.options.search + request.options.as_published)
+
+
+def _on_text(request: Request) -> int:
+    return request.sequences * (1 + request.options.as_published)
 
 
 FIGURES: tuple[PaperFigure, ...] = (
@@ -215,7 +242,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         "correlation of the logarithms of both.",
         lengths=tuple(range(4, 101, 4)),
         samples=10,
-        count=lambda request: request.sequences,
+        count=_on_text,
     ),
     _figure(
         "proposition_3_6_two_diracs",
@@ -243,13 +270,14 @@ FIGURES: tuple[PaperFigure, ...] = (
     _figure(
         "section_5_2_worst_inputs",
         "adversarial",
-        "One head at its worst inputs, beside text of the same length",
+        "One head at the paper's tokens in a ball, beside text of the same length",
         "Figure 2",
         "The local Lipschitz constant of one head, values only, at the paper's two clusters in a ball of "
         "radius R: a token Ru and copies of Ru/2 or −Ru, u an eigenvector of A; dashed the median over all "
-        "heads, shaded from the smallest to the largest. Beside it stand, with --search, the worst tokens "
-        "found in the ball; text of the same length, with bars over sequences and heads; and upper bounds, "
-        "which no tokens in the ball exceed.",
+        "heads, shaded from the smallest to the largest. Beside it stand text of the same length, with bars "
+        "over sequences and heads, which may lie above the paper's tokens; and upper bounds, which no tokens "
+        "in the ball exceed.",
+        models=MODELS[:2],
         lengths=(12, 24, 64, 160, 392),
         samples=4,
         count=_worst_inputs,
@@ -278,7 +306,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         "vectors of A and V; dashed R², with only its factor fitted. The vertical line is the norm of real "
         "tokens.",
         lengths=(3, 11, 101),
-        count=lambda request: request.layers + min(4, len([n for n in request.lengths if n >= 3])),
+        count=lambda request: request.layer_count() + min(4, len([n for n in request.lengths if n >= 3])),
     ),
     _figure(
         "appendix_e_2_untrained_gpt2",
@@ -293,7 +321,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         models=(ModelSpec("gpt2", random_init=True),),
         lengths=(4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128),
         samples=4,
-        count=lambda request: request.sequences + request.texts * len(request.lengths),
+        count=lambda request: _on_text(request) + request.texts * len(request.lengths),
     ),
     _figure(
         "all_bounds_against_measurements",
@@ -307,7 +335,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         "side. For tokens of dimension 512 or more, all heads together are bounded only at one sequence.",
         lengths=(8, 32, 96),
         samples=1,
-        count=lambda request: request.layers * len(request.options.texts) * len(request.lengths),
+        count=lambda request: request.layer_count() * len(request.options.texts) * len(request.lengths),
     ),
 )
 """All figures, in the order of the paper."""

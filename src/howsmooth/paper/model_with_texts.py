@@ -21,7 +21,7 @@ from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.records import Measurement, Row
 from howsmooth.study.study_preparation import PreparedStudy, Subject, capture_sites, layer_and_head_counts
 from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
-from howsmooth.study.tasks.task import Work
+from howsmooth.study.tasks.task import SequenceTask, Work
 from howsmooth.words import readable, sentence
 
 __all__ = ["ModelWithTexts", "attention_of", "measure_constants", "models_of", "other_scores"]
@@ -189,7 +189,8 @@ def measure_constants(models: Sequence[ModelWithTexts], *, published: bool = Fal
     bench.begin()
     for parts in listed:
         tasks = [task for part in parts for task in part.tasks]
-        work = replace(parts[0], tasks=tasks, kept=sum(part.kept for part in parts))
+        sequences = sum(len(task.starts) for task in tasks if isinstance(task, SequenceTask))
+        work = replace(parts[0], tasks=tasks, kept=sum(part.kept for part in parts), share=sequences)
         whole = work.kind is Measurement and bench.means.executor is None
         bench.runner.carry_out(joined(work) if whole else work)
 

@@ -57,7 +57,7 @@ def measure(bench: Bench) -> pd.DataFrame:
         key: Key = {"family": family, "weight": weight, "seed": bench.options.seed}
         words = f"{family}, {weight}, R = {radius}"
         units.append(Unit({**key, "radius": repr(radius)}, partial(_rows, key, radius), words))
-    return bench.kept("constants at two Diracs", units)
+    return bench.kept(units)
 
 
 def _rows(key: Key, radius: float) -> Iterator[Values]:

@@ -19,7 +19,6 @@ from howsmooth.paper.bench import models_for, opened_bench
 from howsmooth.paper.figure_definition import Finding, PaperFigure
 from howsmooth.paper.plotting import PAPER
 from howsmooth.paper.reproduce_options import FigureOptions
-from howsmooth.results.drawing import data_url
 from howsmooth.results.page import frame, page, parts
 from howsmooth.study.environment import environment
 from howsmooth.study.runner import Means
@@ -152,8 +151,7 @@ def section(figure: PaperFigure, finding: Finding, folder: str | os.PathLike[str
         body.append(html.words(words))
     for picture in finding.pictures:
         file = picture.pdf.relative_to(folder).as_posix()
-        image = data_url(picture.png.read_bytes())
-        body.append(html.picture(image, picture.alt, picture.width, f"{picture.title}.", file))
+        body.append(html.picture(**picture.on_page(), caption=f"{picture.title}.", file=file))
     if finding.seen:
         body += [html.heading("What is seen", level=3), html.items(finding.seen)]
     for number, (caption, table) in enumerate(finding.tables, 1):

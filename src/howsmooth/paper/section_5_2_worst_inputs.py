@@ -80,7 +80,7 @@ def measure(bench: Bench) -> pd.DataFrame:
             what = {"model": one.model.label, "layer": one.layer, "head": HEAD, "R": radius, "n": n}
             beside = {"real": radius == longest, "fused": one.fused}
             found.append((what | beside, text[text["converged"] & (text["n"] == n)]))
-    rows = bench.kept("worst inputs", units).astype({"ball": float})
+    rows = bench.kept(units).astype({"ball": float})
     parts = dict(iter(rows.groupby(["model", "layer", "ball", "n"], sort=False)))
     return pd.DataFrame(
         what | side_by_side(parts[what["model"], what["layer"], what["R"], what["n"]], on_text, HEAD)

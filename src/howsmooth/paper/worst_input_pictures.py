@@ -16,13 +16,14 @@ from howsmooth.paper.figure_definition import Finding
 from howsmooth.paper.plotting import Curve, Panel, between, exponentials, power, power_label
 from howsmooth.results.drawing import literal
 from howsmooth.study.exponents import Exponent, fit_exponent
-from howsmooth.words import file_stem, readable
+from howsmooth.words import file_stem, readable, sentence
 
 __all__ = ["HEAD", "show", "side_by_side"]
 
 HEAD = 0
 """The head that is attacked."""
 
+_SATURATED = 0.01
 _NAMES = {
     "text median": "text, median", "paper": "paper's tokens", "paper median": "paper's tokens, median",
     "found": "largest found", "found by": "found by", "upper": "at most",
@@ -86,7 +87,7 @@ def _balls(rows: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def _name(rows: pd.DataFrame) -> str:
-    return f"{readable(str(rows['model'].iloc[0]))}, layer {rows['layer'].iloc[0]}, head {HEAD}"
+    return f"head {HEAD} of layer {rows['layer'].iloc[0]} of {readable(str(rows['model'].iloc[0]))}"
 
 
 def _fit(rows: pd.DataFrame, name: str) -> Exponent:
@@ -96,7 +97,7 @@ def _fit(rows: pd.DataFrame, name: str) -> Exponent:
 
 def _picture(rows: pd.DataFrame, folder: Path) -> plotting.Picture:
     canvas, _ = plotting.draw_panels([list(map(_panel, _balls(rows)))], 3.0, sharey=True)
-    canvas.suptitle(literal(_name(rows)))
+    canvas.suptitle(literal(sentence(_name(rows)).removesuffix(".")))
     stem = file_stem("adversarial", str(rows["model"].iloc[0]), f"layer-{rows['layer'].iloc[0]:02d}")
     return plotting.write_picture(canvas, folder, stem, f"Section 5.2: {_name(rows)}")
 
@@ -134,6 +135,12 @@ def _panel(rows: pd.DataFrame) -> Panel:
 def _result_sentences(rows: pd.DataFrame) -> list[str]:
     """Return a sentence on each ball of one layer, and on the published code and unconverged values."""
     said = [_ball_words(ball) for ball in _balls(rows)]
+    papers = rows.pivot_table(index="R", columns="n", values="paper")
+    moves = ((papers / papers.max() - 1).abs() > _SATURATED).any(axis=1)
+    still = papers.index[~moves[::-1].cummax()[::-1]]
+    if len(still) > 1:
+        words = f"from R = {still[0]:.4g} to {still[-1]:.4g} it changes by less than {_SATURATED:.0%}"
+        said.append(f"The constant of {_name(rows)} at the paper's tokens has saturated: {words}.")
     if rows["as published"].notna().any():
         fused = bool(rows["fused"].all())
         right = rows["wrong slices" if fused else "paper"]
@@ -142,9 +149,9 @@ def _result_sentences(rows: pd.DataFrame) -> list[str]:
         if fused:
             words += ", of heads sliced along the wrong axis; the constant there is "
             words += f"{between(right / rows['paper'])} times that at the paper's tokens"
-        said.append(f"{_name(rows)}, as published: {words}.")
+        said.append(sentence(f"{_name(rows)}, as published: {words}"))
     if rows["unsettled"].any():
-        said.append(f"{_name(rows)}: {rows['unsettled'].sum()} values did not converge and are left out.")
+        said.append(f"Of {_name(rows)}, {rows['unsettled'].sum()} values did not converge and are left out.")
     return said
 
 
@@ -154,14 +161,14 @@ def _ball_words(rows: pd.DataFrame) -> str:
         if rows[name].notna().any():
             share = between(rows[name] / upper)
             words.append(
-                f"{what} the constant is {between(rows[name])}, grows like {power(_fit(rows, name))}, and is "
-                f"{share} times howsmooth's upper bound on the ball"
+                f"the constant of {_name(rows)} {what} is {between(rows[name])}, grows like "
+                f"{power(_fit(rows, name))}, and is {share} times howsmooth's upper bound on the ball"
             )
     if not words:
-        words.append(f"howsmooth's upper bound is {between(upper)}; --search looks for the worst tokens")
-    ball = f"R = {rows['R'].iloc[0]:.4g}"
+        words.append(f"howsmooth's upper bound for {_name(rows)} is {between(upper)}")
+    ball = f"In the ball of radius {rows['R'].iloc[0]:.4g}"
     if rows["real"].all():
         ball += ", the norm of the longest real token"
         if rows["text median"].notna().any():
             words.append(f"on text the median over sequences and heads is {between(rows['text median'])}")
-    return f"{_name(rows)}, {ball}: {'; '.join(words)}."
+    return f"{ball}, {'; '.join(words)}."

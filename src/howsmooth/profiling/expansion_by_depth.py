@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -76,12 +77,26 @@ class DepthProfile(ResultWithInfluence):
             f"product of its stages {last['product']:.6g}; {self._made_by}"
         )
 
+    @property
+    def _whole(self) -> str:
+        whole = _interval(plain_rows(self.table)[-1], "until")
+        return f"Whole model: {whole} at {self.confidence:.4g} confidence."
+
+    @property
+    def _explained(self) -> str:
+        return (
+            "Own: the constant of the stage; until: of the map from the embeddings to the end of the stage; "
+            f"beyond: of the map from there to the {self.output}; product: of the constants of the stages so "
+            "far; ratio: until / product."
+        )
+
     def _lines(self) -> list[str]:
         lines = [
             f"Depth profile of {self.model}, {self.length}, embeddings to {self.output}.",
             f"Input: {self.input}.",
             f"{self.precision.capitalize()}.",
-            f"{'stage':<12}{'own':>10}{'until':>11}{'beyond':>11}{'product':>11}  until / product",
+            *wrap(self._explained, 90),
+            f"{'stage':<12}{'own':>10}{'until':>11}{'beyond':>11}{'product':>11}  ratio",
         ]
         for row in plain_rows(self.table):
             beyond = "" if row["beyond"] is None else f"{row['beyond']:.4g}"
@@ -89,8 +104,7 @@ class DepthProfile(ResultWithInfluence):
                 f"{row['stage']:<12}{row['own']:>10.4g}{row['until']:>11.4g}{beyond:>11}"
                 f"{row['product']:>11.4g}  {row['ratio']:.2g}"
             )
-        whole = _interval(plain_rows(self.table)[-1], "until")
-        lines.append(f"Whole model: {whole} at {self.confidence:.4g} confidence; intervals are in the table.")
+        lines += [self._whole, "The other intervals are in the columns …_lower and …_upper of the table."]
         missed = [f"{row['stage']} ({kind})" for row in plain_rows(self.table) for kind in _MAPS
                   if row[f"{kind}_converged"] is False]  # fmt: skip
         lines += [f"Not converged: {', '.join(missed)}."] if missed else []
@@ -115,12 +129,11 @@ class DepthProfile(ResultWithInfluence):
 
     def _body(self, images: Mapping[str, str], most: int) -> list[str]:
         shown = self.table[["stage", *_MAPS, "product", "ratio"]].map(_short)
-        explained = (
-            "Own: the constant of the stage; until: of the map from the embeddings to the end of the stage; "
-            f"beyond: of the map from there to the {self.output}; product: of the constants of the stages so "
-            "far; ratio: until / product."
-        )
-        return [frame(shown), parts().words(explained, "soft"), *self._parts_of_influence(images)]
+        for kind in _MAPS:
+            rows = plain_rows(self.table)
+            shown[kind] = ["" if row[kind] is None else _interval(row, kind) for row in rows]
+        words = parts().words(self._whole, "lead"), parts().words(self._explained, "soft")
+        return [*words, frame(shown), *self._parts_of_influence(images)]
 
     def _told(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("output", "confidence", "value")}
@@ -188,7 +201,7 @@ def depth_profile(
     with model_parts(given.module, given.inputs) as parts:
         blocks = parts.last_layers
         total = len(blocks) + 2
-        with shown_progress(on_layer, total) as told:
+        with shown_progress(on_layer, total, "stage") as told:
             entry = parts.entry()
             if entry is not None:
                 own = measured("own", -1, entry)

@@ -115,10 +115,11 @@ class Precision(InputResult):
         """Spearman's rank correlations between predicted and simulated effects.
 
         The columns are ``bits`` (0 for all rows together), ``predicted``, ``real`` and ``spearman``. Only a
-        model with logits has rows on divergences.
+        model with logits has rows on divergences, and only several numbers of bits have rows of their own.
         """
         rows = []
-        for bits in (0, *self.table["bits"].unique()):
+        every = self.table["bits"].unique()
+        for bits in (0, *(every if len(every) > 1 else ())):
             chosen = self.table if bits == 0 else self.table[self.table["bits"] == bits]
             ranks = chosen[[*_CHANGES, *_DIVERGENCES]].corr("spearman", min_periods=3)
             for predicted, real in _PAIRS if self.has_kl else _PAIRS[:1]:

@@ -35,6 +35,7 @@ from howsmooth.words import readable, visible_token
 __all__ = ["WordRadii", "word_radii"]
 
 _SHOWN = 10
+_LOST = "Most is lost at the part of the model whose approximation makes the radius smaller the most."
 _LEVELS = 9  # shades of a highlighted token
 _BLUE = "#3b528b"
 
@@ -77,9 +78,10 @@ class WordRadii(InputResult):
     def statement(self) -> str:
         """One sentence that says what the radii prove about the answer of the classifier."""
         one = "one token" if self.moving == "all" else f"one of the {self._which}"
-        moved = f"{one if len(self.table) > 1 else f'token {self.moving}'} moves and the others stand still"
-        if self.jointly:
-            moved = f"{self._which} move jointly"
+        moved, still = f"{self._which} move jointly", ""
+        if not self.jointly:
+            moved = f"{one if len(self.table) > 1 else f'token {self.moving}'} moves"
+            still = ", and the others stand still"
         norm = "Euclidean norm" if self.norm == 2 else "largest entry"
         first = self.table.iloc[0]
         name = f" {readable(self.answer)!r}" if self.answer else ""
@@ -91,11 +93,11 @@ class WordRadii(InputResult):
             kept = f"does not answer class {self.target} in place of {answer} ({margin})"
         return (
             f"{self.model} {kept} while {moved} by less than the radius, in the {norm} of the embedded "
-            "tokens. The radii are proved, rounding included."
+            f"tokens{still}. The radii are proved, rounding included."
         )
 
     def _lines(self) -> list[str]:
-        lines = [f"Radii of {self.model}, {self.input}, {self.length}.", self.statement]
+        lines = [f"Radii of {self.model}, {self.input}, {self.length}.", self.statement, _LOST]
         for row in plain_rows(self.ranking.head(_SHOWN)):
             found = f", smallest attack found {_attack(row['attack'])}" if row["attack"] is not None else ""
             beside = f"(order {row['order']}{found}; most is lost at {row['lost_at']})"
@@ -147,19 +149,21 @@ class WordRadii(InputResult):
 
     def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
         smallest = float(self.table["radius"].min())
-        spans, rows = [], []
+        read = () if self.jointly else self.words
+        spans: dict[Any, Any] = {i: (0, f"{visible_token(word)} ", "") for i, word in enumerate(read)}
+        rows = []
         for row, word in zip(plain_rows(self.table), self._names, strict=True):
             shade = _LEVELS if row["radius"] == 0 else round(_LEVELS * smallest / row["radius"])
-            spans.append((shade, f"{word} ", limit_in_digits(row["radius"], 3, upper=False)))
+            spans[row["position"]] = (shade, f"{word} ", limit_in_digits(row["radius"], 3, upper=False))
             first = "none" if math.isinf(row["first_order"]) else f"{row['first_order']:.4g}"
             radius = limit_in_digits(row["radius"], 4, upper=False)
             rows.append([word, radius, _attack(row["attack"]), first, row["order"], row["lost_at"]])
         names = "token|radius|smallest attack found|first order, no bound|order|most is lost at"
         html = parts()
         return [
-            html.words(f"{self.input}, {self.length}. {self.statement}"),
-            html.words("The darker a word, the smaller its radius.", "soft"),
-            html.tokens(spans),
+            html.words(f"Input: {self.input}, {self.length}. {self.statement}"),
+            html.words(f"The darker a word, the smaller its radius. {_LOST}", "soft"),
+            html.tokens(spans.values()),
             html.picture(images[self.NAME], "The radius of each token; the numbers are in the table."),
             html.table([(name, False) for name in names.split("|")], rows),
         ]

@@ -178,13 +178,15 @@ class Influence(Result):
             ends = interval_in_digits(row["lower"], row["upper"], 4)
             status = "" if row["converged"] else " not converged"
             rows.append((token(row, "input"), token(row, "output"), f"{row['value']:.4g}", ends + status))
+        missed = int((~self.converged).sum())
+        status = f", of which {missed} did not reach rtol = {self.rtol:g}" if missed else ""
         left, middle, right = (max(len(row[i]) for row in rows) for i in range(3))
         return [
             "",
             f"Which token moves which, {self.place}: how far an output",
             "moves, to first order, if one token moves by 1. Each interval holds with",
             f"probability {self.confidence:.4g}. The largest {len(rows) - 1} of "
-            f"{counted(self.value.numel(), 'norm')}:",
+            f"{counted(self.value.numel(), 'norm')}{status}:",
             *(f"  {one:<{left}}  {two:<{middle}}  {three:>{right}}  {end}" for one, two, three, end in rows),
             "If all tokens move at once, each by at most 1, the largest move of an output",
             f"lies in {interval_in_digits(self.token_wise.lower, self.token_wise.upper, 4)}.",
@@ -199,7 +201,7 @@ class ResultWithInfluence(InputResult):
     influence: Influence | None = None
 
     def _lines_of_influence(self) -> list[str]:
-        return [] if self.influence is None else [f"  {self.influence.place}: {self.influence}"]
+        return [] if self.influence is None else self.influence.lines_of_largest()
 
     def _tables(self) -> dict[str, pd.DataFrame]:
         return super()._tables() | ({} if self.influence is None else self.influence._tables())

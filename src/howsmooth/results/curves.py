@@ -144,11 +144,11 @@ def draw(
         beside = every if sharey == "all" else panels[i] if sharey else [panel]
         panel.draw(axis, every if sharex == "all" else below if sharex else [panel], beside)
         if sharex and panel is not below[-1]:
-            axis.set_xlabel("")
+            axis.xaxis.label.set_visible(False)
         elif sharex:
             axis.tick_params(labelbottom=True)  # the last of its column, also above a gap
         if j and panel.y == panels[i][j - 1].y:
-            axis.set_ylabel("")
+            axis.yaxis.label.set_visible(False)
     return canvas, axes
 
 

@@ -15,12 +15,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import pandas as pd
-from matplotlib import rc_context
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure as _Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
@@ -46,9 +46,12 @@ STYLE: dict[Any, Any] = {
 P = ParamSpec("P")
 T = TypeVar("T")
 
-COLOURS = "viridis"
+# The larger a value, the further from a white page, and from a dark one, where pages turn lightness around.
+COLOURS = ListedColormap(colormaps["viridis_r"](np.linspace(0.3, 1.0, 256)))
 GREY = "0.35"
 _FEW_LENGTHS = 6
+_PHONE = 368  # pixels of a picture on a phone
+_MOST_STACKED = 24  # panels: more would be higher than an image may be
 _CHARACTERS = 10  # of a title in an inch
 
 
@@ -120,10 +123,11 @@ def add_colourbar(
     *,
     whole: bool = False,
     inside: Axes | None = None,
-    aspect: float = 28,
+    below: bool = False,
 ) -> None:
-    """Add a colour bar beside one axis or several, or ``inside`` an axis of its own."""
-    where: dict[str, Any] = {"cax": inside} if inside else {"ax": axis, "pad": 0.015, "aspect": aspect}
+    """Add a colour bar beside one axis or several, or ``below`` them, or ``inside`` an axis of its own."""
+    where: dict[str, Any] = {"cax": inside} if inside else {"ax": axis, "pad": 0.015, "aspect": 28}
+    where |= {"location": "bottom", "aspect": 60} if below else {}
     bar = figure.colorbar(ScalarMappable(norm, COLOURS), **where)
     set_bar_ticks(bar, norm, whole=whole)
     # Beside the bar it would read as the name of an axis of the panel.
@@ -173,6 +177,14 @@ class Picture:
     alt: str
     width: int
     overview: bool = False
+    #: The PNG with the panels below each other, for a phone; empty if there is one, or very many.
+    narrow: bytes = b""
+
+    def on_page(self) -> dict[str, Any]:
+        """Return the arguments of the part of a page that shows the picture."""
+        narrow = data_url(self.narrow) if self.narrow else ""
+        source = data_url(self.png.read_bytes())
+        return {"source": source, "alt": self.alt, "width": self.width, "narrow": narrow}
 
 
 def picture(
@@ -188,7 +200,34 @@ def picture(
     panels = f" Panels: {titles}." if titles else ""
     alt = f"{title}. Axes: {y or 'names'}, against {x}.{panels} Drawn are: {labels or 'points'}."
     png, pdf = save(figure, folder, stem, title)
-    return Picture(pdf, png, title, alt, round(figure.get_figwidth() * dots), overview)
+    width = round(figure.get_figwidth() * dots)
+    return Picture(pdf, png, title, alt, width, overview, _stacked(figure, _PHONE / dots, rows=overview))
+
+
+def _stacked(figure: Figure, width: float, *, rows: bool) -> bytes:
+    """Put the panels of a figure below each other, by rows or by columns, and return the PNG."""
+    panels = [axis for axis in figure.axes if axis.get_visible() and axis.get_label() != "<colorbar>"]
+    if not 2 <= len(panels) <= _MOST_STACKED:
+        return b""
+    places: Any = {panel: panel.get_subplotspec() for panel in panels}
+    if not rows:
+        panels.sort(key=lambda panel: places[panel].colspan.start)
+    height = figure.get_figheight() / places[panels[0]].get_gridspec().nrows
+    grid = figure.add_gridspec(len(panels), 1)
+    for i, panel in enumerate(panels):
+        panel.set_subplotspec(grid[i])
+        panel.tick_params(labelleft=True, labelbottom=True)
+        panel.xaxis.label.set_visible(True)
+        panel.yaxis.label.set_visible(True)
+    for legend in list(figure.legends):
+        handles: Any = legend.legend_handles
+        names = [text.get_text() for text in legend.get_texts()]
+        legend.remove()
+        figure.legend(handles, names, loc="outside lower center", frameon=False)
+    figure.suptitle("")
+    figure.set_size_inches(width, height * len(panels))
+    figure.set_layout_engine("constrained")
+    return png(figure)
 
 
 def _plain(words: list[str]) -> str:

@@ -12,7 +12,7 @@ The α on the diagonal and the γ beside it are the tridiagonal matrix T_k = V_k
 largest eigenvalue is a lower limit of ‖J‖, and :mod:`howsmooth.spectral.probabilistic_upper_limits` gives an
 upper limit. Each step needs one pass over an operator that shares work between J and Jᵀ. The basis is used
 only for reorthogonalisation and for the Ritz vector, so it may be kept in half precision, whose error enters
-in second order. Derivation and measurements: documentation page "The spectral norm, with an interval".
+in second order. Derivation: documentation page "The spectral norm, with an interval".
 
 :func:`_in_step` is the algorithm. :class:`_Run` has the vectors of one operator, and :class:`_Members` the
 numbers: it computes the interval of each member from T_k, and ends the members whose interval is narrow

@@ -22,8 +22,7 @@ Out = Annotated[Folder, OUTPUT, "Folder for what is written."]
 Threads = Annotated[
     Annotated[Integer, Field(ge=1, le=_MOST_THREADS)] | None,
     HOW,
-    "CPU threads, for each worker if there are workers. Default: what is fastest on the machine as it is; "
-    "processes of one thread for a large study.",
+    "CPU threads of PyTorch. Default: what is fastest on the machine as it is.",
 ]
 
 
@@ -41,8 +40,8 @@ class Execution:
         Annotated[Integer, Field(ge=1, le=_MOST_WORKERS)] | None,
         HOW,
         "With --executor: the number of processes, by default one for each CPU core; with --scheduler, "
-        "how many workers of the cluster to wait for, by default one. Without --executor, one process "
-        "does all.",
+        "how many workers of the cluster to wait for, by default one. Without --executor, measure "
+        "starts processes by itself where they save time.",
     ] = None
     scheduler: Annotated[
         Word | None,
@@ -50,7 +49,9 @@ class Execution:
         "Address of the scheduler of the Dask cluster, such as tcp://10.0.0.1:8786. Default: a cluster "
         "on this machine, started for this command.",
     ] = None
-    threads: Threads = None
+    threads: Annotated[
+        Threads, "CPU threads of PyTorch, of each worker. Default: what is fastest on the machine as it is."
+    ] = None
 
     def __post_init__(self) -> None:
         got = f"the executor {self.executor}" if self.executor else "no executor"

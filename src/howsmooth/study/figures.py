@@ -173,7 +173,7 @@ def _draw_overview(parts: Sequence[_Part], kind: str, title: str) -> Figure:
         panels.append(Panel(curves, part.name, f"length n ({unit})", ""))
     table = [panels[first : first + columns] for first in range(0, len(panels), columns)]
     width = 2.3 if columns <= _FEW_COLUMNS else 1.7
-    size = 1.6 + width * columns, 1.3 + 2.0 * len(table)
+    size = 1.1 + width * columns, 1.8 + 2.0 * len(table)
     figure, axes = draw(table, size, sharex="all", sharey="all")
     for axis, part in zip(axes.ravel(), parts, strict=False):
         axis.text(
@@ -188,7 +188,7 @@ def _draw_overview(parts: Sequence[_Part], kind: str, title: str) -> Figure:
         )
     figure.supylabel("local Lipschitz constant", fontsize=10)
     add_legend(figure, 3)
-    add_colourbar(figure, list(axes.ravel()), norm, "radius R", aspect=5 * figure.get_figheight())
+    add_colourbar(figure, list(axes.ravel()), norm, "radius R", below=True)
     figure.suptitle(literal(title))
     return figure
 

@@ -64,7 +64,7 @@ class ImageFeed:
             listed = "; ".join(f"{n} in layers {', '.join(map(str, of))}" for n, of in groups.items())
             raise CaptureError(
                 f"{self._model.name!r} has different numbers of tokens in its layers for one image: "
-                f"{listed}. Choose layers that have the same number, with layers (--layers)."
+                f"{listed}. Choose layers that have the same number."
             )
         return next(iter(groups))
 

@@ -52,7 +52,7 @@ def read_plan(path: str | os.PathLike[str], **typed: Any) -> Study:
                     key, expected=f"one of the keys {', '.join(KEYS)}", got=got, remedy=remedy
                 )
         if "models" not in values:
-            raise ArgumentError("models", expected="a value", got="no such key")
+            raise ArgumentError("models", expected="the names of the models", got="a file without this key")
         values = {key: _beside(path, one) if key in _PLACES else one for key, one in values.items()} | typed
         plan = Plan(**{key: value for key, value in values.items() if key in _OF_PLAN})
         how = Execution(**{key: value for key, value in values.items() if key in _OF_EXECUTION})
@@ -78,6 +78,8 @@ def _beside(path: Path, value: Any) -> Any:
 def _parsed(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows add a byte order mark
+    except FileNotFoundError:
+        raise ArgumentError("", expected="a plan file in TOML", got=f"no such file: {path}") from None
     except OSError as error:
         got = f"{path} ({error.strerror or type(error).__name__})"
     except UnicodeDecodeError:

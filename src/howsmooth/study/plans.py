@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from howsmooth.accuracy_limits import check_accuracy
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, TextError
 from howsmooth.scopes import CROSS_SCOPE
 from howsmooth.study.options import (
     HOW,
@@ -38,7 +38,7 @@ from howsmooth.study.options import (
     word,
 )
 from howsmooth.study.ranges import ALL, Ranges
-from howsmooth.words import encodable
+from howsmooth.words import counted, encodable
 
 if TYPE_CHECKING:
     ByteSize = int
@@ -49,8 +49,9 @@ else:
     Scope = Literal["head", "heads", "attention", "residual", "block", "model", "cross-attention"]
 
 __all__ = [
-    "DEFAULT_TEXT", "INFLUENCE_RTOL", "KINDS", "PROFILE_RTOL", "PROFILE_TOKENS", "PUBLISHED_ITEMS",
+    "DEFAULT_TEXT", "FEWER", "INFLUENCE_RTOL", "KINDS", "PROFILE_RTOL", "PROFILE_TOKENS", "PUBLISHED_ITEMS",
     "RADIUS_TOKENS", "SPAN", "BoundPlan", "InputPlan", "InputSpec", "ModelSpec", "Plan", "check_output",
+    "check_text",
 ]  # fmt: skip
 
 KINDS = ("text", "tokens", "embeddings", "images")
@@ -86,6 +87,9 @@ _PUBLISHED_ELSEWHERE = {
     "c-3": "It changes a bound; use howsmooth reproduce bounds --as-published.",
 }
 
+FEWER = "fewer samples, or fewer or shorter lengths"
+"""What to give for a text that is too short."""
+
 _DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
 _DEFAULT_LENGTHS = tuple(range(2, 101, 2))
 _USUAL_LAYERS = 12
@@ -111,6 +115,17 @@ def _one_word(value: Any, info: Any) -> str | None:
 def _whole_size(value: Any) -> Any:
     """Return a size in bytes without what ByteSize would leave unread."""
     return value if not isinstance(value, str) or re.fullmatch(r"\s*[\d.]+\s*\w*\s*", value) else shown(value)
+
+
+def _span(value: Any, info: Any) -> str | None:
+    if value is None:
+        return None
+    start, colon, end = (part.strip() for part in word(value, info).partition(":"))
+    digits = all(re.fullmatch(r"\d{0,9}", part) for part in (start, end))
+    if not (colon and digits and int(start or 0) < int(end or 10**9)):
+        expected, remedy = "start:end with 0 <= start < end", "Give 0:16, for example."
+        raise ArgumentError(info.field_name, expected=expected, got=repr(value), remedy=remedy)
+    return f"{start}:{end}"
 
 
 Source = Annotated[
@@ -182,7 +197,7 @@ Part = Annotated[
     Told("PART"),
     "One part of a model with several: text, vision, audio, or a module path such as encoder.",
 ]
-Span = Annotated[Word | None, Told("START:END"), SPAN.format(PROFILE_TOKENS)]
+Span = Annotated[str | None, PlainValidator(_span), Told("START:END"), SPAN.format(PROFILE_TOKENS)]
 Rtol = Annotated[Real, HOW, "Relative width of an interval at convergence."]
 Confidence = Annotated[Real, HOW, "Probability that an interval contains what is measured."]
 Iterations = Annotated[Integer, Field(ge=1, le=_MOST_ITERATIONS), HOW, "Largest number of Lanczos steps."]
@@ -219,6 +234,21 @@ def check_output(output: str, scopes: tuple[str, ...]) -> None:
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
+
+
+def check_text(name: str, content: str, samples: int, lengths: Sequence[int]) -> None:
+    """Refuse a text with too few bytes for sequences; this check needs no model or tokenizer."""
+    needed = samples * sum(lengths)
+    # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.
+    if needed > (most := 4 * len(content.encode("utf-8", "replace"))):
+        each = f"{lengths[0]} tokens" if len(lengths) == 1 else f"each of {len(lengths)} lengths"
+        single = needed == max(lengths)
+        raise TextError(
+            f"text {name!r} is too short for {counted(samples, 'sequence')} of {each}"
+            f"{'' if single else f', {needed} tokens without overlap'}: it has "
+            f"{counted(len(content), 'character')}, at most {most} tokens. "
+            f"Use {'a smaller length' if single else FEWER}, or a longer text."
+        )
 
 
 def _check_special_tokens(asked: bool, kinds: set[str]) -> None:
@@ -275,7 +305,7 @@ def _models(value: Any, info: Any) -> tuple[Any, ...]:
                 expected="names or tables with a name",
                 got=shown(entry),
                 remedy="A torch.nn.Module is measured with hs.profile, or hs.capture and hs.local_lipschitz: "
-                'see "A module of your own" in the guide "Measure a model".'
+                'see "From Python" on the page "See how constants grow with the length".'
                 if callable(entry)
                 else "",
             )

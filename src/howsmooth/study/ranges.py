@@ -18,6 +18,7 @@ __all__ = ["ALL", "Ranges"]
 
 _ITEM = re.compile(r"(?P<start>-?\d+)(?::(?P<stop>-?\d+)(?::(?P<step>-?\d+))?)?")
 _GRAMMAR = "numbers and start:stop:step ranges (the stop is included), separated by commas"
+_NOT_EMPTY = "ranges that are not empty (start up to stop)"
 _MOST_VALUES = 100_000
 _MOST_DIGITS = 9
 
@@ -58,6 +59,8 @@ class Ranges:
             stop, step = int(match["stop"] or start), int(match["step"] or 1)
             if step < 1:
                 raise ArgumentError(argument, expected="ranges with a step of at least 1", got=repr(text))
+            if start > stop and (start < 0) == (stop < 0):
+                raise ArgumentError(argument, expected=_NOT_EMPTY, got=repr(text))
             items.append((start, stop, step))
         return cls(text.strip(), argument, tuple(items))
 
@@ -87,7 +90,7 @@ class Ranges:
     def _expand(self, items: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
         spans = [range(start, stop + 1, step) for start, stop, step in items]
         if not all(spans):
-            raise self._refused("ranges that are not empty (start up to stop)")
+            raise self._refused(_NOT_EMPTY)
         if sum(map(len, spans)) > _MOST_VALUES:
             raise self._refused(f"at most {_MOST_VALUES} numbers")
         return tuple(sorted(set().union(*spans)))

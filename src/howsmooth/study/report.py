@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from howsmooth.results.drawing import Picture, data_url
+from howsmooth.results.drawing import Picture
 from howsmooth.results.page import page, plain_text, templates
 from howsmooth.rounding import limit_in_digits
 from howsmooth.scopes import SCOPE_MEANINGS
@@ -129,8 +129,7 @@ def _headlines(rows: pd.DataFrame, exponents: pd.DataFrame) -> Iterator[dict[str
 
 
 def _image(picture: Picture) -> dict[str, Any]:
-    shown = {"source": data_url(picture.png.read_bytes()), "file": f"figures/{picture.pdf.name}"}
-    return shown | {"alt": picture.alt, "title": f"{picture.title}.", "width": picture.width}
+    return picture.on_page() | {"file": f"figures/{picture.pdf.name}", "title": f"{picture.title}."}
 
 
 def _script() -> str:
@@ -178,9 +177,11 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
     if least != most:
         low_end, high_end = (place_in_words(row["layer"], row["head"]) for row in (first, last))
         powers = f"between {least} ({low_end}) and {most} ({high_end})"
+    flat = sum(row["low"] <= 0 <= row["high"] for row in good)
     quarter = sum(row["quarter"] >= 1 - LEVEL for row in good)
     return (
-        f"The constant grows like n to a power {powers} over {span}. {values}. "
+        f"The constant grows like n to a power {powers} over {span} (in {flat or 'none'} of {len(good)} fits "
+        f"the interval contains 0, no growth). {values}. "
         f"The interval of {quarter or 'none'} of the {len(good)} exponents contains 1/4."
     )
 

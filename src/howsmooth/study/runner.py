@@ -56,10 +56,16 @@ class Means:
 
 
 class Runner:
-    """Carries out the tasks of a study, and writes each result of a task to the store in one transaction."""
+    """Carries out the tasks of a study, and writes each result of a task to the store in one transaction.
 
-    def __init__(self, store: Store, means: Means, models: Models | None = None, device: str = "cpu") -> None:
+    With ``whole``, the number of tasks of a figure, the progress of all work is told by one count.
+    """
+
+    def __init__(
+        self, store: Store, means: Means, models: Models | None = None, device: str = "cpu", whole: int = 0
+    ) -> None:
         self._store, self._means, self._models, self._device = store, means, models, device
+        self._whole, self._before = whole, 0
         self._unusable: set[str] = set()
         self._number: int | None = None
         self._began = time.monotonic()
@@ -74,7 +80,8 @@ class Runner:
             self.fail(failed)
         left = deque(work.tasks)
         if left:
-            told = _WorkProgress(self._means.listener, work)
+            told = _WorkProgress(self._means.listener, work, self._before, self._whole)
+            self._before += work.share
             steps = self._run_here(left) if self._means.executor is None else self._run_on_workers(left)
             # If writing fails, or a failure ends the run, `closing` ends the generator, which cancels the
             # tasks that wait on workers.
@@ -184,15 +191,16 @@ def load_early(executor: Executor, plan: Plan, threads: int | None) -> None:
 class _WorkProgress:
     """Tells how many results of one kind are there, and how many seconds the others take by their pace."""
 
-    def __init__(self, listener: Listener, work: Work) -> None:
-        self._listener = listener
+    def __init__(self, listener: Listener, work: Work, before: int, whole: int) -> None:
+        self._listener, self._share, self._before, self._whole = listener, work.share, before, whole
         self._planned = sum(task.size for task in work.tasks)
         self._left = sum(task.work for task in work.tasks)
         self._made = self._gone = self._of_task = 0
         self._since: float | None = None
         self._last, self._paced = -math.inf, 0.0
         more = f" ({work.kept} more are in the store already)" if work.kept else ""
-        listener.phase(f"Computing {self._planned} {work.words}{more}")
+        if not whole:
+            listener.phase(f"Computing {self._planned} {work.words}{more}")
 
     def advance(self, task: Task, results: int, *, ended: bool) -> None:
         # Results that a task failed to compute are not left to do either.
@@ -209,6 +217,11 @@ class _WorkProgress:
         spent, over = now - self._since, self._gone >= self._planned
         if over or now - self._last > _BETWEEN_TELLING:
             self._last = now
+            if self._whole:
+                done = min(self._before + self._share * self._gone / self._planned, self._whole)
+                words = f"{math.floor(done)} of {self._whole} tasks, {task.words}"
+                self._listener.advance(done, self._whole, words)
+                return
             left = spent * self._left / self._paced if spent > _STEADY and self._paced else None
             words = f"{self._made} of {self._planned}, {task.words}"
             self._listener.advance(self._gone, self._planned, words, left)

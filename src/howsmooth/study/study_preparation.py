@@ -27,7 +27,7 @@ from howsmooth.study.input_sequences import (
     open_data,
     sequence_starts,
 )
-from howsmooth.study.plans import ModelSpec, Plan
+from howsmooth.study.plans import FEWER, ModelSpec, Plan, check_text
 from howsmooth.study.records import MEASURE, InputRecord, ModelRecord, TextRecord
 from howsmooth.study.store import Store
 from howsmooth.words import encodable
@@ -139,7 +139,10 @@ class PreparedStudy:
         for source in sources:
             reached: str | None = source.record.name
             try:
-                _check_size(self.plan, spec, source)
+                if source.record.kind == "text":
+                    check_text(
+                        source.record.name, source.content, self.plan.samples, self.plan.lengths_of(spec)
+                    )
                 reached = None
                 model = self.models.load(spec, source.content)
                 reached = source.record.name
@@ -218,8 +221,6 @@ def prepared_study(
 
 # ---- Inputs and their sequences
 
-_FEWER = "fewer samples, or fewer or shorter lengths"
-
 
 def open_sources(plan: Plan) -> list[OpenedInput]:
     """Read the inputs of a plan; refuse an empty text, and two inputs with the same name."""
@@ -235,20 +236,6 @@ def open_sources(plan: Plan) -> list[OpenedInput]:
             raise ArgumentError(kind, expected=expected, got=f"{name!r} twice", remedy=remedy)
         names.add(name)
     return sources
-
-
-def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
-    """Refuse a text with too few bytes for the plan's sequences; this check needs no model or tokenizer."""
-    lengths, text = plan.lengths_of(spec), source.record
-    needed = plan.samples * sum(lengths)
-    # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.
-    if text.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
-        fewer = "smaller --lengths" if needed == max(lengths) else _FEWER
-        raise TextError(
-            f"text {text.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
-            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use {fewer}, or "
-            "a longer text."
-        )
 
 
 def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> Subject:
@@ -309,7 +296,7 @@ def place_sequences(
     except ValueError as error:
         more, other = (" for more", ", or another output folder") if held else ("", "")
         longer = "a longer text" if text.kind == "text" else "more of it"
-        fewer = _FEWER
+        fewer = FEWER
         if plan.samples == len(subject.lengths) == 1:
             longest = max(length for _, length in feed.parts or ((0, feed.count),))
             fewer = f"--lengths {longest}, or a smaller one"

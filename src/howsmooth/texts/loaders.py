@@ -31,7 +31,7 @@ class Text:
     content
         The characters of the text.
     source
-        One sentence that says where the text comes from, and in which version.
+        A phrase with a full stop that says where the text comes from, and in which version.
     special_tokens
         Whether a model is to read the text with the special tokens of its tokenizer.
 
@@ -126,7 +126,7 @@ def _ag_news() -> Text:
 @cache
 def _standard_input() -> Text:
     content = _decoded(sys.stdin.buffer.read(), "standard input")
-    return Text("stdin", content, f"Standard input (sha256 {_digits(content)}...).")
+    return Text("stdin", content, "standard input.")
 
 
 def _from_path(path: Path) -> Text:
@@ -148,11 +148,7 @@ def _from_path(path: Path) -> Text:
         rows = _news_rows(path, content)
         items = "".join(f"{row}\n" for row in rows)
         return Text(path.stem, items, f"{len(rows)} news items of the local file {path.name}.")
-    return Text(path.stem, content, f"The local file {path.name} (sha256 {_digits(content)}...).")
-
-
-def _digits(content: str) -> str:
-    return hashlib.sha256(content.encode("utf-8")).hexdigest()[:12]
+    return Text(path.stem, content, f"the local file {path.name}.")
 
 
 def _short(words: str) -> str:

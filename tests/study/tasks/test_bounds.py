@@ -46,7 +46,7 @@ def test_the_first_sample_of_every_length_and_attention_is_bounded(tmp_path: Pat
     rows = contents.measurements.query("sample == 0")
     assert starts <= {(row.n, row.start) for row in rows.itertuples()}
     assert starts == {(n, first) for _, _, _, n, first in work.bounded}
-    assert heard.phases[-1] == "Computing 45 attentions' bounds"
+    assert heard.phases[-1] == "Computing 45 tables of bounds"
     assert heard.told[-1][2].endswith(", bounds")
     assert heard.told[-1][0] == pytest.approx(heard.told[-1][1])
 

@@ -244,7 +244,7 @@ def _token_ids(model: nn.Module, ids: Tensor) -> Tensor:
             "inputs",
             expected="inputs_embeds (batch, n, d): this model's embedding table is a placeholder of one row",
             got="the whole model, which reads token ids",
-            remedy="Take the encoder alone (part='encoder', --part encoder), which reads embedded tokens.",
+            remedy='Take the encoder alone with part="encoder", which reads embedded tokens.',
         )
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or (size is not None and high >= size):

@@ -178,7 +178,7 @@ def load_model(
             if modality != "text":
                 raise ModelError(f"{which} takes no text, so it cannot run as a decoder.")
             if any(layer.causal for layer in layers):
-                raise ModelError(f"{which} is a decoder already: its attention is causal. Omit as_decoder.")
+                raise ModelError(f"{which} is a decoder already, and causal. Leave out as_decoder=True.")
             config.is_decoder = True
             path, model, unread = build()
             preparation, layers, obstacle = _observed(place, config, model, modality)
@@ -252,7 +252,7 @@ def preparation_of(model: LoadedModel) -> ImagePreparation:
     if not isinstance(model.preparation, ImagePreparation):
         raise ModelError(
             f"{model.name!r} ({type(model.model).__name__}) takes {MODALITIES[model.modality]}, not images. "
-            "If it has a part for that, choose it with part (--part vision)."
+            'If it has a part for that, choose it with part="vision".'
         )
     return model.preparation
 
@@ -372,7 +372,7 @@ def _built(
         listed = ", ".join(f"{inner} with {_GIVEN.get(takes, takes)}" for inner, takes in parts.items())
         raise ModelError(
             f"{place.name!r} compares texts with images and needs both at once. Measure its parts one at a "
-            f"time, each with part (--part): {listed}."
+            f'time, each with part="NAME": {listed}.'
         )
     check_model(chosen)
     return path, chosen, unread
@@ -388,7 +388,7 @@ def _observed(
     if takes_decoder_ids(model) and modality != "text":
         raise ModelError(
             f"{place.name!r} is an encoder-decoder model ({type(model).__name__}) whose decoder takes other "
-            "inputs than its encoder. Choose its encoder, with the part encoder (--part encoder)."
+            'inputs than its encoder. Choose its encoder, with part="encoder".'
         )
     makers = {"image": image_preparation, "audio": audio_sample}
     preparation = makers[modality](place, config, model) if modality in makers else None

@@ -110,8 +110,8 @@ def certify(
     """Bound the Lipschitz constant of a model by the product of the constants of its modules.
 
     A model may consist of layers of ``hs.nn``, of the caller's classes that derive from ``LipschitzModule``,
-    of ``torch.nn.Sequential``, and of the PyTorch modules with a known constant (documentation page "Layers
-    with a Lipschitz constant"). Each module's constant is computed on the ball that its inputs can reach.
+    of ``torch.nn.Sequential``, and of the PyTorch modules with a known constant (documentation page "Build a
+    model with a proved constant"). Each module's constant is computed on the ball that its inputs can reach.
 
     A model with a ``forward`` of its own is certified with ``inputs``: :mod:`torch.fx` records its
     operations, and each operation needs a rule, too. It is assumed to compute the same in every call; this

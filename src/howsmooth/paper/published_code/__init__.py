@@ -2,8 +2,8 @@
 
 The paper is Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. The code differs from a measurement
 of ‖D_X f‖ in several ways; each difference is called an item. The items are implemented from a description of
-the published code, and only the comparison with this code uses them. The documentation page "As published"
-shows with numbers how much each item changes.
+the published code, and only the comparison with this code uses them. The documentation page "Reproduce
+the paper's figures" shows it at work.
 """
 
 from howsmooth.paper.published_code.altered_attention import (

@@ -171,4 +171,4 @@ def bounds_left(study: PreparedStudy) -> Work:
                     if missing := asked - known:
                         places = {0: subject.starts[n, 0]}
                         tasks.append(BoundsTask(study.plan, subject, n, scope, places, missing))
-    return Work(Bounding, "attentions' bounds", sorted(tasks, key=lambda task: task.n), kept)
+    return Work(Bounding, "tables of bounds", sorted(tasks, key=lambda task: task.n), kept)

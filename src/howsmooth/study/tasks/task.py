@@ -55,6 +55,7 @@ class Work:
     tasks: Sequence[Task]
     kept: int = 0  #: The number of requested rows that the store already has.
     failed: Sequence[Failed] = ()  #: The computations that are impossible.
+    share: int = 0  #: Of a figure: how many of its tasks these are, as a reader counts them.
 
 
 class Task(ABC):

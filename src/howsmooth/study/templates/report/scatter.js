@@ -10,9 +10,10 @@ const CLASSES = 8; // colours
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 const themed = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-// From violet to green in equal steps of lightness, by which they are told apart without colour vision as well.
+// From green to violet in equal steps of lightness, by which they are told apart without colour vision as well, and
+// always away from the page: the largest is the most distinct.
 function colourAt(share) {
-  return `oklch(${(darkness.matches ? 0.56 : 0.26) + 0.38 * share} 0.13 ${310 - 190 * share})`;
+  return `oklch(${darkness.matches ? 0.56 + 0.38 * share : 0.64 - 0.38 * share} 0.13 ${120 + 190 * share})`;
 }
 
 // At most so many round numbers between two positive ones, or multiples of a step: uPlot has too few in a decade.
@@ -182,7 +183,7 @@ class Scatter {
     this.summarise();
     // The first series is empty: uPlot asks for one, also where nothing is shown.
     const nothing = lines([], [], { auto: false });
-    const drawn = [nothing, ...this.references(), ...on.flatMap((one) => this.dots(one)), ...this.fits()];
+    const drawn = [nothing, ...this.references(), ...this.fits(), ...on.flatMap((one) => this.dots(one))];
     const facets = () => ["x", "y"].map((scale) => ({ scale, auto: true }));
     this.plot?.destroy();
     this.plot = new uPlot({
@@ -200,11 +201,17 @@ class Scatter {
   axis(scale, label, space) {
     const font = "12px system-ui, sans-serif";
     const most = () => Math.max(3, Math.floor(this.size()[scale === "x" ? "width" : "height"] / space));
-    const possible = (tick) => scale === "y" || this.x !== "n" || Number.isInteger(tick);
+    const whole = scale === "x" && this.x === "n";
+    // The lengths themselves where there is room for them, else round ones.
+    const places = (low, high, step) => {
+      const each = [...new Set(this.shown.map((index) => this.points.n[index]))].filter((n) => n >= low && n <= high);
+      if (whole && each.length && each.length <= most()) return each;
+      return ticks(low, high, step, most()).filter((tick) => !whole || Number.isInteger(tick));
+    };
     return {
       scale, label, font, labelFont: font, labelSize: 22, size: scale === "x" ? 30 : 52, ticks: { show: false },
       stroke: themed("ink"), grid: { stroke: themed("line"), width: 1 },
-      splits: (plot, axis, low, high, step) => ticks(low, high, step, most()).filter(possible),
+      splits: (plot, axis, low, high, step) => places(low, high, step),
       filter: (plot, found) => found,
       values: (plot, found) => found.map((tick) => shown(tick)),
     };
@@ -246,10 +253,9 @@ class Scatter {
     if (this.x !== "n") return [];
     const groupOf = (index) => this.groups[this.points.group[index]];
     const colours = new Map(this.classes.flatMap((one) => one.points.map((index) => [groupOf(index), one.colour])));
-    return drawn.flatMap((one) => {
-      const ends = [one.fit.n_min, one.fit.n_max];
+    return drawn.map((one) => {
       const stroke = drawn.length === 1 ? themed("fit") : this.colour in ACROSS ? themed("ink") : colours.get(one);
-      return [power(ends, one.fit, { stroke: themed("paper"), width: 4.5 }), power(ends, one.fit, { stroke, width: 2.2 })];
+      return power([one.fit.n_min, one.fit.n_max], one.fit, { stroke, width: 2.2 });
     });
   }
 
