@@ -330,7 +330,11 @@ def check_names(root: Path, inside: str) -> None:
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, with room above it, that only one folder in it may be written to."""
     # Where figures go is asked, not what is drawn, which takes long.
-    monkeypatch.setattr(Figure, "savefig", lambda self, target, **options: Path(target).write_bytes(PNG))
+
+    def saved(figure: Figure, target: Any, **options: Any) -> None:
+        target.write(PNG) if hasattr(target, "write") else Path(target).write_bytes(PNG)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
     place = tmp_path / "a" / "b" / "root"
     place.mkdir(parents=True)
     monkeypatch.chdir(place)

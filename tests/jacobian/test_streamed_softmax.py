@@ -176,5 +176,5 @@ def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) ->
 
     # What a process allocates once, whatever the length, is allocated here.
     closed_form_jacobian(f, x[:, :2_000], streamed=True).gram_product(x[:, :2_000])
-    # One matrix of probabilities in float32 of the two heads.
-    assert memory_added(multiplied, tmp_path) < 2 * n * n * 4 / 8
+    # A sixth of the probabilities in float32 of the two heads.
+    assert memory_added(multiplied, tmp_path) < 2 * n * n * 4 / 6

@@ -440,8 +440,8 @@ def test_the_attack_finds_what_is_known() -> None:
 
 # bound / largest found at random weights, n = 5, d = 4, two heads
 FACTORS = {
-    "softmax": 10.0,
-    "query_key_norm": 8.2,
+    "softmax": 10.5,
+    "query_key_norm": 10.5,
     "l2": 5.0,
     "cosine": 7.5,
     "sinkhorn": 7.0,
