@@ -71,16 +71,12 @@ def test_bases_of_members_measured_together_fit(monkeypatch: pytest.MonkeyPatch)
     assert cut() == [[[1, 4], [2], [0, 3]], [[5]]]
 
 
-def test_one_whose_basis_is_larger_is_measured_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_whose_basis_is_larger_is_measured_all_the_same(monkeypatch) -> None:
     monkeypatch.setattr(batching, "_BASIS_BYTES", 1)
     assert cut() == [[[1]], [[4]], [[2]], [[0]], [[3]], [[5]]]
 
 
-def test_other_devices_fill_up_more_and_keep_bases_in_a_share_of_the_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_devices_fill_up_more_and_keep_bases_in_a_share_of_the_budget(monkeypatch) -> None:
     monkeypatch.setattr(batching, "_BASIS_BYTES", 0)
     assert cut(8 * 6 * basis_of(9), "meta") == [[[1, 4, 2, 0, 3, 5]]]
     assert cut(8 * 6 * basis_of(9) - 8, "meta") == [[[1, 4, 2, 0, 3]], [[5]]]

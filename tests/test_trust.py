@@ -11,7 +11,6 @@ import json
 import pickle
 import re
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from howsmooth.models import load_model
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.plans import ModelSpec
 from howsmooth.words import file_stem
-from tests._sources import SmallModel, plain_table, small_tools
+from tests._sources import SmallModel
 from tests._study import make_plan, make_tools, run, words
 from tests._tiny_models import tiny
 from tests.paper.test_html_page import PNG
@@ -164,14 +163,7 @@ def a_configuration_that_is_a_pickle(folder: Path, model: PreTrainedModel, mark:
         (a_configuration_that_is_a_pickle, "cannot be read: "),
     ],
 )
-def test_weights_in_anything_but_safetensors(
-    folder: Path,
-    model: PreTrainedModel,
-    mark: Path,
-    unpickled: list[str],
-    spoil: Callable[[Path, PreTrainedModel, Path], None],
-    sentence: str,
-) -> None:
+def test_weights_in_anything_but_safetensors(folder, model, mark, unpickled, spoil, sentence) -> None:
     spoil(folder, model, mark)
     with pytest.raises(ModelError) as error:
         load_model(folder)
@@ -240,9 +232,7 @@ def test_code_beside_a_known_type_is_ignored(folder: Path, mark: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-def test_kernels_named_by_the_configuration_are_not_fetched(
-    folder: Path, mark: Path, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_kernels_named_by_the_configuration_are_not_fetched(folder, mark, monkeypatch, key) -> None:
     plain = load_model(folder)
     change(folder / "config.json", **{key: "somebody/kernel"})
 
@@ -275,14 +265,7 @@ def npy_that_announces_too_much(path: Path, mark: Path) -> None:
 
 @pytest.mark.parametrize("make", [npy_of_objects, npy_that_is_a_pickle, npy_that_announces_too_much])
 @pytest.mark.parametrize("option", ["--tokens", "--embeddings"])
-def test_arrays(
-    tmp_path: Path,
-    mark: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    make: Callable[[Path, Path], None],
-    option: str,
-) -> None:
+def test_arrays(tmp_path, mark, monkeypatch, capsys, make, option) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     make(Path("a.npy"), mark)
@@ -347,7 +330,11 @@ def check_names(root: Path, inside: str) -> None:
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, with room above it, that only one folder in it may be written to."""
     # Where figures go is asked, not what is drawn, which takes long.
-    monkeypatch.setattr(Figure, "savefig", lambda self, target, **options: Path(target).write_bytes(PNG))
+
+    def saved(figure: Figure, target: Any, **options: Any) -> None:
+        target.write(PNG) if hasattr(target, "write") else Path(target).write_bytes(PNG)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
     place = tmp_path / "a" / "b" / "root"
     place.mkdir(parents=True)
     monkeypatch.chdir(place)
@@ -378,25 +365,6 @@ def test_names_of_models_and_texts_in_studies(root: Path, model: str, text: str)
     write_outputs(Path("out"), figures="all")
     assert any(path.parts[1] == "figures" for path in files_below(root))
     check_names(root, "out")
-    nothing_above(root)
-
-
-@names
-def test_names_of_models_and_texts_in_bounds(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, text: str
-) -> None:
-    made, named = small_tools(), make_tools(models={model: SmallModel()}, texts={text: words(100)})[0]
-    monkeypatch.setattr("howsmooth.models.load_model", named.load_model)
-    monkeypatch.setattr("howsmooth.texts.load_text", named.load_text)
-    monkeypatch.setattr("howsmooth.models.capture", made.capture)
-    monkeypatch.setattr("howsmooth.bounds.table", plain_table)
-    monkeypatch.setattr("howsmooth.cli.first_checks.folder_of", lambda name, **_: None)
-    options = ["--text", text, "--layers", "0", "--lengths", "4", "--out", "out", "-q"]
-    # No command line can hold a null byte, and no plan takes one.
-    possible = "\0" not in model + text
-    assert main(["bound", *options, "--", model]) == (0 if possible else 2), capsys.readouterr().err
-    if possible:
-        check_names(root, "out")
     nothing_above(root)
 
 
@@ -448,25 +416,6 @@ def offences(source: str) -> list[str]:
                 found.append(names[0])
         found += [name for name in names if name in FORBIDDEN or name.partition(".")[0] in FORBIDDEN]
     return found
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "from shutil import unpack_archive",
-        "import torch\ntorch.load('x')",
-        "np.load('x')",
-        "np.load('x', allow_pickle=True)",
-        "archive.extractall()",
-        "f(trust_remote_code=True)",
-        "AutoModel.from_pretrained('x')",
-        "eval('1')",
-    ],
-)
-def test_an_offence_is_seen(source: str) -> None:
-    assert offences(source)
 
 
 def test_no_module_unpickles_unpacks_or_runs_what_it_reads() -> None:

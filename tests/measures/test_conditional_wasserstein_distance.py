@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import linprog
-from torch import Tensor
 
-import howsmooth as hs
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, conditional_wasserstein, wasserstein
-from tests._cases import random_attention
-
-
-def points(seed: int, n: int, d: int, shift: float = 0.0) -> Tensor:
-    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + shift
+from tests.measures.test_transport import points
 
 
 def with_positions(seed: int, counts: list[int], theta: list[float], d: int = 2) -> DiscreteMeasure:
@@ -92,15 +87,6 @@ def test_distinct_positions_give_the_frobenius_distance(size):
     assert wasserstein(DiscreteMeasure(x), DiscreteMeasure(y)).lower <= truth
 
 
-def test_causal_attention_stays_at_finite_distance():
-    f = random_attention(7, heads=2, causal=True)
-    x = points(8, 12, f.d)
-    y = x + 1e-3 * points(9, 12, f.d)
-    found = conditional_wasserstein(*(f(DiscreteMeasure.sequence(z)) for z in (x, y)))
-    assert float(found.value) == pytest.approx(float((f(x) - f(y)).norm()) / math.sqrt(12), rel=1e-12)
-    assert isinstance(f, hs.SelfAttention)
-
-
 def test_marginals_that_differ_are_at_infinity():
     one = with_positions(10, [2, 2, 2], THETA)
     for theta, counts in (([0.2, 0.4, 0.4], [2, 2, 2]), ([0.5, 0.5], [3, 3])):
@@ -150,31 +136,6 @@ def test_positions_of_tiny_mass_count():
     assert found.converged
 
 
-def test_derivative_is_that_of_finite_differences():
-    mu, nu = with_positions(14, [3, 4, 1], THETA), with_positions(15, [2, 5, 3], THETA)
-
-    def distance(x: Tensor) -> Tensor:
-        one = DiscreteMeasure(x, log_weights=mu.log_weights, positions=mu.positions)
-        return conditional_wasserstein(one, nu, gradient=True).value
-
-    x = mu.points.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(distance(x), x)
-    for i in range(mu.n):
-        step = torch.zeros_like(x)
-        step[i, 1] = 1e-6
-        numeric = float((distance(x + step) - distance(x - step)).detach()) / 2e-6
-        assert float(slope[i, 1]) == pytest.approx(numeric, rel=1e-6, abs=1e-9)
-
-
-def test_entropic_for_each_position():
-    mu, nu = with_positions(16, [5, 4, 6], THETA), with_positions(17, [4, 5, 6], THETA)
-    truth = float(conditional_wasserstein(mu, nu).value)
-    found = conditional_wasserstein(mu, nu, method="entropic")
-    assert found.converged
-    assert found.lower <= truth <= found.upper
-    assert 1e-6 < found.upper / found.lower - 1 < 1.1e-2
-
-
 def test_what_is_refused():
     x = points(18, 4, 2)
     plain, placed = DiscreteMeasure(x), DiscreteMeasure.sequence(x)
@@ -184,10 +145,9 @@ def test_what_is_refused():
         conditional_wasserstein(x, placed)
     with pytest.raises(ArgumentError, match="dimension 2"):
         conditional_wasserstein(placed, DiscreteMeasure.sequence(points(19, 4, 3)))
-    for name in ("position_tolerance", "mass_tolerance"):
-        for value in (-1.0, math.nan, "0"):
-            with pytest.raises(ArgumentError, match=name):
-                conditional_wasserstein(placed, placed, **{name: value})
+    for name, value in itertools.product(("position_tolerance", "mass_tolerance"), (-1.0, math.nan, "0")):
+        with pytest.raises(ArgumentError, match=name):
+            conditional_wasserstein(placed, placed, **{name: value})
     logs = torch.full((4,), -math.log(4.0), requires_grad=True)
     weighted = DiscreteMeasure(points(20, 4, 2), log_weights=logs, positions=placed.positions)
     with pytest.raises(ArgumentError, match="weights without gradients"):

@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CertificateError, HowsmoothError, NonFiniteError
-from tests._nn_layers import ATTENTION, DIM, LAYERS, LENGTH, PARTS, RADIUS, inputs, names, tokens_of
+from tests._nn_layers import ATTENTION, DIM, LAYERS, LENGTH, PARTS, RADIUS, inputs, tokens_of
 
 BATCH = 2
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -32,10 +31,6 @@ def built(name: str, **settings: Any) -> nn.Module:
 
 def called(layer: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
     return tokens_of(layer(*arguments, **keywords))
-
-
-def test_the_walk_meets_every_layer() -> None:
-    assert set(LAYERS) == names()
 
 
 # ---- inputs
@@ -126,7 +121,7 @@ def test_no_constant_is_stated_for_weights_that_are_no_numbers(name: str, value:
         if name in ATTENTION:
             for ask in (layer.lipschitz_bound, layer.output_radius):
                 with pytest.raises(NonFiniteError):
-                    ask(LENGTH, RADIUS)  # type: ignore[operator]
+                    ask(LENGTH, RADIUS)
             # A shift of the outputs has no part in the constant, and makes them no numbers.
             with contextlib.suppress(NonFiniteError):
                 assert not torch.isfinite(called(layer, inputs(LAYERS[name]))).all()
@@ -167,44 +162,23 @@ def test_cross_attention_is_refused(name: str) -> None:
             called(layer, *arguments)
 
 
-WRONG_MASKS: dict[str, tuple[dict[str, Any], str]] = {
-    "another length": ({"attn_mask": CAUSAL[:3]}, "attn_mask: expected shape"),
-    "four axes": ({"attn_mask": CAUSAL[None, None]}, "attn_mask: expected shape"),
-    "three masks for two times two heads": (
-        {"attn_mask": CAUSAL.expand(3, -1, -1)},
-        "attn_mask: expected shape",
-    ),
-    "whole numbers": ({"attn_mask": CAUSAL.int()}, "attn_mask: expected a boolean or floating-point"),
-    "complex numbers": ({"attn_mask": CAUSAL.to(torch.complex64)}, "attn_mask: expected a boolean"),
-    "NaN": (
-        {"attn_mask": torch.full((LENGTH, LENGTH), math.nan)},
-        "attn_mask: expected finite numbers or -inf",
-    ),
-    "infinity": ({"attn_mask": torch.full((LENGTH, LENGTH), math.inf)}, "attn_mask: expected finite numbers"),
-    "sparse": ({"attn_mask": CAUSAL.float().to_sparse()}, "attn_mask: expected a dense tensor"),
-    "another device": ({"attn_mask": CAUSAL.to("meta")}, "attn_mask: expected a dense tensor"),
-    "all hidden": ({"attn_mask": torch.ones_like(CAUSAL)}, "attn_mask: expected "),
-    "all at minus infinity": ({"attn_mask": torch.full((LENGTH, LENGTH), -math.inf)}, "attn_mask: expected "),
-    "padding of another shape": (
-        {"key_padding_mask": torch.zeros(LENGTH, BATCH, dtype=torch.bool)},
-        "key_padding_mask: expected shape",
-    ),
-    "padding of one axis": (
-        {"key_padding_mask": torch.zeros(LENGTH, dtype=torch.bool)},
-        "key_padding_mask: expected shape",
-    ),
-    "padding of whole numbers": (
-        {"key_padding_mask": torch.zeros(BATCH, LENGTH, dtype=torch.int64)},
-        "key_padding_mask: expected a boolean",
-    ),
-    "padding of NaN": (
-        {"key_padding_mask": torch.full((BATCH, LENGTH), math.nan)},
-        "key_padding_mask: expected",
-    ),
-    "padding of all": (
-        {"key_padding_mask": torch.ones(BATCH, LENGTH, dtype=torch.bool)},
-        "key_padding_mask: expected",
-    ),
+WRONG_MASKS: dict[str, tuple[str, Tensor]] = {
+    "another length": ("attn_mask", CAUSAL[:3]),
+    "four axes": ("attn_mask", CAUSAL[None, None]),
+    "three masks for two times two heads": ("attn_mask", CAUSAL.expand(3, -1, -1)),
+    "whole numbers": ("attn_mask", CAUSAL.int()),
+    "complex numbers": ("attn_mask", CAUSAL.to(torch.complex64)),
+    "NaN": ("attn_mask", torch.full((LENGTH, LENGTH), math.nan)),
+    "infinity": ("attn_mask", torch.full((LENGTH, LENGTH), math.inf)),
+    "sparse": ("attn_mask", CAUSAL.float().to_sparse()),
+    "another device": ("attn_mask", CAUSAL.to("meta")),
+    "all hidden": ("attn_mask", torch.ones_like(CAUSAL)),
+    "all at minus infinity": ("attn_mask", torch.full((LENGTH, LENGTH), -math.inf)),
+    "padding of another shape": ("key_padding_mask", torch.zeros(LENGTH, BATCH, dtype=torch.bool)),
+    "padding of one axis": ("key_padding_mask", torch.zeros(LENGTH, dtype=torch.bool)),
+    "padding of whole numbers": ("key_padding_mask", torch.zeros(BATCH, LENGTH, dtype=torch.int64)),
+    "padding of NaN": ("key_padding_mask", torch.full((BATCH, LENGTH), math.nan)),
+    "padding of all": ("key_padding_mask", torch.ones(BATCH, LENGTH, dtype=torch.bool)),
 }
 # Those that a layer without a mask refuses besides, as its constant does not cover them.
 UNPROVED: dict[str, dict[str, Any]] = {
@@ -219,10 +193,10 @@ UNPROVED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", sorted(ATTENTION))
 def test_masks_that_do_not_fit_are_refused(name: str, kind: str) -> None:
     layer, x = built(name, mask=kind), inputs(LAYERS[name])
-    for words, (mask, refused) in WRONG_MASKS.items():
+    for words, (argument, mask) in WRONG_MASKS.items():
         print(words)
-        with pytest.raises(ArgumentError, match=refused):
-            called(layer, x, **mask)
+        with pytest.raises(ArgumentError, match=f"^{argument}: expected "):
+            called(layer, x, **{argument: mask})
     # Together they hide all keys of the first query.
     padding = torch.tensor([[True] + [False] * 3] * BATCH)
     with pytest.raises(ArgumentError, match="mask: expected "):
@@ -327,7 +301,7 @@ def test_training_is_the_same_function(name: str) -> None:
     with torch.no_grad():
         if name == "SpectralLinear":
             # In training its estimates of singular vectors get better; where they are right, they stay.
-            layer.settle()  # type: ignore[operator]
+            layer.settle()
             torch.testing.assert_close(
                 called(layer.train(), x), called(layer.eval(), x), rtol=1e-5, atol=1e-6
             )
@@ -427,9 +401,7 @@ def wrong_calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_no_annotation_allows_is_refused_by_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_annotation_allows_is_refused_by_a_sentence(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     calls = list(wrong_calls())
     assert len(calls) > 500

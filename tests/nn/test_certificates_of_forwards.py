@@ -17,7 +17,6 @@ from torch.nn.utils import parametrizations
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CertificateError
 from howsmooth.nn import certify
-from howsmooth.nn.certificates import graph_propagation
 from tests._steepest import dense_norm, steepest
 
 D = 6
@@ -84,9 +83,9 @@ class OfPatches(nn.Module):
 def test_a_forward_is_certified_as_its_parts_are() -> None:
     model = seeded(PlainViT)
     with torch.no_grad():  # larger weights, so that no factor of the constant is hidden by another
-        model.blocks[0].mlp[0].weight.mul_(3)  # type: ignore[index, operator, union-attr]
+        model.blocks[0].mlp[0].weight.mul_(3)
     images = torch.rand(2, 1, 8, 8, dtype=torch.float64)
-    wanted = certify(certifiable(model, 16).double(), 16, 2.0)  # type: ignore[arg-type]
+    wanted = certify(certifiable(model, 16).double(), 16, 2.0)
     found = certify(model, 16, 2.0, inputs=images)
     assert found.constant == pytest.approx(wanted.constant, rel=1e-9)
     assert found.output_radius == pytest.approx(wanted.output_radius, rel=1e-9)
@@ -181,7 +180,7 @@ def own(forward: Callable[[nn.Module, Tensor], Tensor], sign: float = 1.0) -> nn
     model = seeded(lambda: Own(forward))
     basis = torch.linalg.qr(torch.randn(D, D, dtype=torch.float64)).Q
     with torch.no_grad():
-        model.linear.weight.copy_(sign * basis @ torch.linspace(0.1, 1.5, D).double().diag() @ basis.mT)  # type: ignore[operator, union-attr]
+        model.linear.weight.copy_(sign * basis @ torch.linspace(0.1, 1.5, D).double().diag() @ basis.mT)
     return model
 
 
@@ -199,24 +198,6 @@ def test_operations_against_the_steepest_point(name: str) -> None:
     y = model(points)
     assert float(torch.linalg.vector_norm(y, dim=-1).max()) <= certificate.output_radius
     assert certificate.output_length == (y.shape[1] if y.ndim == 3 else 1)
-
-
-@pytest.mark.parametrize(
-    ("rule", "name"), [("_sum", "a residual"), ("_product", "a factor"), ("_cat", "two copies")]
-)
-def test_a_wrong_rule_is_caught(rule: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = getattr(graph_propagation, rule)
-
-    def wrong(value: Tensor, *arguments: object, **keywords: object) -> object:
-        found = right(value, *arguments, **keywords)
-        states = arguments[0] if isinstance(arguments[0], list) else arguments
-        (first, *_) = [one for one in states if isinstance(one, graph_propagation._State)]
-        return graph_propagation.replace(found, constant=first.constant)
-
-    table = {key: wrong if value is right else value for key, value in graph_propagation._RULES.items()}
-    monkeypatch.setattr(graph_propagation, "_RULES", table)
-    with pytest.raises(AssertionError):
-        test_operations_against_the_steepest_point(name)
 
 
 @pytest.mark.parametrize(
@@ -243,17 +224,9 @@ def test_a_wrong_rule_is_caught(rule: str, name: str, monkeypatch: pytest.Monkey
         (lambda f, x: f(x) * torch.tensor(torch.nan), "NaN"),
     ],
 )
-def test_operations_without_a_rule_are_named(
-    forward: Callable[[nn.Module, Tensor], Tensor], words: str
-) -> None:
+def test_operations_without_a_rule_are_named(forward, words) -> None:
     with pytest.raises(CertificateError, match=words):
         certify(own(forward), 4, 1.0, inputs=torch.randn(2, 4, D, dtype=torch.float64))
-
-
-def test_a_compiled_model_is_certified_before_it_is_compiled() -> None:
-    compiled = torch.compile(own(lambda f, x: f(x)), backend="eager")
-    with pytest.raises(CertificateError, match=r"from which torch\.compile made it"):
-        certify(compiled, 4, 1.0, inputs=torch.randn(2, 4, D, dtype=torch.float64))
 
 
 def test_patches_by_a_convolution() -> None:
@@ -271,7 +244,7 @@ def test_patches_by_a_convolution() -> None:
             certify(nn.Sequential(wrong.double()), 4, 1.0, inputs=images)
     twice = Own(lambda f, x: x)
     twice.one, twice.other = conv, seeded(lambda: nn.Conv2d(1, 5, (1, 4), stride=(1, 4)))
-    twice.call = lambda f, x: twice.one(x).flatten(2) + twice.other(x).flatten(2)  # type: ignore[operator]
+    twice.call = lambda f, x: twice.one(x).flatten(2) + twice.other(x).flatten(2)
     with pytest.raises(CertificateError, match="second time"):
         certify(twice.double(), 4, 1.0, inputs=images)
     with pytest.raises(ArgumentError, match="9 patches"):
@@ -283,42 +256,6 @@ def test_patches_by_a_convolution() -> None:
 
 
 # ---- layers of deel-torchlip and of PyTorch's parametrizations
-
-
-@pytest.mark.parametrize("kind", ["SpectralLinear", "FrobeniusLinear"])
-def test_linear_maps_of_torchlip(kind: str) -> None:
-    torchlip = pytest.importorskip("deel.torchlip")
-    torch.manual_seed(0)
-    layer = getattr(torchlip, kind)(D, 4, k_coef_lip=1.5)
-    layer(torch.randn(2, D))
-    layer.eval()
-    true = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
-    assert certify(layer, 1, 1.0).constant == pytest.approx(true, rel=1e-9)
-    # What the layer states about itself is not believed: here it is another.
-    with torch.no_grad():
-        for chain in layer.parametrizations.values():
-            for step in chain:
-                for name in ("_w_bjorck", "_coef"):
-                    if hasattr(step, name):
-                        setattr(step, name, 3 * getattr(step, name))
-    true = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
-    assert certify(layer, 1, 1.0).constant == pytest.approx(true, rel=1e-9)
-    assert true > 2
-
-
-@pytest.mark.parametrize("name", ["GroupSort2", "FullSort", "GroupSort"])
-def test_sorting_of_torchlip(name: str) -> None:
-    torchlip = pytest.importorskip("deel.torchlip")
-    sort = getattr(torchlip, name)(*([3] if name == "GroupSort" else []), k_coef_lip=1.5)
-    assert certify(sort, 1, 2.0).constant == pytest.approx(1.5, rel=1e-9)
-    x = 2 * nn.functional.normalize(torch.randn(500, 6), dim=-1).double()
-    assert dense_norm(sort, x[0]) == pytest.approx(1.5)
-    # On tokens it sorts along the axis of the tokens, which may give one of them all large numbers.
-    tokens = x.view(100, 5, 6)[:, :3].repeat_interleave(2, dim=1)
-    longest = float(torch.linalg.vector_norm(sort(tokens), dim=-1).max())
-    assert longest <= certify(sort, 6, 2.0).output_radius
-    if name == "FullSort":
-        assert longest > 3.01  # 1.5 times the radius would be false
 
 
 def test_a_stand_in_for_torchlip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,9 +314,9 @@ def test_parametrizations_are_computed_not_believed(stretch: float) -> None:
     orthogonal = parametrizations.orthogonal(nn.Linear(D, 4), orthogonal_map="cayley").eval()
     spectral = parametrizations.spectral_norm(nn.Linear(D, 4)).eval()
     with torch.no_grad():  # the weights change, the estimate of the norm does not
-        spectral.parametrizations.weight.original.mul_(stretch)  # type: ignore[operator, union-attr]
+        spectral.parametrizations.weight.original.mul_(stretch)
     for layer in (orthogonal, spectral):
-        true = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))  # type: ignore[operator]
+        true = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
         assert certify(layer, 1, 1.0).constant == pytest.approx(true, rel=1e-9)
         assert certify(layer, 1, 1.0).constant >= true
         found = certify(nn.Sequential(layer), 1, 1.0, inputs=torch.randn(2, D)).constant

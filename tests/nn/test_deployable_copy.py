@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def test_nothing_checks_the_radius_but_clip_tokens_does() -> None:
     with pytest.raises(ArgumentError, match="radius"):
         model(far)
     plain(far)
-    everywhere = nn.Sequential(plain[0], hs.nn.ClipTokens(2.0), *plain[1:])  # type: ignore[index, misc]
+    everywhere = nn.Sequential(plain[0], hs.nn.ClipTokens(2.0), *plain[1:])
     inside = hs.nn.ClipTokens(2.0)(model[0](far))
     torch.testing.assert_close(everywhere(far), model[1:](inside), rtol=1e-6, atol=1e-6)
     assert hs.nn.certify(everywhere, N, float("inf")).constant < 1 + 1e-5
@@ -93,14 +92,12 @@ def test_every_layer(name: str, dtype: torch.dtype) -> None:
     assert next(plain.parameters(), x).dtype == dtype
     if name in ATTENTION:
         assert isinstance(layer, hs.nn.LipschitzAttention)
-        bounds = [one.lipschitz_bound(LENGTH, RADIUS).value for one in (layer, plain)]  # type: ignore[operator]
+        bounds = [one.lipschitz_bound(LENGTH, RADIUS).value for one in (layer, plain)]
         assert bounds[1] == pytest.approx(bounds[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_saved_weights_loaded_into_the_class_that_made_them_give_the_same_layer(
-    name: str, tmp_path: Path
-) -> None:
+def test_saved_weights_loaded_into_the_class_that_made_them_give_the_same_layer(name, tmp_path) -> None:
     torch.manual_seed(1)
     layer, x = LAYERS[name].build(), inputs(LAYERS[name])
     if weights := list(layer.parameters()):  # estimates of norms and bases of orthogonal maps move, too
@@ -111,15 +108,8 @@ def test_saved_weights_loaded_into_the_class_that_made_them_give_the_same_layer(
     again = LAYERS[name].build().eval()
     again.load_state_dict(torch.load(tmp_path / "layer.pt"))
     assert torch.equal(tokens_of(again(x)), tokens_of(layer(x)))
-    bounds = [one.lipschitz_bound(LENGTH, RADIUS).value for one in (layer, again)]  # type: ignore[operator]
+    bounds = [one.lipschitz_bound(LENGTH, RADIUS).value for one in (layer, again)]
     assert bounds[0] == bounds[1]
-
-
-def test_norm_layers() -> None:
-    x = torch.randn(3, 4, D, dtype=torch.float64)
-    for kind in (hs.nn.LipschitzLayerNorm, hs.nn.LipschitzRMSNorm):
-        layer = kind(D, floor=0.3).double()
-        torch.testing.assert_close(hs.nn.deploy(layer).double()(x), layer(x), rtol=1e-6, atol=1e-6)
 
 
 def test_masks_stay() -> None:
@@ -132,9 +122,8 @@ def test_masks_stay() -> None:
         torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("mask", ["none", "causal"])
-def test_one_graph_for_all_lengths(mask: str) -> None:
-    layer = LAYERS["SoftmaxAttention"].build(mask=mask, shorter=True).eval()
+def test_one_graph_for_all_lengths() -> None:
+    layer = LAYERS["SoftmaxAttention"].build(mask="causal", shorter=True).eval()
     lengths = ({1: torch.export.Dim("n", min=2, max=LENGTH)},)
     for one in (hs.nn.SelfAttentionBlock(layer), hs.nn.deploy(hs.nn.SelfAttentionBlock(layer))):
         x = inputs(LAYERS["SoftmaxAttention"])
@@ -157,14 +146,13 @@ def test_a_module_at_two_places_stays_one() -> None:
 
 
 def test_what_is_refused() -> None:
-    attention = hs.nn.SoftmaxAttention(D, 2, length=N, radius=1.0, constant=1.0, beyond="clip")
-    with pytest.raises(ArgumentError, match="SelfAttentionBlock"):
-        hs.nn.deploy(attention)
-    with pytest.raises(ArgumentError, match="float32 or float64"):
-        hs.nn.deploy(nn.Linear(2, 2, dtype=torch.bfloat16))
-    model: object = Tensor([1.0])
-    with pytest.raises(ArgumentError, match=r"torch\.nn\.Module"):
-        hs.nn.deploy(model)  # type: ignore[arg-type]
+    for model, words in (
+        (LAYERS["SoftmaxAttention"].build(beyond="clip"), "SelfAttentionBlock"),
+        (nn.Linear(2, 2, dtype=torch.bfloat16), "float32 or float64"),
+        (Tensor([1.0]), r"torch\.nn\.Module"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            hs.nn.deploy(model)
 
 
 def test_layers_that_share_weights_are_refused() -> None:

@@ -149,7 +149,7 @@ def test_a_forward_is_evaluated_as_its_parts_are(inside: bool) -> None:
     (model, parts), x = own_and_parts(), images()
     if inside:
         model, parts = (nn.Sequential(one, nn.Identity(), nn.Linear(3, 2)).double() for one in (model, parts))
-        parts[2] = model[2]  # type: ignore[index, operator]
+        parts[2] = model[2]
     y = torch.arange(40) % 2
     found, wanted = (hs.nn.evaluate(one, x, y, length=4, radius=2.0, batch=7) for one in (model, parts))
     assert found.certificate.constant == pytest.approx(wanted.certificate.constant, rel=1e-9)
@@ -193,30 +193,21 @@ def test_a_forward_that_depends_on_the_batch_is_refused() -> None:
 
 
 def test_arguments_of_evaluate() -> None:
-    model, x = vit(), images()
-    y = torch.zeros(40, dtype=torch.int64)
-    with pytest.raises(
-        NonFiniteError, match="inputs: expected finite numbers, got NaN or infinity in 2 of 40"
+    model, x, y = vit(), images(), torch.zeros(40, dtype=torch.int64)
+    bad = torch.where(torch.arange(40)[:, None, None, None] < 2, math.inf, x)
+    usual: dict[str, Any] = {"labels": None, "length": 4, "radius": 2.0}
+    for given, options, words in (
+        (bad, {}, "inputs: expected finite numbers, got NaN or infinity in 2 of 40"),
+        *((x, {"labels": labels}, "labels: expected") for labels in (y[:3], y[None], y.double())),
+        (x, {"labels": y - 1}, "labels: expected classes from 0 to 2"),
+        (x, {"length": 0}, "length"),
+        (x, {"radius": -2.0}, "radius"),
+        (x.numpy(), {}, "inputs: expected a tensor, got ndarray.*from_numpy"),
+        (x, {"labels": y.numpy()}, "labels: expected a tensor, got ndarray.*from_numpy"),
+        *((x, {"batch": batch}, "batch: expected a whole number >= 1") for batch in (0, -1)),
     ):
-        hs.nn.evaluate(
-            model, torch.where(torch.arange(40)[:, None, None, None] < 2, math.inf, x), length=4, radius=2.0
-        )
-    for labels in (y[:3], y[None], y.double()):
-        with pytest.raises(ArgumentError, match="labels: expected"):
-            hs.nn.evaluate(model, x, labels, length=4, radius=2.0)
-    with pytest.raises(ArgumentError, match="labels: expected classes from 0 to 2"):
-        hs.nn.evaluate(model, x, y - 1, length=4, radius=2.0)
-    with pytest.raises(ArgumentError, match="length"):
-        hs.nn.evaluate(model, x, length=0, radius=2.0)
-    with pytest.raises(ArgumentError, match="radius"):
-        hs.nn.evaluate(model, x, length=4, radius=-2.0)
-    arrays: Any = x.numpy(), y.numpy()
-    for given, argument in ((arrays, "inputs"), ((x, arrays[1]), "labels")):
-        with pytest.raises(ArgumentError, match=f"{argument}: expected a tensor, got ndarray.*from_numpy"):
-            hs.nn.evaluate(model, *given, length=4, radius=2.0)
-    for batch in (0, -1):
-        with pytest.raises(ArgumentError, match="batch: expected a whole number >= 1"):
-            hs.nn.evaluate(model, x, length=4, radius=2.0, batch=batch)
+        with pytest.raises(ArgumentError, match=words):
+            hs.nn.evaluate(model, given, **(usual | options))
     found = hs.nn.evaluate(model, x, y, length=4, radius=2.0)
     for radius in (-0.1, math.nan, math.inf):
         with pytest.raises(ArgumentError, match="radius: expected a finite number >= 0"):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
@@ -111,16 +110,9 @@ def _longest(module: nn.Module, case: Case) -> float:
     return best
 
 
-def _made(case: Case) -> nn.Module:
-    torch.manual_seed(5)
-    return case.make().eval()
-
-
 def _frozen(case: Case) -> nn.Module:
-    module = _made(case).double()
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    return module
+    torch.manual_seed(5)
+    return case.make().eval().double().requires_grad_(False)
 
 
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -153,32 +145,11 @@ def test_pairs_of_inputs_come_no_further_apart(case: Case) -> None:
 def test_radii_hold_and_are_nearly_attained(case: Case) -> None:
     module = _frozen(case)
     radius = module.output_radius(case.n, case.radius)
+    y = module(_tokens(case.n, case.d, case.radius, 4))
+    assert (1 if y.ndim == 2 else y.shape[1]) == module.output_length(case.n)
     found = _longest(module, case)
     assert found <= radius * (1 + 1e-12)
     assert radius <= case.radius_factor * found
-
-
-@each
-def test_lengths(case: Case) -> None:
-    module = _made(case)
-    assert isinstance(module, LipschitzModule)
-    weight = next(module.parameters(), None)
-    x = _tokens(case.n, case.d, case.radius, 4).to(torch.float32 if weight is None else weight.dtype)
-    y = module(x)
-    assert (1 if y.ndim == 2 else y.shape[1]) == module.output_length(case.n)
-
-
-@each
-def test_training_and_evaluation_are_the_same_function(case: Case) -> None:
-    module = _made(case).double()
-    x = _tokens(case.n, case.d, case.radius, 4)
-    y = module(x)
-    if "spectral" not in case.name:  # whose estimate gets better
-        torch.testing.assert_close(module.train()(x), y, rtol=0, atol=0)
-    x.requires_grad_()
-    module(x).sum().backward()
-    assert x.grad is not None
-    assert all(bool(torch.isfinite(p.grad).all()) for p in (x, *module.parameters()) if p.grad is not None)
 
 
 # ---- linear maps
@@ -210,9 +181,9 @@ def test_a_spectral_constant_is_computed_and_settles_at_one() -> None:
         layer(torch.randn(64, 40, dtype=torch.float64)).square().mean().backward()
         optimiser.step()
     assert layer.training
-    estimate = layer.linear.parametrizations["weight"][0]._u.clone()  # type: ignore[index]
+    estimate = layer.linear.parametrizations["weight"][0]._u.clone()
     claimed = layer.lipschitz_bound(1, 1.0).value
-    assert torch.equal(estimate, layer.linear.parametrizations["weight"][0]._u)  # type: ignore[index]
+    assert torch.equal(estimate, layer.linear.parametrizations["weight"][0]._u)
     assert layer.training
     true = float(torch.linalg.matrix_norm(layer.eval().weight.detach(), 2))
     assert true * (1 - 1e-13) <= claimed <= true * (1 + 1e-10)
@@ -246,18 +217,6 @@ def test_gains_are_divided_by_the_largest_if_it_is_above_one() -> None:
     assert norm.lipschitz_bound(2, 1.0).value == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("make", [hs.nn.CenterNorm, hs.nn.LipschitzLayerNorm, hs.nn.LipschitzRMSNorm])
-def test_norm_layers_are_smooth_at_zero_and_finite_far_out(make: type[nn.Module]) -> None:
-    norm = make(4)
-    x = torch.zeros(1, 2, 4, requires_grad=True)
-    norm(x).sum().backward()
-    assert x.grad is not None
-    assert bool(torch.isfinite(x.grad).all())
-    far = torch.tensor([[[1e30, -1e30, 1e30, -1e30]]])  # whose squares are no float32 numbers
-    want = far if make is hs.nn.CenterNorm else far / 2e30
-    torch.testing.assert_close(norm(far).detach(), want)
-
-
 # ---- tokens
 
 
@@ -272,15 +231,6 @@ def test_patches_hold_the_pixels_of_a_patch_and_keep_distances() -> None:
     assert float(torch.linalg.vector_norm(patches)) == float(torch.linalg.vector_norm(images))
 
 
-def test_patches_are_those_of_a_convolution() -> None:
-    """A patch embedding as ViTs have it: a convolution whose kernels do not overlap."""
-    torch.manual_seed(0)
-    convolution = nn.Conv2d(3, 5, 2, stride=2)
-    images = torch.randn(2, 3, 4, 6)
-    linear = nn.functional.linear(hs.nn.Patches(2)(images), convolution.weight.flatten(1), convolution.bias)
-    torch.testing.assert_close(linear, convolution(images).flatten(2).mT)
-
-
 def test_a_clipped_token_is_the_nearest_one_in_the_ball() -> None:
     clip = hs.nn.ClipTokens(2.0)
     x = torch.tensor([[[3.0, 4.0], [0.6, 0.8], [0.0, 0.0]]])
@@ -293,26 +243,6 @@ def test_a_clipped_token_is_the_nearest_one_in_the_ball() -> None:
         clip.radius = changed
         with pytest.raises(ArgumentError, match="radius: expected"):
             clip.output_radius(3, math.inf)
-
-
-# ---- attention in a residual
-
-
-def test_an_attention_block_gives_tokens_alone_with_the_constant_of_its_layer() -> None:
-    torch.manual_seed(0)
-    layer = hs.nn.SoftmaxAttention(4, 2, length=3, radius=1.0, constant=1.0, dtype=torch.float64)
-    block = hs.nn.SelfAttentionBlock(layer)
-    x = _tokens(3, 4, 1.0, 0)
-    torch.testing.assert_close(block(x), layer(x)[0], rtol=0, atol=0)
-    assert block.lipschitz_bound(3, 0.5).value == layer.lipschitz_bound(3, 0.5).value
-    assert block.output_radius(3, 0.5) == layer.output_radius(3, 0.5)
-    assert block.output_length(3) == 3
-
-    residual = hs.nn.AverageResidual(block)
-    torch.testing.assert_close(residual(x), (x + layer(x)[0]) / 2)
-    assert residual.lipschitz_bound(3, 1.0).value == pytest.approx(1.0)
-    found = steepest(residual, 3, 1.0, 4, starts=4, steps=20)
-    assert 0.7 <= found <= 1.0
 
 
 # ---- bad input
@@ -343,9 +273,3 @@ def test_bad_input_is_refused(make: Callable[[], object], argument: str) -> None
     with pytest.raises(ArgumentError) as caught:
         make()
     assert caught.value.argument == argument
-
-
-def test_parametrised_layers_of_torch_have_the_same_constant() -> None:
-    torch.manual_seed(0)
-    theirs = parametrizations.orthogonal(nn.Linear(5, 5, dtype=torch.float64))
-    assert hs.nn.certify(theirs, 2, 1.0).constant == pytest.approx(1.0, rel=1e-10)

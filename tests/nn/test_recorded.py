@@ -15,7 +15,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 import howsmooth as hs
 from howsmooth.errors import HowsmoothError
-from tests._nn_layers import ATTENTION, DIM, LAYERS, LENGTH, inputs, names, tokens_of
+from tests._nn_layers import ATTENTION, LAYERS, LENGTH, inputs, names, tokens_of
 from tests._selection import others_slow
 
 Recorder = Callable[[nn.Module, Tensor], Callable[[Tensor], Any]]
@@ -24,7 +24,7 @@ Recorder = Callable[[nn.Module, Tensor], Callable[[Tensor], Any]]
 def _traced(layer: nn.Module, x: Tensor) -> Callable[[Tensor], Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # checks of shapes become constants, and jit is deprecated
-        return torch.jit.trace(layer, (x,), check_trace=False)  # type: ignore[no-any-return]
+        return torch.jit.trace(layer, (x,), check_trace=False)
 
 
 RECORDERS: dict[str, Recorder] = {
@@ -51,11 +51,13 @@ def made(name: str, **settings: Any) -> nn.Module:
 
 def test_every_layer_is_recorded() -> None:
     assert set(LAYERS) == names()
+    with pytest.raises(AttributeError):
+        _ = hs.nn.Nothing
 
 
 # Every layer is compiled by default, attention where it refuses; what export and tracing do beside, a few
 # layers of each kind show.
-TELLING = ("SoftmaxAttention", "SinkhornAttention", "OrthogonalLinear", "SelfAttentionBlock")
+TELLING = ("SoftmaxAttention", "SinkhornAttention")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_a_graph_gives_what_the_layer_gives(name: str, how: str) -> None:
         torch.testing.assert_close(tokens_of(graph(given)), tokens_of(layer(given)))
 
 
-@pytest.mark.parametrize("name", others_slow(LAYERS, [*TELLING[:-1], "LipschitzLayerNorm"]))
+@pytest.mark.parametrize("name", others_slow(LAYERS, ["SoftmaxAttention", "LipschitzLayerNorm"]))
 def test_a_compiled_layer_under_function_transforms(name: str) -> None:
     """Transforms of a compiled layer are traced whole, so they are taken inside what is compiled."""
     layer = made(name).double()
@@ -133,7 +135,11 @@ def test_onnx(name: str, deployed: bool) -> None:
     ("name", "how"),
     others_slow(
         itertools.product(ATTENTION, ["compile", "export"]),
-        [*((name, "compile") for name in ATTENTION), ("SoftmaxAttention", "export")],
+        [
+            ("LipschitzNormAttention", "compile"),
+            ("SinkhornAttention", "compile"),
+            ("SoftmaxAttention", "export"),
+        ],
     ),
 )
 def test_a_graph_refuses_what_the_layer_refuses(name: str, how: str) -> None:
@@ -164,7 +170,7 @@ def test_a_divisor_of_earlier_weights_is_not_recorded(how: str) -> None:
     torch.testing.assert_close(tokens_of(graph(x)), tokens_of(layer(x)))
     torch.compiler.reset()
     with torch.no_grad():
-        layer.in_proj_weight.add_(1)  # type: ignore[operator, union-attr]
+        layer.in_proj_weight.add_(1)
     if how == "trace":  # it has the values of the weights
         torch.testing.assert_close(tokens_of(REFUSING[how](layer, x)(x)), tokens_of(layer(x)))
         return
@@ -185,14 +191,6 @@ def test_a_divisor_of_earlier_weights_is_not_recorded(how: str) -> None:
         REFUSING[how](layer, x.double())(x.double())
 
 
-def test_a_graph_gives_weights_no_part_of_a_gradient() -> None:
-    layer, x = made("SoftmaxAttention"), inputs(LAYERS["SoftmaxAttention"]).requires_grad_()
-    graph = RECORDERS["compile"](layer, x)
-    tokens_of(graph(x)).square().sum().backward()
-    assert x.grad is not None
-    assert all(weight.grad is None for weight in layer.parameters())
-
-
 @pytest.mark.parametrize("name", others_slow(ATTENTION, ["SinkhornAttention"]))
 def test_masks_in_a_graph(name: str) -> None:
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
@@ -207,13 +205,3 @@ def test_masks_in_a_graph(name: str) -> None:
     with pytest.raises(RuntimeError, match="at least one visible key"):
         graph(x, torch.ones_like(mask))
     torch.compiler.reset()
-
-
-@pytest.mark.slow
-def test_inductor() -> None:
-    x = inputs(LAYERS["SoftmaxAttention"])
-    layer = nn.Sequential(made("SelfAttentionBlock"), hs.nn.LipschitzLayerNorm(DIM))
-    graph = torch.compile(layer, fullgraph=True)
-    torch.testing.assert_close(graph(x), layer(x))
-    with pytest.raises(RuntimeError, match="norm at most"):
-        graph(2 * x)

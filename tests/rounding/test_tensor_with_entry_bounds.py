@@ -78,7 +78,7 @@ def test_every_rule_bounds_its_own_rounding_and_given_errors(name: str, relative
     else:
         assert bool((entries_of(found) <= 1e-14 * (1 + plain(found).abs())).all())
         assert nearest > 0.02 or name in ("cat", "abs")
-    assert float(found.error) >= float(entries_of(found).norm())  # type: ignore[attr-defined]
+    assert float(found.error) >= float(entries_of(found).norm())
 
 
 def test_plain_operands_may_be_wrong_by_four_units() -> None:

@@ -34,16 +34,19 @@ def trainer_of(module: nn.Module, first: bool = True) -> Any:
 
 
 @pytest.mark.usefixtures("stub")
-@pytest.mark.parametrize("first", [True, False])
-def test_measures_at_steps_of_the_optimizer_in_the_first_process(first: bool) -> None:
+@pytest.mark.parametrize(
+    ("begun", "first", "measured"), [(0, True, [0, 2, 4]), (0, False, []), (3, True, [4])]
+)
+def test_measures_at_steps_of_the_optimizer_in_the_first_process(begun, first, measured) -> None:
     module = nn.ModuleDict({"inner": gpt2()})
     monitor = LipschitzMonitor(module["inner"], PROBES, every=2, layers=[0])
     callback, trainer = lightning_callback(monitor), trainer_of(module, first)
+    trainer.global_step = begun
     callback.on_train_start(trainer, module)
-    for batch in range(8):  # two batches for each step of the optimizer
+    for batch in range(2 * begun, 8):  # two batches for each step of the optimizer
         trainer.global_step = (batch + 1) // 2
         callback.on_train_batch_end(trainer, module, None, None, batch)
-    assert [row.step for row in monitor.records] == ([0, 2, 4] if first else [])
+    assert [row.step for row in monitor.records] == measured
 
 
 @pytest.mark.usefixtures("stub")
@@ -52,19 +55,6 @@ def test_a_pickled_callback_has_its_monitor() -> None:
     again = pickle.loads(pickle.dumps(callback))
     assert type(again).__name__ == "MonitorCallback"
     assert again.monitor.every == 7
-
-
-@pytest.mark.usefixtures("stub")
-def test_a_training_that_goes_on_is_measured_at_its_steps() -> None:
-    module = gpt2()
-    monitor = LipschitzMonitor(module, PROBES, every=2, layers=[0])
-    callback, trainer = lightning_callback(monitor), trainer_of(module)
-    trainer.global_step = 4
-    callback.on_train_start(trainer, module)
-    for step in (5, 6):
-        trainer.global_step = step
-        callback.on_train_batch_end(trainer, module)
-    assert [row.step for row in monitor.records] == [6]
 
 
 @pytest.mark.usefixtures("stub")
@@ -87,7 +77,7 @@ def test_without_lightning_the_package_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_lightning_trains_as_without_it(tmp_path: Path) -> None:
     pytorch = pytest.importorskip("lightning.pytorch")
 
-    class Module(pytorch.LightningModule):  # type: ignore[misc,name-defined]
+    class Module(pytorch.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = gpt2()
@@ -125,7 +115,7 @@ def test_lightning_trains_as_without_it(tmp_path: Path) -> None:
 def test_the_loggers_get_the_numbers_and_a_resumed_penalty_goes_on(tmp_path: Path) -> None:
     pytorch = pytest.importorskip("lightning.pytorch")
 
-    class Module(pytorch.LightningModule):  # type: ignore[misc,name-defined]
+    class Module(pytorch.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = gpt2(dropout=0.0)

@@ -1,10 +1,8 @@
-"""Sinkhorn attention against another library, closed forms, finite differences and its bound."""
+"""L2 attention and Sinkhorn attention against their definitions, other libraries and their bounds."""
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import mpmath
 import numpy as np
@@ -18,6 +16,100 @@ from howsmooth.attention import scaled_dot_product
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import D, dense_jacobian, parameters, random_attention, tokens
+
+
+def random_l2(seed: int, *, scale: float = 0.3, causal: bool = False, **keywords: object) -> hs.L2Attention:
+    """L2 attention with the Gaussian parameters of the softmax attention of this seed."""
+    f = random_attention(seed, **keywords)
+    return hs.L2Attention(**(parameters(f) | {"scale": scale, "causal": causal}))
+
+
+def naive_l2(
+    f: hs.L2Attention, x: Tensor, weights: np.ndarray, positions: np.ndarray | None = None
+) -> np.ndarray:
+    """One atom, one head at a time, with the squared distances as they are written."""
+    rows = []
+    for i in range(len(x)):
+        heads = []
+        for h in range(f.heads):
+            g = h * f.kv_heads // f.heads
+            q = f.query[h] @ x[i] + f.query_bias[h]
+            over, under = torch.zeros(f.value_dim, dtype=torch.float64), 0.0
+            for j in range(len(x)):
+                if positions is not None and positions[j] > positions[i]:
+                    continue
+                k = f.key[g] @ x[j] + f.key_bias[g]
+                kernel = weights[j] * math.exp(-f.scale * float((q - k).square().sum()))
+                over, under = over + kernel * (f.value[g] @ x[j] + f.value_bias[g]), under + kernel
+            heads.append(over / under)
+        rows.append(f.output @ torch.cat(heads) + f.output_bias)
+    return torch.stack(rows).numpy()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_equals_its_definition(causal: bool, kv_heads: int) -> None:
+    f = random_l2(0, heads=4, kv_heads=kv_heads, causal=causal)
+    x = tokens(0, 2, 5, D)
+    order = np.arange(5) if causal else None
+    for member, image in zip(x, f(x), strict=True):
+        np.testing.assert_allclose(image, naive_l2(f, member, np.ones(5), order), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_acts_on_measures(causal: bool) -> None:
+    f, x = random_l2(1, causal=causal), tokens(1, 4, D)
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    positions = torch.tensor([0.3, 0.9, 0.3, 0.1])
+    image = f(DiscreteMeasure(x, weights, positions=positions))
+    expected = naive_l2(f, x, weights.numpy(), positions.numpy() if causal else None)
+    np.testing.assert_allclose(image.points, expected, rtol=1e-12, atol=1e-12)
+    if causal:
+        with pytest.raises(ArgumentError, match="without positions"):
+            f(DiscreteMeasure(x, weights))
+
+
+def test_distances_of_far_tokens_keep_their_digits() -> None:
+    """Far from zero the scores are differences of numbers near 1e12, unless queries and keys are shifted."""
+    f = random_l2(2, biases=False)
+    x = tokens(2, 5, D)
+    shift = 1e6 * tokens(3, D)
+    tied = hs.L2Attention(f.query, f.query, f.value, f.output, scale=f.scale)
+    moved = tied(x + shift) - tied(x)
+    torch.testing.assert_close(moved, moved[:1].expand(5, D), rtol=0, atol=1e-7)
+
+
+def _kim(seed: int, heads: int, key_dim: int, value_dim: int, d: int, size: float) -> hs.L2Attention:
+    """The attention of Kim et al.: tied, scale 1/√k, values V QᵀQ / √k."""
+    q = size * tokens(seed, heads, key_dim, d)
+    v, o = tokens(seed + 1, heads, value_dim, d), tokens(seed + 2, d, heads * value_dim)
+    root = math.sqrt(key_dim)
+    f = hs.L2Attention(q, q, v @ q.mT @ q / root, o, scale=1 / root)
+    f.kim = (q, v, o)
+    return f
+
+
+@pytest.mark.parametrize(
+    ("seed", "heads", "key_dim", "size"), [(0, 1, 2, 0.3), (1, 3, 4, 1.0), (2, 2, 1, 3.0)]
+)
+@pytest.mark.parametrize("n", [1, 7])
+def test_bounds_hold_for_the_attention_of_kim_et_al(seed, heads, key_dim, size, n) -> None:
+    f = _kim(seed, heads, key_dim, 3, 5, size)
+    sharp = hs.bounds.l2_attention_upper_bound(*f.kim, n).value
+    assert sharp <= hs.bounds.l2_attention(*f.kim, n).value
+    for radius in (0.3, 3.0):
+        estimate = hs.local_lipschitz(f, radius * tokens(seed + 5, 2, n, 5), rtol=1e-3)
+        assert bool(estimate.converged.all())
+        assert float(estimate.upper.max()) <= sharp
+    # A bound that allows a hundredth of the constant would not be met.
+    assert float(estimate.value.max()) > sharp / 100
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_refuses_a_scale_that_is_not_positive(scale: float) -> None:
+    one = torch.ones(1, 1, 1)
+    with pytest.raises(ArgumentError, match="scale"):
+        hs.L2Attention(one, one, one, scale=scale)
 
 
 def random_sinkhorn(seed: int, *, tolerance: float = 1e-9, **keywords: object) -> hs.SinkhornAttention:
@@ -59,15 +151,6 @@ def test_rows_and_columns_have_their_sums() -> None:
             torch.testing.assert_close(head.sum(dim=1), torch.ones(n).double(), rtol=1e-14, atol=1e-14)
             torch.testing.assert_close(a @ head, a, rtol=1e-11, atol=1e-14)
             assert float((head - 1 / n).abs().max()) > 0.1
-
-
-def test_weights_are_multiplicities() -> None:
-    f, x = random_sinkhorn(2, tolerance=1e-12), tokens(2, 3, D)
-    counts = torch.tensor([2, 1, 3])
-    image = f(DiscreteMeasure(x, counts.double() / 6))
-    torch.testing.assert_close(
-        image.points.repeat_interleave(counts, 0), f(x.repeat_interleave(counts, 0)), rtol=1e-10, atol=1e-10
-    )
 
 
 @pytest.mark.parametrize("exponent", [3.0, 700.0, 2000.0])
@@ -112,14 +195,6 @@ def test_derivatives_are_those_of_the_limit() -> None:
     assert torch.autograd.gradcheck(of_weights, (tokens(5, 4).requires_grad_(),))
 
 
-def test_with_and_without_derivatives_the_values_agree_to_the_tolerance() -> None:
-    f, x = random_sinkhorn(4, temperature=2.0), tokens(6, 5, D)
-    plain, tracked = f(x), f(x.clone().requires_grad_()).detach()
-    assert 0 < float((plain - tracked).abs().max()) < 1e-7
-    tight = random_sinkhorn(4, temperature=2.0, tolerance=1e-13)(x)
-    torch.testing.assert_close(tracked, tight, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(("seed", "radius"), [(0, 0.3), (1, 1.0), (2, 2.5)])
 def test_bound_holds(seed: int, radius: float) -> None:
     softmax = random_attention(seed, heads=1, biases=False, d=3, d_out=3)
@@ -159,37 +234,6 @@ def test_blocks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(scaled_dot_product._ENTRIES, "cpu", entries)
         monkeypatch.setattr(scaled_dot_product, "_FUSED_ABOVE", 0)
         torch.testing.assert_close(f(x), whole, rtol=1e-13, atol=1e-13)
-
-
-MEMORY = """
-import resource, torch, howsmooth as hs
-torch.set_num_threads(1)
-def draw(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-f = hs.SinkhornAttention(draw(1, 2, 2) / 5, draw(1, 2, 2), draw(1, 2, 2))
-for n in (10, 4500):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    f(draw(n, 2))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-@pytest.mark.slow
-def test_memory_without_derivatives_does_not_grow_with_the_square_of_n() -> None:
-    """One n × n matrix would take 162 MB."""
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
-    assert int(done.stdout) * 1024 < 100e6
-
-
-def test_changes_dtype_and_nothing_else() -> None:
-    f, x = random_sinkhorn(6), tokens(8, 5, D)
-    single = f.to(dtype=torch.float32)
-    torch.testing.assert_close(single(x.float()).double(), f(x), rtol=1e-4, atol=1e-4)
-    assert (
-        single.describe() == f.describe() == "Sinkhorn attention, 3 heads, unmasked, with output projection"
-    )
-    tracked = single(x.float().requires_grad_())
-    torch.testing.assert_close(tracked.detach().double(), f(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
