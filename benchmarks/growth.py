@@ -31,7 +31,7 @@ import howsmooth as hs
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.scaled_dot_product import NO_FEATURES
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.streamed_softmax import streamed_derivative
 from howsmooth.study.exponents import fit_exponent
 

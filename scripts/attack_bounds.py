@@ -33,7 +33,7 @@ from mpmath import mp
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds.multi_head_upper_bounds import folded_gram_upper_bound
+from howsmooth.bounds.multi_head_bounds import folded_gram_upper_bound
 from howsmooth.errors import ArgumentError
 
 BATCH = 20  # cases of one setting (sizes, masks, switches), which are ascended together

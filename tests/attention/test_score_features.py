@@ -12,7 +12,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth import adversarial, bounds
 from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.bounds.pre_norm_upper_bounds import absorb_norm
+from howsmooth.bounds.pre_norm_bounds import absorb_norm
 from howsmooth.dynamics import Rescaled
 from howsmooth.dynamics.rescaled_tokens import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError

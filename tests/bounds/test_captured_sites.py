@@ -14,7 +14,7 @@ import howsmooth as hs
 from howsmooth.adversarial import ascend, constructions
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.norm_layer_outputs import ellipsoid
-from howsmooth.bounds.pre_norm_upper_bounds import absorb_norm
+from howsmooth.bounds.pre_norm_bounds import absorb_norm
 from howsmooth.errors import ArgumentError
 from tests._cases import tokens
 from tests._tiny_models import VOCABULARY, tiny, token_ids

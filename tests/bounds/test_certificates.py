@@ -17,18 +17,18 @@ from howsmooth.bounds import best
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.certificates import Certificate, certificate, parts, products, whole
 from howsmooth.bounds.certificates import certificate_at_tokens as shared
-from howsmooth.bounds.certificates.attention_with_error_bounds import (
+from howsmooth.bounds.certificates.parts import Weights, by_parts, pair_weights
+from howsmooth.bounds.certificates.products import Groups, dominated, sandwich
+from howsmooth.bounds.certificates.rounded_attention import (
     HeadAt,
     _After,
     _normed,
     _weights,
     heads_at,
 )
-from howsmooth.bounds.certificates.parts import Weights, by_parts, pair_weights
-from howsmooth.bounds.certificates.products import Groups, dominated, sandwich
 from howsmooth.bounds.certificates.rows import by_rows, rows_value
 from howsmooth.bounds.certificates.whole import by_whole, is_small
-from howsmooth.bounds.pre_norm_upper_bounds import absorb_norm
+from howsmooth.bounds.pre_norm_bounds import absorb_norm
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.rounding import (
     Enclosed,

@@ -20,7 +20,7 @@ from howsmooth.bounds.differentiable_upper_bounds import (
     sinkhorn_layer,
     softmax_layer,
 )
-from howsmooth.bounds.multi_head_upper_bounds import gram_norms
+from howsmooth.bounds.multi_head_bounds import gram_norms
 from howsmooth.bounds.visible_key_counts import visible_rows
 from howsmooth.nn.attention.head_weights import hull_radius
 

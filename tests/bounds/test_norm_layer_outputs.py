@@ -13,7 +13,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds.norm_layer_outputs import ellipsoid, norm_radius
-from howsmooth.bounds.pre_norm_upper_bounds import absorb_norm, pre_norm_upper_bound
+from howsmooth.bounds.pre_norm_bounds import absorb_norm, pre_norm_upper_bound
 from howsmooth.errors import ArgumentError
 from tests._cases import D, random_attention, rotary, tokens
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds import mean_field_upper_bound, theorem_3_5
-from howsmooth.bounds.mean_field_lower_bounds import (
+from howsmooth.bounds.mean_field_bounds import (
     proposition_3_6,
     proposition_3_6_rate,
     two_dirac,

@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
-from howsmooth.functional.lazy_hugging_face_mask import RuleMask, rule_mask
+from howsmooth.functional.lazy_mask import RuleMask, rule_mask
 from tests._tiny_models import WithoutDowncast, tiny, token_ids
 from tests.architectures.build import build, inputs_of, model_types
 from tests.architectures.isolation import shard

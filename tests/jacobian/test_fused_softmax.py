@@ -11,7 +11,7 @@ import torch
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.scaled_dot_product import ScoreFeatures
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.fused_softmax import FusedDerivative, within
 from howsmooth.jacobian.memory_footprint import kernel_bytes
 from howsmooth.jacobian.streamed_softmax import StreamedDerivative, streamed_derivative

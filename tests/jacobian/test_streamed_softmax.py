@@ -11,7 +11,7 @@ import howsmooth as hs
 from howsmooth.attention import TokenMap
 from howsmooth.attention.masks import Visibility
 from howsmooth.jacobian import closed_form_jacobian, tiling
-from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.closed_form import has_closed_form
 from howsmooth.jacobian.streamed_softmax import streamed_derivative
 from howsmooth.spectral import LinearOperator

@@ -21,18 +21,18 @@ from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models import capture
-from howsmooth.paper import appendix_c_5_gamma_r_squared as gamma_radius
-from howsmooth.paper import appendix_c_7_quadratic_growth as quadratic_growth
-from howsmooth.paper.appendix_c_5_gamma_r_squared import over_texts
-from howsmooth.paper.appendix_c_7_quadratic_growth import (
+from howsmooth.paper import gamma_r2 as gamma_radius
+from howsmooth.paper import quadratic_growth as quadratic_growth
+from howsmooth.paper.balanced_tokens import balanced_direction
+from howsmooth.paper.figure_definition import PaperFigure, choose_figures
+from howsmooth.paper.gamma_r2 import over_texts
+from howsmooth.paper.growth_with_length import LengthGrowth
+from howsmooth.paper.quadratic_growth import (
     FAR,
     IDENTITY,
     exponents_in_radius,
     lengths_from_3,
 )
-from howsmooth.paper.balanced_tokens import balanced_direction
-from howsmooth.paper.figure_definition import PaperFigure, choose_figures
-from howsmooth.paper.growth_with_length import LengthGrowth
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges

@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 import torch
 
-from howsmooth.bounds.mean_field_lower_bounds import two_dirac as two_dirac_bound
-from howsmooth.paper import end_of_sqrt_n_growth as crossover
-from howsmooth.paper import proposition_3_6_two_diracs as two_dirac
-from howsmooth.paper.end_of_sqrt_n_growth import growth_ends
+from howsmooth.bounds.mean_field_bounds import two_dirac as two_dirac_bound
+from howsmooth.paper import crossover as crossover
+from howsmooth.paper import two_diracs as two_dirac
+from howsmooth.paper.crossover import growth_ends
 from howsmooth.paper.figure_definition import choose_figures
 from howsmooth.paper.identity_head import identity_head
-from howsmooth.paper.proposition_3_6_two_diracs import BETTER, HALF, OPPOSITE, PAPER_WEIGHT
+from howsmooth.paper.two_diracs import BETTER, HALF, OPPOSITE, PAPER_WEIGHT
 from tests._figures import asked, dense_norm, measured, shown
 
 TWO_DIRAC, CROSSOVER = choose_figures(["two-dirac", "crossover"])

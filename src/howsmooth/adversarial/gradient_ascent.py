@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.adversarial.constructions import Construction, constructions
-from howsmooth.adversarial.query_key_norm_inputs import zero_query_or_key_inputs
+from howsmooth.adversarial.qk_norm_inputs import zero_query_or_key_inputs
 from howsmooth.adversarial.repeated_token_search import (
     AtomSearch,
     RepeatedTokens,

@@ -37,21 +37,21 @@ from howsmooth.bounds.bound import Bound, Hypothesis, Quantity
 from howsmooth.bounds.catalogue import listing
 from howsmooth.bounds.certificates import Certificate, certificate
 from howsmooth.bounds.comparison_with_measurement import table
-from howsmooth.bounds.key_value_error_upper_bounds import OutputErrorBound, kv_error_upper_bound
+from howsmooth.bounds.key_value_error_bounds import OutputErrorBound, kv_error_upper_bound
 from howsmooth.bounds.large_radius_bounds import theorem_3_7, theorem_4_5
 from howsmooth.bounds.local_upper_bounds import diameter_upper_bound, theorem_c_3, yudin_theorem_3
-from howsmooth.bounds.mean_field_lower_bounds import (
+from howsmooth.bounds.mean_field_bounds import (
     proposition_3_6,
     proposition_3_6_rate,
     two_dirac,
     weighted_two_atom_lower_bound,
 )
-from howsmooth.bounds.modified_score_upper_bounds import any_scores_ball_upper_bound
-from howsmooth.bounds.multi_head_upper_bounds import gram_upper_bound, lemma_3_8, output_norm_upper_bound
+from howsmooth.bounds.modified_score_bounds import any_scores_ball_upper_bound
+from howsmooth.bounds.multi_head_bounds import gram_upper_bound, lemma_3_8, output_norm_upper_bound
 from howsmooth.bounds.norm_layer_outputs import norm_radius
-from howsmooth.bounds.pre_norm_upper_bounds import pre_norm_upper_bound
+from howsmooth.bounds.pre_norm_bounds import pre_norm_upper_bound
 from howsmooth.bounds.radius import RobustRadius, robust_radius
-from howsmooth.bounds.token_wise_upper_bounds import token_wise_ball_upper_bound, token_wise_upper_bound
+from howsmooth.bounds.tokenwise_bounds import token_wise_ball_upper_bound, token_wise_upper_bound
 from howsmooth.bounds.variant_upper_bounds import (
     l2_attention,
     l2_attention_upper_bound,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from howsmooth.bounds.ball_upper_bounds import h_star, largest_weight, row_square
 from howsmooth.bounds.log_numbers import Log
-from howsmooth.bounds.multi_head_upper_bounds import gram_norms
+from howsmooth.bounds.multi_head_bounds import gram_norms
 from howsmooth.bounds.variant_upper_bounds import (
     BY_KEY,
     cosine_everywhere,

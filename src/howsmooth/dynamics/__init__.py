@@ -6,7 +6,7 @@ time is the depth.
 have clustered.
 """
 
-from howsmooth.dynamics.clustering_and_stability_bounds import (
+from howsmooth.dynamics.clustering_bounds import (
     clustering_bound,
     finite_context_bound,
     log_stability_bound,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.functional.attention import attention
-from howsmooth.functional.lazy_hugging_face_mask import rule_mask
+from howsmooth.functional.lazy_mask import rule_mask
 
 __all__ = ["register"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.atom_weights import Weighting
-from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.fused_softmax import fused
 from howsmooth.jacobian.norm_layers import NormJacobian, query_and_key_norms
 from howsmooth.jacobian.projections import LayerMatrices

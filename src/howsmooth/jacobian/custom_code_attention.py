@@ -31,7 +31,7 @@ from howsmooth.jacobian.autodiff import (
     moved_by_rounding,
     one_backend,
 )
-from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative
 from howsmooth.jacobian.streamed_softmax import StreamedDerivative, streamed_derivative
 from howsmooth.spectral import LinearOperator

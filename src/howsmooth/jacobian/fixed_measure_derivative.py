@@ -18,7 +18,7 @@ from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAtten
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.compositions import layers
 from howsmooth.attention.scaled_dot_product import attention_probabilities, cap_slope
-from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.norm_layers import NormJacobian
 from howsmooth.jacobian.softmax_tile import derivative_in_own_query
 

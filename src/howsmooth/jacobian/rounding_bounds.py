@@ -24,7 +24,7 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, SelfAttention, TokenMap
 from howsmooth.attention.multi_head_projections import in_heads
-from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.key_value_moments import Deviations
 from howsmooth.rounding import LOST, MatrixNorms, U, above, gamma, up
 from howsmooth.spectral.operator import ProductError

@@ -14,7 +14,7 @@ from torch import Tensor
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.scaled_dot_product import attention_scores, cap_slope, row_blocks, weighted_values
 from howsmooth.errors import NonFiniteError
-from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.key_value_moments import Deviations, moment_columns
 from howsmooth.jacobian.softmax_tile import OfKeys, OfOutputs, OfQueries, OfValues, Tile
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from howsmooth.attention.masks import Visibility
 from howsmooth.attention.scaled_dot_product import ScoreFeatures, cap_slope
-from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.key_value_moments import Deviations, moment_columns
 from howsmooth.jacobian.scratch_memory import Scratch
 from howsmooth.jacobian.softmax import Sink, largest_score, outputs_and_sink, rounding_of

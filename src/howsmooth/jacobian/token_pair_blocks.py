@@ -31,7 +31,7 @@ from howsmooth.attention import (
     TokenMap,
 )
 from howsmooth.attention.compositions import layers
-from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, closed_form_jacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, query_and_key_norms
 from howsmooth.jacobian.projections import LayerMatrices

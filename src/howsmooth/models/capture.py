@@ -21,7 +21,6 @@ from howsmooth.models.identification.layer_identification import VerifiedLayer, 
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import (
     Padding,
@@ -32,6 +31,7 @@ from howsmooth.models.padded_sequences import (
     without_padding,
 )
 from howsmooth.models.tracing.recorder import AttentionLayer, trace_forward_pass
+from howsmooth.models.whole_model_map import ModelParts
 from howsmooth.plain_modules import unwrapped
 from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES
 

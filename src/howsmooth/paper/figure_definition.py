@@ -245,7 +245,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         count=_on_text,
     ),
     _figure(
-        "proposition_3_6_two_diracs",
+        "two_diracs",
         "two-dirac",
         "Two Diracs at which the constant of mean-field attention grows exponentially",
         "Proposition 3.6",
@@ -257,7 +257,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         count=lambda _: 272,
     ),
     _figure(
-        "end_of_sqrt_n_growth",
+        "crossover",
         "crossover",
         "Where growth like √n ends: weights that no sequence of tokens has",
         "Propositions 3.4 and 3.6",
@@ -268,7 +268,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         count=lambda _: 276,
     ),
     _figure(
-        "section_5_2_worst_inputs",
+        "worst_inputs",
         "adversarial",
         "One head at the paper's tokens in a ball, beside text of the same length",
         "Figure 2",
@@ -283,7 +283,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         count=_worst_inputs,
     ),
     _figure(
-        "appendix_c_5_gamma_r_squared",
+        "gamma_r2",
         "gamma-r2",
         "How strong the scores of each head are on real text: γR²",
         "Appendix C.5",
@@ -296,7 +296,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         count=lambda request: request.texts * len(request.lengths),
     ),
     _figure(
-        "appendix_c_7_quadratic_growth",
+        "quadratic_growth",
         "quadratic-growth",
         "Tokens at which the constant grows like R²",
         "Appendix C.7",
@@ -309,7 +309,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         count=lambda request: request.layer_count() + min(4, len([n for n in request.lengths if n >= 3])),
     ),
     _figure(
-        "appendix_e_2_untrained_gpt2",
+        "untrained_gpt2",
         "gpt2",
         "The constant and the norm of the tokens, against the length",
         "Appendix E.2",
@@ -324,7 +324,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         count=lambda request: _on_text(request) + request.texts * len(request.lengths),
     ),
     _figure(
-        "all_bounds_against_measurements",
+        "all_bounds",
         "bounds",
         "All bounds against measurements, at real tokens",
         "Theorems 3.3 to C.3",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.scaled_dot_product import row_blocks
-from howsmooth.jacobian.centred_queries_keys_values import Operands
+from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.closed_form import in_double
 from howsmooth.jacobian.softmax import softmax_derivative
 

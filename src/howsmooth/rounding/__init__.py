@@ -1,11 +1,13 @@
 """What float64 rounding may do to a number, said once.
 
 ``units`` has the constants and what moves a number past its errors, ``spectral_norms`` proved norms.
-Tensors of ``tensor_with_error_bound`` and ``tensor_with_entry_bounds`` carry bounds on their own errors, and
+Tensors of ``rounded_tensor`` and ``entry_bounds`` carry bounds on their own errors, and
 ``digits`` prints limits rounded outwards.
 """
 
 from howsmooth.rounding.digits import COLUMNS_IN_DIGITS, interval_in_digits, limit_in_digits
+from howsmooth.rounding.entry_bounds import along_entries, entries_of, known_to
+from howsmooth.rounding.rounded_tensor import MissingRuleError, Rounded, exact, plain, settled
 from howsmooth.rounding.spectral_norms import (
     Enclosed,
     MatrixNorms,
@@ -21,8 +23,6 @@ from howsmooth.rounding.spectral_norms import (
     spectral_norms_above,
     with_gradient,
 )
-from howsmooth.rounding.tensor_with_entry_bounds import along_entries, entries_of, known_to
-from howsmooth.rounding.tensor_with_error_bound import MissingRuleError, Rounded, exact, plain, settled
 from howsmooth.rounding.units import (
     INFLATION,
     LARGEST,

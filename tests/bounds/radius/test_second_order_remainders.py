@@ -38,7 +38,7 @@ from howsmooth.bounds.radius.third_order_remainders import (
     Expansion,
 )
 from howsmooth.rounding import largest_eigenvalues_by_squaring
-from howsmooth.rounding.tensor_with_error_bound import plain
+from howsmooth.rounding.rounded_tensor import plain
 from tests.bounds.radius._networks import (
     ALL,
     Left,

@@ -12,7 +12,7 @@ from torch import nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.models.identification.layer_trace import ModuleCall
-from howsmooth.models.identification.norm_and_residual_placement import norm_map
+from howsmooth.models.identification.norm_placement import norm_map
 from howsmooth.models.identification.qkv_projections import matching_columns
 from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
 from howsmooth.models.tracing.mask_and_bias import describe_mask

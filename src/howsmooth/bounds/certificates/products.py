@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.attention_with_error_bounds import row_blocks
+from howsmooth.bounds.certificates.rounded_attention import row_blocks
 from howsmooth.rounding import TINY, Enclosed, U, above, gamma, largest_eigenvalues_above, up
 
 __all__ = ["FORMED", "dominated", "sandwich"]

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.attention_with_error_bounds import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.products import sandwich
+from howsmooth.bounds.certificates.rounded_attention import HeadAt, HeadsAt, row_blocks
 from howsmooth.rounding import Enclosed, above, gamma, up
 
 __all__ = ["by_rows", "rows_value"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from howsmooth.bounds.certificates.attention_with_error_bounds import HeadsAt
+from howsmooth.bounds.certificates.rounded_attention import HeadsAt
 from howsmooth.rounding import Enclosed, above, gamma, shrink, spectral_norms, up
 
 __all__ = ["by_whole", "is_small"]

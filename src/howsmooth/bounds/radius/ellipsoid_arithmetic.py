@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.rounding import INFLATION, gamma, largest_eigenvalues_by_squaring
-from howsmooth.rounding.tensor_with_error_bound import plain, settled
+from howsmooth.rounding.rounded_tensor import plain, settled
 
 __all__ = [
     "balls",

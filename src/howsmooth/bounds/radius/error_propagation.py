@@ -17,7 +17,7 @@ from torch import Tensor
 from howsmooth.bounds.radius.ellipsoid_arithmetic import ellipsoid_image, ellipsoid_sum
 from howsmooth.bounds.radius.transformer_layers import Attention
 from howsmooth.bounds.radius.transformer_network import Network, Stage
-from howsmooth.rounding.tensor_with_error_bound import exact, settled
+from howsmooth.rounding.rounded_tensor import exact, settled
 
 __all__ = ["Errors", "PartialJacobians", "Residuals", "Step", "partial_jacobians", "rounding_loss"]
 

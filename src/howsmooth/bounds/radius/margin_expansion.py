@@ -19,7 +19,7 @@ from howsmooth.bounds.radius.second_order_remainders import Left, remainder_of
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm
 from howsmooth.bounds.radius.third_order_remainders import Expansion, cubic_remainder_of
 from howsmooth.rounding import INFLATION
-from howsmooth.rounding.tensor_with_error_bound import FUZZ, exact, plain, settled
+from howsmooth.rounding.rounded_tensor import FUZZ, exact, plain, settled
 
 __all__ = ["Bounds", "FirstDerivatives", "Losses", "SecondOrder", "ThirdOrder"]
 

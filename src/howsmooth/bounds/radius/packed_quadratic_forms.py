@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.rounding.tensor_with_error_bound import multilinear, rowwise
+from howsmooth.rounding.rounded_tensor import multilinear, rowwise
 
 __all__ = ["Pairs"]
 

@@ -29,7 +29,7 @@ from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.plain_modules import unwrapped, wrapped_parts
 from howsmooth.rounding import limit_in_digits
-from howsmooth.rounding.tensor_with_error_bound import FUZZ, exact
+from howsmooth.rounding.rounded_tensor import FUZZ, exact
 from howsmooth.threads import renew_threads, with_fastest_threads
 
 __all__ = ["NetworkAtInput", "RobustRadius", "robust_radius"]

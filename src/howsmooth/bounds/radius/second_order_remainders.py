@@ -40,7 +40,7 @@ from howsmooth.bounds.radius.transformer_layers import (
     Softmax,
 )
 from howsmooth.rounding import INFLATION
-from howsmooth.rounding.tensor_with_error_bound import lower, upper
+from howsmooth.rounding.rounded_tensor import lower, upper
 
 # A displacement beyond this share of a token's length counts as the whole length.
 NEARLY_ONE = 1 - 1e-6

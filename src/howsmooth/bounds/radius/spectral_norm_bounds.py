@@ -12,7 +12,7 @@ from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.rounding import STEP, gamma, largest_eigenvalues_by_squaring, spectral_norms_above
-from howsmooth.rounding.tensor_with_error_bound import settled
+from howsmooth.rounding.rounded_tensor import settled
 
 __all__ = ["each_form_norm", "form_norm", "spectral_norm", "weighted_norm"]
 

@@ -59,7 +59,7 @@ from howsmooth.bounds.radius.transformer_layers import (
     Softmax,
 )
 from howsmooth.rounding import INFLATION
-from howsmooth.rounding.tensor_with_error_bound import lower, plain, upper
+from howsmooth.rounding.rounded_tensor import lower, plain, upper
 
 # So many outputs of attention are expanded at once.
 _OUTPUTS = 16

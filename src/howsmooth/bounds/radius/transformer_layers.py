@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.rounding import INFLATION, gamma
-from howsmooth.rounding.tensor_with_error_bound import (
+from howsmooth.rounding.rounded_tensor import (
     Rounded,
     along,
     exact,

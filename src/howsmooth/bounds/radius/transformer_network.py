@@ -14,7 +14,7 @@ from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.transformer_layers import ACTIVATIONS, Activation, Attention, Map
-from howsmooth.rounding.tensor_with_error_bound import FUZZ, exact
+from howsmooth.rounding.rounded_tensor import FUZZ, exact
 
 __all__ = ["Network", "Stage"]
 

@@ -21,7 +21,7 @@ from howsmooth.models.identification.layer_trace import (
     trace_layer,
     whole_layer,
 )
-from howsmooth.models.identification.norm_and_residual_placement import Block, read_block, token_norm
+from howsmooth.models.identification.norm_placement import Block, read_block, token_norm
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.self_attention_module import (
     SelfAttentionModule,

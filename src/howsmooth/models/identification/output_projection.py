@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
-from howsmooth.models.identification.norm_and_residual_placement import (
+from howsmooth.models.identification.norm_placement import (
     adds_up_with_a_residual,
     has_residual,
     later_calls,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
-from howsmooth.models.identification.norm_and_residual_placement import norm_map
+from howsmooth.models.identification.norm_placement import norm_map
 from howsmooth.models.identification.query_key_transforms import (
     ProjectionReading,
     fit_rotary,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.candidate_maps import Candidate
-from howsmooth.models.identification.norm_and_residual_placement import Block, ValueLocation
+from howsmooth.models.identification.norm_placement import Block, ValueLocation
 from howsmooth.models.identification.output_projection import AttentionOutput
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance

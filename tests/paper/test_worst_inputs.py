@@ -14,9 +14,9 @@ import torch
 
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError
-from howsmooth.paper import section_5_2_worst_inputs as worst_inputs
+from howsmooth.paper import worst_inputs as worst_inputs
 from howsmooth.paper.figure_definition import choose_figures
-from howsmooth.paper.section_5_2_worst_inputs import side_by_side
+from howsmooth.paper.worst_inputs import side_by_side
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import FigureRow, Measurement
 from howsmooth.study.store import Store

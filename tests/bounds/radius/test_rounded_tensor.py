@@ -43,7 +43,7 @@ from howsmooth.bounds.radius.spectral_norm_bounds import (
     spectral_norm,
 )
 from howsmooth.rounding import U, largest_eigenvalues_by_squaring
-from howsmooth.rounding.tensor_with_error_bound import MissingRuleError, Rounded, exact, plain, settled
+from howsmooth.rounding.rounded_tensor import MissingRuleError, Rounded, exact, plain, settled
 from tests._selection import others_slow
 from tests.bounds.radius._networks import (
     ALL,

@@ -1,6 +1,6 @@
 """Float64 tensors that carry a bound on the rounding error of each of their entries.
 
-A :class:`RoundedEntries` tensor is a :class:`~howsmooth.rounding.tensor_with_error_bound.Rounded` one that
+A :class:`RoundedEntries` tensor is a :class:`~howsmooth.rounding.rounded_tensor.Rounded` one that
 knows more: ``entries`` bounds the error of each entry, and ``error`` is their Frobenius norm. Where a few
 scores or weights are far larger than all others, this is what keeps the errors of the others small. An
 operation without a rule for entries uses that for the norm, whose result is a :class:`Rounded` tensor.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.rounding.tensor_with_error_bound import (
+from howsmooth.rounding.rounded_tensor import (
     ELEMENTARY,
     FUZZ,
     RULES,

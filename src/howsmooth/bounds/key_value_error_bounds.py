@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.scaled_dot_product import cap_slope
 from howsmooth.bounds.attention_parameters import SiteLike, as_matrix
-from howsmooth.bounds.certificates.attention_with_error_bounds import row_blocks
+from howsmooth.bounds.certificates.rounded_attention import row_blocks
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.rounding import (
     LARGEST,

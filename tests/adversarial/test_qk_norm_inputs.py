@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.adversarial.query_key_norm_inputs import zero_query_or_key_inputs
+from howsmooth.adversarial.qk_norm_inputs import zero_query_or_key_inputs
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.bounds import any_scores_ball_upper_bound
 from tests._steepest import dense_norm

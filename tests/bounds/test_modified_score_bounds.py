@@ -12,7 +12,7 @@ import howsmooth as hs
 from howsmooth.attention import Rotary
 from howsmooth.bounds import any_scores_ball_upper_bound, best, masked_ball_upper_bound
 from howsmooth.bounds.log_numbers import Log
-from howsmooth.bounds.modified_score_upper_bounds import _projected, _turn
+from howsmooth.bounds.modified_score_bounds import _projected, _turn
 from howsmooth.errors import ArgumentError
 from tests._cases import CASES, random_attention
 

@@ -24,7 +24,7 @@ from howsmooth.bounds.bound import Quantity, check_length, check_radius, exp
 from howsmooth.bounds.bound_problem import Problem
 from howsmooth.bounds.catalogue import OURS, Condition, statement
 from howsmooth.bounds.log_numbers import Log, maximum, minimum
-from howsmooth.bounds.multi_head_upper_bounds import quadratic_form
+from howsmooth.bounds.multi_head_bounds import quadratic_form
 from howsmooth.errors import ArgumentError
 from howsmooth.rounding import above, below, gamma, log_above, spectral_norms_above
 

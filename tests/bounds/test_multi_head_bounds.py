@@ -21,14 +21,14 @@ from howsmooth.bounds.ball_upper_bounds import (
 )
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.bound_problem import on_ball
-from howsmooth.bounds.multi_head_upper_bounds import (
+from howsmooth.bounds.multi_head_bounds import (
     folded_gram_upper_bound,
     gram_upper_bound,
     head_bound,
     lemma_3_8,
     output_norm_upper_bound,
 )
-from howsmooth.bounds.token_wise_upper_bounds import token_wise_ball_upper_bound
+from howsmooth.bounds.tokenwise_bounds import token_wise_ball_upper_bound
 from tests._cases import dense_jacobian, random_attention, tokens
 
 F64 = torch.float64

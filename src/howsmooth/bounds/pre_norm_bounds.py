@@ -13,8 +13,8 @@ from howsmooth.attention.theorem_preconditions import require_plain_scores
 from howsmooth.bounds.applicable_bounds import best
 from howsmooth.bounds.attention_parameters import as_matrix
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length
-from howsmooth.bounds.certificates.attention_with_error_bounds import shortest_lengths
 from howsmooth.bounds.certificates.certificate_at_tokens import checked_input, sharpest_certificate
+from howsmooth.bounds.certificates.rounded_attention import shortest_lengths
 from howsmooth.bounds.log_numbers import Log
 from howsmooth.bounds.norm_layer_outputs import checked_norm
 from howsmooth.errors import ArgumentError, NonFiniteError

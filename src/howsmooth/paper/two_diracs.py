@@ -15,7 +15,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth.bounds import mean_field_upper_bound, theorem_3_5
-from howsmooth.bounds.mean_field_lower_bounds import (
+from howsmooth.bounds.mean_field_bounds import (
     proposition_3_6,
     proposition_3_6_rate,
     weighted_two_atom_lower_bound,

@@ -13,7 +13,7 @@ from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem, at_tokens, for_every_length
 from howsmooth.bounds.catalogue import OURS, statement
 from howsmooth.bounds.log_numbers import Log
-from howsmooth.bounds.multi_head_upper_bounds import quadratic_form
+from howsmooth.bounds.multi_head_bounds import quadratic_form
 from howsmooth.rounding import above, spectral_norm_above
 
 __all__ = ["token_wise_ball_upper_bound", "token_wise_upper_bound"]

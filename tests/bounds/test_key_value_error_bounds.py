@@ -110,7 +110,7 @@ def test_scores_of_which_float64_knows_nothing_give_a_bound(causal: bool) -> Non
 def test_the_bound_holds_however_few_steps_search_it(monkeypatch: pytest.MonkeyPatch) -> None:
     f, x = random_attention(3, heads=1, value_dim=1, d_out=None), tokens(8, N, 6)
     found = hs.bounds.kv_error_upper_bound(f, x, keys=1.5).tokens
-    monkeypatch.setattr("howsmooth.bounds.key_value_error_upper_bounds._STEPS", 1)
+    monkeypatch.setattr("howsmooth.bounds.key_value_error_bounds._STEPS", 1)
     few = hs.bounds.kv_error_upper_bound(f, x, keys=1.5).tokens
     assert bool((few >= found * (1 - 1e-6)).all())
     assert not torch.allclose(few, found)

@@ -13,7 +13,7 @@ import torch
 from howsmooth.bounds import diameter_upper_bound, norm_radius
 from howsmooth.errors import HowsmoothError
 from howsmooth.models import Site, capture
-from howsmooth.paper import all_bounds_against_measurements as all_bounds
+from howsmooth.paper import all_bounds as all_bounds
 from howsmooth.paper.bound_ratios import AS_CODED, KINDS, bound_table, bound_words, display_name
 from howsmooth.paper.figure_definition import choose_figures
 from howsmooth.paper.published_code import c_3_as_coded

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds.attention_parameters import Head
-from howsmooth.bounds.mean_field_lower_bounds import (
+from howsmooth.bounds.mean_field_bounds import (
     proposition_3_6,
     proposition_3_6_rate,
     two_dirac,
