@@ -19,15 +19,9 @@ from howsmooth.jacobian.unequal_lengths import shares_products
 from howsmooth.memory import memory_budget
 
 __all__ = [
-    "Footprint",
-    "are_measured_together",
-    "batches",
-    "bytes_without_basis",
-    "fewest_vectors",
-    "footprint",
-    "is_streamed",
-    "room_for_basis",
-]
+    "Footprint", "are_measured_together", "batches", "bytes_without_basis", "fewest_vectors", "footprint",
+    "is_streamed", "room_for_basis",
+]  # fmt: skip
 
 # A batch takes members as long as two Krylov bases of _EXPECTED_STEPS vectors each fit in _BASIS_BYTES. On
 # a CPU, larger batches would not fit in its caches. Other devices may use the share _BASIS_SHARE of the

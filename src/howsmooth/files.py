@@ -18,14 +18,9 @@ if TYPE_CHECKING:
     import pandas as pd  # takes a second, and a wrong folder is told before
 
 __all__ = [
-    "check_parquet",
-    "csv_of",
-    "replace_file",
-    "writable_folder",
-    "write_parquet",
-    "write_table",
+    "check_parquet", "csv_of", "replace_file", "writable_folder", "write_parquet", "write_table",
     "written_beside",
-]
+]  # fmt: skip
 
 
 @contextmanager

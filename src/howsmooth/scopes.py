@@ -7,15 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
-    "ATTENTION_SCOPES",
-    "CROSS_SCOPE",
-    "MODEL_SCOPES",
-    "OUTPUTS",
-    "SCOPES",
-    "SCOPE_MEANINGS",
-    "SIDES",
+    "ATTENTION_SCOPES", "CROSS_SCOPE", "MODEL_SCOPES", "OUTPUTS", "SCOPES", "SCOPE_MEANINGS", "SIDES",
     "layers_of_scope",
-]
+]  # fmt: skip
 
 SCOPE_MEANINGS = {
     "head": "one attention head with its value projection only, the paper's single-head map",

@@ -19,20 +19,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from howsmooth.attention.masks import Visibility
 
 __all__ = [
-    "NO_FEATURES",
-    "Keys",
-    "Outputs",
-    "Queries",
-    "ScoreFeatures",
-    "Values",
-    "attend",
-    "attention_probabilities",
-    "attention_scores",
-    "cap_slope",
-    "differentiated",
-    "row_blocks",
+    "NO_FEATURES", "Keys", "Outputs", "Queries", "ScoreFeatures", "Values", "attend",
+    "attention_probabilities", "attention_scores", "cap_slope", "differentiated", "row_blocks",
     "weighted_values",
-]
+]  # fmt: skip
 
 # Number of attention probabilities in one block. On a CPU a block stays in the caches, on a GPU it is large
 # enough to keep the device busy. Peak memory is a few blocks plus the tokens, for sequences of any length.

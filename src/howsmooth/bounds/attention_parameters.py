@@ -41,22 +41,10 @@ from howsmooth.rounding import (
 )
 
 __all__ = [
-    "ROUNDINGS",
-    "Head",
-    "Parameters",
-    "SiteLike",
-    "as_matrix",
-    "largest_distance",
-    "log_size",
-    "log_spectral_norm",
-    "norm",
-    "normalised",
-    "norms_of_rows",
-    "opened",
-    "parameters_of",
-    "remembered",
+    "ROUNDINGS", "Head", "Parameters", "SiteLike", "as_matrix", "largest_distance", "log_size",
+    "log_spectral_norm", "norm", "normalised", "norms_of_rows", "opened", "parameters_of", "remembered",
     "row_blocks",
-]
+]  # fmt: skip
 
 ROUNDINGS = 8
 """Bounds hold for all matrices and biases of queries, keys and values whose entries are so many roundings

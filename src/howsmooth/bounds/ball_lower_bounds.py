@@ -39,15 +39,10 @@ from howsmooth.bounds.worst_case_tokens import (
 from howsmooth.rounding import below, gamma, spectral_norm_below, up
 
 __all__ = [
-    "causal_two_cluster_lower_bound",
-    "causal_two_heavy_tokens_lower_bound",
-    "equal_tokens_lower_bound",
-    "heavy_token_lower_bound",
-    "proposition_3_4",
-    "quadratic_growth",
-    "two_cluster_lower_bound",
+    "causal_two_cluster_lower_bound", "causal_two_heavy_tokens_lower_bound", "equal_tokens_lower_bound",
+    "heavy_token_lower_bound", "proposition_3_4", "quadratic_growth", "two_cluster_lower_bound",
     "two_heavy_tokens_lower_bound",
-]
+]  # fmt: skip
 
 _PAGE = f'{OURS}"Worst inputs, and lower bounds"'
 

@@ -24,17 +24,10 @@ from howsmooth.bounds.catalogue import OURS, PAPER, Condition, statement
 from howsmooth.bounds.log_numbers import Log, minimum
 
 __all__ = [
-    "ball_upper_bound",
-    "causal_ball_upper_bound",
-    "causal_mean_field_upper_bound",
-    "masked_ball_upper_bound",
-    "mean_field_upper_bound",
-    "theorem_3_3",
-    "theorem_3_5",
-    "theorem_4_3",
-    "theorem_4_4",
-    "theorem_e_3",
-]
+    "ball_upper_bound", "causal_ball_upper_bound", "causal_mean_field_upper_bound",
+    "masked_ball_upper_bound", "mean_field_upper_bound", "theorem_3_3", "theorem_3_5", "theorem_4_3",
+    "theorem_4_4", "theorem_e_3",
+]  # fmt: skip
 
 _PAGE = f'{OURS}"Bounds on a ball"'
 

@@ -34,16 +34,9 @@ from howsmooth.rounding import LEAST_DIVISOR, gamma, product_norms_above, up
 from howsmooth.rounding import spectral_norms_above as norms
 
 __all__ = [
-    "HeadMatrices",
-    "Products",
-    "l2_layer",
-    "lipschitz_norm_layer",
-    "query_key_norm_layer",
-    "scaled_cosine_layer",
-    "sigmoid_layer",
-    "sinkhorn_layer",
-    "softmax_layer",
-]
+    "HeadMatrices", "Products", "l2_layer", "lipschitz_norm_layer", "query_key_norm_layer",
+    "scaled_cosine_layer", "sigmoid_layer", "sinkhorn_layer", "softmax_layer",
+]  # fmt: skip
 
 Map = TypeVar("Map")
 

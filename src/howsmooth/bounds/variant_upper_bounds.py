@@ -24,19 +24,10 @@ from howsmooth.bounds.catalogue import OURS, statement
 from howsmooth.bounds.log_numbers import Log, maximum, minimum
 
 __all__ = [
-    "BY_KEY",
-    "cosine_everywhere",
-    "l2_attention",
-    "l2_attention_upper_bound",
-    "l2_everywhere",
-    "lipschitz_norm",
-    "lipschitz_norm_jointly",
-    "lipschitz_norm_upper_bound",
-    "scaled_cosine",
-    "scaled_cosine_upper_bound",
-    "sinkhorn",
-    "softmax_upper_bound",
-]
+    "BY_KEY", "cosine_everywhere", "l2_attention", "l2_attention_upper_bound", "l2_everywhere",
+    "lipschitz_norm", "lipschitz_norm_jointly", "lipschitz_norm_upper_bound", "scaled_cosine",
+    "scaled_cosine_upper_bound", "sinkhorn", "softmax_upper_bound",
+]  # fmt: skip
 
 _PAGE = f'{OURS}"Other attentions"'
 _everywhere = partial(statement, quantity=Quantity.EVERYWHERE, heads=None)

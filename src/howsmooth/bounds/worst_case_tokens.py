@@ -19,16 +19,9 @@ from howsmooth.bounds.attention_parameters import Head
 from howsmooth.bounds.log_numbers import Log
 
 __all__ = [
-    "HeavyTokens",
-    "light_rows",
-    "log_tie",
-    "score_vectors",
-    "searched_pairs",
-    "searched_tokens",
-    "spread_directions",
-    "two_cluster_line",
-    "two_cluster_points",
-]
+    "HeavyTokens", "light_rows", "log_tie", "score_vectors", "searched_pairs", "searched_tokens",
+    "spread_directions", "two_cluster_line", "two_cluster_points",
+]  # fmt: skip
 
 # Steps of the searches for one heavy token and for two.
 _GAP_STEPS = 200

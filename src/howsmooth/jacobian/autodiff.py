@@ -36,17 +36,10 @@ from howsmooth.spectral.operator import check_finite
 from howsmooth.spectral.scaling import PowersOfTwo, in_range, out_of_range, times_power
 
 __all__ = [
-    "MULTIPLES",
-    "AutodiffJacobian",
-    "Linearisation",
-    "allowance_for_rounding",
-    "as_derivative_errors",
-    "check_adjoint",
-    "check_against_differences",
-    "moved_by_rounding",
-    "one_backend",
+    "MULTIPLES", "AutodiffJacobian", "Linearisation", "allowance_for_rounding", "as_derivative_errors",
+    "check_adjoint", "check_against_differences", "moved_by_rounding", "one_backend",
     "weighted_autodiff_jacobian",
-]
+]  # fmt: skip
 
 # Smallest log-weight of an atom. Tokens are divided by the roots of the weights, and this keeps the roots,
 # and the probabilities beside them, in the range of float64.

@@ -19,14 +19,9 @@ from howsmooth.jacobian.key_value_moments import Deviations, moment_columns
 from howsmooth.jacobian.softmax_tile import OfKeys, OfOutputs, OfQueries, OfValues, Tile
 
 __all__ = [
-    "Sink",
-    "SoftmaxDerivative",
-    "largest_score",
-    "outputs_and_sink",
-    "rounding_of",
-    "softmax_derivative",
+    "Sink", "SoftmaxDerivative", "largest_score", "outputs_and_sink", "rounding_of", "softmax_derivative",
     "weighted_softmax_derivative",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,15 +23,9 @@ from torch.utils._pytree import tree_map_only
 from howsmooth.watching import Call, watched
 
 __all__ = [
-    "HALF",
-    "computing_dtype",
-    "device_of",
-    "fingerprint",
-    "float32_layers",
-    "has_weights",
-    "stored_dtype",
-    "weights_in_memory",
-]
+    "HALF", "computing_dtype", "device_of", "fingerprint", "float32_layers", "has_weights",
+    "stored_dtype", "weights_in_memory",
+]  # fmt: skip
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 """The dtypes in which weights may be stored and nothing is computed."""

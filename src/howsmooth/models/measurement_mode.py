@@ -24,14 +24,9 @@ from howsmooth.models.float32_weights import device_of
 from howsmooth.plain_modules import eager, fast_path, wrapped_parts
 
 __all__ = [
-    "configs",
-    "implementation",
-    "measurement_mode",
-    "nested_configs",
-    "own_attention",
-    "quiet",
+    "configs", "implementation", "measurement_mode", "nested_configs", "own_attention", "quiet",
     "set_permanently",
-]
+]  # fmt: skip
 
 _numbers = itertools.count()
 

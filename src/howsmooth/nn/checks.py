@@ -14,19 +14,9 @@ from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError, reas
 from howsmooth.rounding import spectral_norm_above
 
 __all__ = [
-    "Placement",
-    "check",
-    "check_ball",
-    "check_layer_input",
-    "check_length",
-    "check_number",
-    "check_placement",
-    "check_size",
-    "look",
-    "norm_above",
-    "refuse_where",
-    "require",
-]
+    "Placement", "check", "check_ball", "check_layer_input", "check_length", "check_number",
+    "check_placement", "check_size", "look", "norm_above", "refuse_where", "require",
+]  # fmt: skip
 
 # A radius of zero is replaced by this one, because formulas divide by the radius or take its logarithm.
 # Bounds on the larger ball hold on the smaller one, too.

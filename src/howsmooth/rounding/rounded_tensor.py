@@ -20,24 +20,9 @@ from torch import Tensor
 from howsmooth.rounding.units import LOST, STEP, UNDERFLOW, U, above, gamma
 
 __all__ = [
-    "ELEMENTARY",
-    "FUZZ",
-    "RULES",
-    "VIEWS",
-    "MissingRuleError",
-    "Rounded",
-    "along",
-    "compute",
-    "exact",
-    "frobenius_above",
-    "lower",
-    "made",
-    "multilinear",
-    "plain",
-    "rowwise",
-    "settled",
-    "upper",
-]
+    "ELEMENTARY", "FUZZ", "RULES", "VIEWS", "MissingRuleError", "Rounded", "along", "compute", "exact",
+    "frobenius_above", "lower", "made", "multilinear", "plain", "rowwise", "settled", "upper",
+]  # fmt: skip
 
 FUZZ = 4 * U
 """Relative error that constants and weights may have before anything is computed with them."""

@@ -23,21 +23,11 @@ from howsmooth.rounding.eigenvalue_estimates import largest_eigenvalue_estimates
 from howsmooth.rounding.units import LOST, TINY, U, above, below, gamma, up
 
 __all__ = [
-    "Enclosed",
-    "MatrixNorms",
-    "Triangles",
-    "absolute_norms_above",
-    "largest_eigenvalues_above",
-    "largest_eigenvalues_by_squaring",
-    "product_norms_above",
-    "shrink",
-    "spectral_norm_above",
-    "spectral_norm_below",
-    "spectral_norms",
-    "spectral_norms_above",
-    "spectral_norms_with_vectors",
+    "Enclosed", "MatrixNorms", "Triangles", "absolute_norms_above", "largest_eigenvalues_above",
+    "largest_eigenvalues_by_squaring", "product_norms_above", "shrink", "spectral_norm_above",
+    "spectral_norm_below", "spectral_norms", "spectral_norms_above", "spectral_norms_with_vectors",
     "with_gradient",
-]
+]  # fmt: skip
 
 # For larger matrices only the leading eigenvector is computed, instead of all.
 _LARGE = 96

@@ -14,24 +14,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "INFLATION",
-    "LARGEST",
-    "LEAST_DIVISOR",
-    "LOG_MARGIN",
-    "LOST",
-    "STEP",
-    "TINY",
-    "UNDERFLOW",
-    "U",
-    "above",
-    "below",
-    "gamma",
-    "log_above",
-    "log_below",
-    "product_and_error",
-    "times",
-    "up",
-]
+    "INFLATION", "LARGEST", "LEAST_DIVISOR", "LOG_MARGIN", "LOST", "STEP", "TINY", "UNDERFLOW", "U",
+    "above", "below", "gamma", "log_above", "log_below", "product_and_error", "times", "up",
+]  # fmt: skip
 
 Number = TypeVar("Number", float, Tensor)
 

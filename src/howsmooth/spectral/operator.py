@@ -19,14 +19,9 @@ from howsmooth.rounding import above, gamma
 from howsmooth.spectral.accurate_sums import squared_lengths
 
 __all__ = [
-    "LinearOperator",
-    "ProductError",
-    "Subset",
-    "check_finite",
-    "checked_rounding",
-    "length_rounding",
+    "LinearOperator", "ProductError", "Subset", "check_finite", "checked_rounding", "length_rounding",
     "squared_lengths",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,15 +29,9 @@ from howsmooth.study.plans import BoundPlan
 from howsmooth.study.progress_listener import SILENT, Listener
 
 __all__ = [
-    "LOCAL",
-    "TABLE_COLUMNS",
-    "Bounded",
-    "Worst",
-    "bound_all",
-    "bounds_frame",
-    "search_ball",
+    "LOCAL", "TABLE_COLUMNS", "Bounded", "Worst", "bound_all", "bounds_frame", "search_ball",
     "write_worst",
-]
+]  # fmt: skip
 
 LOCAL = "‖D_X f‖"
 """The quantity that is measured: the local Lipschitz constant at the tokens X."""

@@ -18,18 +18,9 @@ from howsmooth.rounding import INFLATION, gamma, largest_eigenvalues_by_squaring
 from howsmooth.rounding.rounded_tensor import plain, settled
 
 __all__ = [
-    "balls",
-    "ellipsoid_image",
-    "ellipsoid_sum",
-    "enclosing",
-    "gram",
-    "half_widths",
-    "mixture",
-    "product",
-    "radii",
-    "scaled",
-    "weighted_images",
-]
+    "balls", "ellipsoid_image", "ellipsoid_sum", "enclosing", "gram", "half_widths", "mixture", "product",
+    "radii", "scaled", "weighted_images",
+]  # fmt: skip
 
 # Shapes that are given may be a scalar times a matrix; this counts those roundings and the last ones.
 _MORE = 64

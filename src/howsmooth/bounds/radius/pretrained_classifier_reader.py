@@ -35,14 +35,9 @@ from howsmooth.plain_modules import fast_path
 from howsmooth.watching import Call, watched
 
 __all__ = [
-    "OF_ITS_OWN",
-    "check_network",
-    "embedded",
-    "encoder_layers",
-    "foreign_hooks",
-    "model_logits",
+    "OF_ITS_OWN", "check_network", "embedded", "encoder_layers", "foreign_hooks", "model_logits",
     "read_classifier",
-]
+]  # fmt: skip
 
 OF_ITS_OWN = (
     "Where something comes before the encoder layers, such as an embedding or patches with positions, put "

@@ -48,26 +48,11 @@ NEARLY_ONE = 1 - 1e-6
 _CANCELLED = 2.0**-45
 
 __all__ = [
-    "NEARLY_ONE",
-    "AttentionErrors",
-    "AttentionRemainder",
-    "FeedForwardRemainder",
-    "GatedFeedForwardRemainder",
-    "Left",
-    "NormRemainder",
-    "Reached",
-    "TokenwiseRemainder",
-    "gated_rest",
-    "largest_weights",
-    "mean_square",
-    "norm_shape",
-    "product_shape",
-    "pulled_product",
-    "remainder_of",
-    "spread_shape",
-    "value_covariance",
-    "value_shapes",
-]
+    "NEARLY_ONE", "AttentionErrors", "AttentionRemainder", "FeedForwardRemainder",
+    "GatedFeedForwardRemainder", "Left", "NormRemainder", "Reached", "TokenwiseRemainder", "gated_rest",
+    "largest_weights", "mean_square", "norm_shape", "product_shape", "pulled_product", "remainder_of",
+    "spread_shape", "value_covariance", "value_shapes",
+]  # fmt: skip
 
 
 class Left(NamedTuple):

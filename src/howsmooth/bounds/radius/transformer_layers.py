@@ -30,15 +30,8 @@ from howsmooth.rounding.rounded_tensor import (
 _NEAR = 1e-9
 
 __all__ = [
-    "ACTIVATIONS",
-    "Activation",
-    "Attention",
-    "FeedForward",
-    "GatedFeedForward",
-    "Map",
-    "Norm",
-    "Softmax",
-]
+    "ACTIVATIONS", "Activation", "Attention", "FeedForward", "GatedFeedForward", "Map", "Norm", "Softmax",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

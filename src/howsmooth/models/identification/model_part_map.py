@@ -32,17 +32,9 @@ from howsmooth.plain_modules import eager
 from howsmooth.watching import Call, StopForward, first_tokens, watched
 
 __all__ = [
-    "ModelMap",
-    "ModelPart",
-    "Output",
-    "Passage",
-    "Place",
-    "copied",
-    "frozen_copy",
-    "observed",
-    "replaced",
-    "rows",
-]
+    "ModelMap", "ModelPart", "Output", "Passage", "Place", "copied", "frozen_copy", "observed",
+    "replaced", "rows",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,9 @@ from howsmooth.models.float32_weights import HALF, computing_dtype, device_of, h
 from howsmooth.models.model_call import ModelCall
 
 __all__ = [
-    "check_model",
-    "check_value",
-    "embedding_of",
-    "in_dtype",
-    "max_length",
-    "model_inputs",
-    "takes_decoder_ids",
-    "vocabulary_size",
-]
+    "check_model", "check_value", "embedding_of", "in_dtype", "max_length", "model_inputs",
+    "takes_decoder_ids", "vocabulary_size",
+]  # fmt: skip
 
 
 # Arguments of transformers' models that say what is returned beside the outputs, and in which form.

@@ -26,19 +26,9 @@ from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
 from howsmooth.watching import Call, StopForward, watched
 
 __all__ = [
-    "AttentionLayer",
-    "Event",
-    "Recorder",
-    "TracedLayer",
-    "attention_layers",
-    "is_linear",
-    "is_norm",
-    "output_of",
-    "own_copies",
-    "run_once",
-    "run_with_attention",
-    "trace_forward_pass",
-]
+    "AttentionLayer", "Event", "Recorder", "TracedLayer", "attention_layers", "is_linear", "is_norm",
+    "output_of", "own_copies", "run_once", "run_with_attention", "trace_forward_pass",
+]  # fmt: skip
 
 
 # How many bytes of activations a record refers to. Layers beyond it run again when they are read.

@@ -24,15 +24,8 @@ from howsmooth.nn.parts.blocks import BranchModule, Residual, SelfAttentionBlock
 from howsmooth.rounding import above, times
 
 __all__ = [
-    "ModuleRow",
-    "attention_block",
-    "branched",
-    "encoder_layer",
-    "has_rules",
-    "kind_of",
-    "refusal",
-    "walk",
-]
+    "ModuleRow", "attention_block", "branched", "encoder_layer", "has_rules", "kind_of", "refusal", "walk",
+]  # fmt: skip
 
 
 def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Reach:
