@@ -391,8 +391,8 @@ class StagedAttention(TokenMap):
         return tuple(found)
 
     def _value_dim(self, scope: str) -> int:
-        """Return the dimension of the values of the only softmax. Raise ArgumentError if there are several,
-        or one over windows.
+        """Return the dimension of the values of the layer's softmax. Raise ArgumentError if the layer has
+        several softmaxes, or if its softmax acts on windows.
         """
         first, *others = self.core_shapes()
         kind, got = "a layer of several softmaxes", f"{len(self.cores)} softmaxes"

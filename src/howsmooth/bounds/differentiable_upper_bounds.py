@@ -146,7 +146,9 @@ class HeadMatrices:
         return by_grams, self.whole.square() * by_values
 
     def together(self, c: Float[Tensor, "heads *more"]) -> Tensor:
-        """Return M(c), the smaller upper bound on ‖Σ_h O_h F_h‖ for all matrices F_h with ‖F_h‖ <= c_h."""
+        """Return M(c), an upper bound on ‖Σ_h O_h F_h‖ for all matrices F_h with ‖F_h‖ <= c_h: the root of
+        the smaller of the two :meth:`squares`.
+        """
         return _root(torch.minimum(*self.squares(c)))
 
 

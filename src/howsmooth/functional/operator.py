@@ -127,8 +127,8 @@ attention_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def evaluated(tensors: Sequence[Tensor], *settings: Any) -> Tensor:
-    """Return attention as a tensor that PyTorch can differentiate, in eager mode in every mode and any number
-    of times. The arguments are those of :func:`attention_function`.
+    """Compute attention such that PyTorch can differentiate it: in eager mode, in forward and reverse mode
+    and any number of times. The arguments are those of :func:`attention_function`.
     """
     if not torch.compiler.is_compiling():
         return apply(attention_function(tensors, *settings), *tensors)[0]

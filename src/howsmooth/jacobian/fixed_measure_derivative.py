@@ -103,7 +103,8 @@ def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
 
 
 def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
-    """Return the derivatives of any map by automatic differentiation.
+    """Return the derivative of x ↦ Γ_μ(x) at the given atoms, with the measure μ held fixed, by automatic
+    differentiation.
 
     Copies of the atoms, without mass, are added to the measure. They do not change it, and their images are
     Γ_μ at the places where they are.

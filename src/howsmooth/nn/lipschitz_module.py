@@ -49,7 +49,9 @@ class LipschitzModule(nn.Module, ABC):
 
 
 class TokenModule(LipschitzModule):
-    """The base class of parts of models, by default of constant 1 and keeping number and norms of tokens."""
+    """Base class of modules that map tokens to tokens. By default the Lipschitz constant is 1, and neither
+    the number of tokens nor the bound on their norms changes.
+    """
 
     _source: ClassVar[str]
 

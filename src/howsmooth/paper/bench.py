@@ -110,8 +110,8 @@ class Bench(Request):
         return self.means.models
 
     def kept(self, units: Iterable[Unit]) -> pd.DataFrame:
-        """Compute the units that the store lacks, and return the rows of all units, each after the values of
-        its unit's key.
+        """Compute the units that the store lacks, and return a table of the rows of all units, in which the
+        entries of each unit's key are the first columns.
         """
         units = list(units)
         known = self.store.keys(FigureRow, ("unit",))

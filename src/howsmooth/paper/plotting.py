@@ -97,7 +97,7 @@ def with_slope(
     rows: pd.DataFrame, x: str, y: str, slope: float, label: str, colour: str, dashes: Dashes = DASHED
 ) -> Iterator[Curve]:
     """Yield the line c · x^slope, with c fitted to two columns of a table by least squares of the logarithms;
-    yield nothing without two positive x.
+    yield nothing unless positive points have two different x.
     """
     there = rows[(rows[x] > 0) & (rows[y] > 0)]
     if there[x].nunique() > 1:

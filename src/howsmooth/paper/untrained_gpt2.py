@@ -66,7 +66,9 @@ def _entering(sites: list[Any]) -> list[Values]:
 
 
 def show(found: tuple[list[list[LengthGrowth]], list[str]], folder: Path) -> Finding:
-    """Draw the constants above the norms of the tokens, at most four layers a picture, and describe both."""
+    """Draw two panels for each layer, the constants and below them the norms of the tokens, both against the
+    length; a picture has at most four layers. Describe both.
+    """
     layers, reasons = found
     pictures = []
     for model in dict.fromkeys(layer[0].model for layer in layers):

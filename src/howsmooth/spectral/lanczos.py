@@ -472,7 +472,7 @@ class _Members:
     def limits(
         self, operator: LinearOperator, lengths: Float[Tensor, " member"] | None
     ) -> Float[np.ndarray, "3 member"]:
-        """Return the singular values, their lower and their upper limits, after the last step.
+        """Return the largest singular value of each map with its lower and upper limit, after the last step.
 
         The argument ``lengths`` has the norms |J v| of unit vectors v, or is None if the caller computes them
         with more digits.

@@ -229,8 +229,8 @@ def sharpest_certificate(
     iterations: int = 30,
     norm: LayerNorm | RMSNorm | None = None,
 ) -> Certificate:
-    """Compute the certificate of a batch by the sharpest of some forms, each of which is a function that
-    bounds ‖D_X f‖ of one sequence with a given number of steps of its search.
+    """Compute for each sequence of a batch the smallest of several upper bounds on ‖D_X f‖. Each is computed
+    by one of the functions in ``forms(heads)``, whose search takes ``iterations`` steps.
 
     A form bounds the norm of a Jacobian J̃ of rounded weights, values and queries. The distance to the exact
     Jacobian is added, and the scaling by a power of two is undone. With a ``norm`` the certificate is that of

@@ -52,8 +52,9 @@ class PartialJacobians(NamedTuple):
 
 
 def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
-    """Return the states of a network at tokens x (n, d), and the Jacobians that propagate errors of the
-    states through the stages.
+    """Return the state of a network at tokens x (n, d) after each stage. Also return the Jacobians of each
+    stage that acts on single tokens, and of each attention's output by the inputs of it and earlier
+    attentions.
 
     The results do not depend on which tokens are allowed to change.
     """

@@ -225,7 +225,9 @@ class Terms:
         return found
 
     def _scaled_weights(self, places: Tensor, factor: float) -> Tensor:
-        """Return the numbers of rows of weights, given by their numbers, times a number."""
+        """Multiply rows of weights, given by their numbers, by ``factor``, and return the numbers of the new
+        rows.
+        """
         key = (_key(places), factor)
         if key not in self._multiplied:  # once for all tokens
             rows = [(w[i], b[i]) for w, b, i in (self._weights[place] for place in places.tolist())]

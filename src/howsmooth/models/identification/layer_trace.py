@@ -71,8 +71,8 @@ def whole_layer(traced_layer: TracedLayer) -> ModuleReplay:
 
 
 def recorded_trace(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> LayerTrace | None:
-    """Return what the layer that contains a self-attention module did in the forward pass of the model, or
-    None if the record of the pass does not tell.
+    """Read what the layer around a self-attention module computed from the record of the model's forward
+    pass. Return None if there is no record, tensors in it have changed, or its softmaxes have other shapes.
     """
     if not traced_layer.events or not all(event.unchanged() for event in traced_layer.events):
         return None

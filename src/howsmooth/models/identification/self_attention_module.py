@@ -268,7 +268,9 @@ def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def detached(module: nn.Module) -> dict[int, Tensor]:
-    """Return a ``memo`` for ``copy.deepcopy``, which cannot copy kept tensors with their graphs."""
+    """Return detached copies of the tensors that a module keeps, as a ``memo`` for ``copy.deepcopy``, which
+    refuses tensors with a graph.
+    """
     return {id(tensor): tensor.detach().clone() for tensor in kept_tensors(module).values()}
 
 

@@ -178,7 +178,8 @@ class ScoreRecord:
 
 
 def read_operands(scores: ScoreRecord, lead: Sequence[Axis], rows: Axis, call: SoftmaxCall) -> SoftmaxCall:
-    """Return a call with the queries, keys, mask and other operands of the scores.
+    """Return a copy of the softmax ``call`` that also holds the queries, keys, mask and other operands from
+    which its scores were computed.
 
     Their axes are in the order (*lead, rows, keys), in which ``lead`` ends with the axis of the heads. Raises
     Unreadable if the scores do not come from a softmax attention.

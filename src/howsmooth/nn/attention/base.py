@@ -573,7 +573,9 @@ def _out_of_range(dtype: torch.dtype) -> HowsmoothError:
 
 
 def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:
-    """Keep the divisor of a layer in evaluation mode, which graphs that are recorded later cannot compute."""
+    """Compute and cache the divisor of a layer in evaluation mode, because a graph that is recorded later
+    cannot compute it.
+    """
     weights = layer._weights()
     if layer.training or layer.constant is None or any(weight.is_meta for weight in weights.values()):
         return

@@ -197,7 +197,9 @@ def _check(module: nn.Module, path: str) -> None:
 
 
 def foreign_code(module: nn.Module) -> str | None:
-    """Return a phrase that says why the forward pass of a layer is not the one of its constant, or None."""
+    """Return a phrase that says why the forward pass of a layer may not be the function that its constant
+    bounds, such as hooks or a replaced ``forward``, or None if nothing speaks against it.
+    """
     if foreign_hooks(module):
         return "has hooks, which may change what goes in or comes out"
     if "forward" in vars(module):

@@ -130,7 +130,9 @@ def _measured(items: Sequence[_Item]) -> list[Found]:
 
 
 def _rows(item: _Item, estimate: Any, place: int, seconds: float) -> Iterator[Row]:
-    """Yield the row of the sequence at a place of the estimate; for the first sample, also its tokens."""
+    """Yield the measurement in entry ``place`` of the estimate as a row for the store. For sample 0 of a
+    short sequence, a row with its tokens comes first.
+    """
     task, site, sample, slot = item
     n = task.n
     energies: tuple[tuple[float, ...] | None, ...] = (None, None)
