@@ -17,8 +17,8 @@ from howsmooth.errors import ModelError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.tokenizers import Tokenizer
-from howsmooth.paper.bench import models_for, opened_bench
 from howsmooth.paper.figure_definition import Finding, PaperFigure
+from howsmooth.paper.figure_measurements import models_for, opened_bench
 from howsmooth.paper.plotting import PAPER
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import ModelSpec

@@ -17,7 +17,7 @@ import typer
 from howsmooth.cli import app
 from howsmooth.cli.first_checks import check_at_once
 from howsmooth.errors import ModelError
-from howsmooth.model_names import _REGULAR, builtin_folder, stated_sizes
+from howsmooth.model_folders import _REGULAR, builtin_folder, stated_sizes
 from howsmooth.models import load_model
 from howsmooth.quick_imports import quick_imports
 from howsmooth.study.plans import Plan

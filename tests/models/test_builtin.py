@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from howsmooth.model_names import BUILTIN_MODELS, builtin_folder
+from howsmooth.model_folders import BUILTIN_MODELS, builtin_folder
 from tests._shared import script as load_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_builtin_models.py"

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import howsmooth as hs
-from howsmooth.model_names import builtin_folder
+from howsmooth.model_folders import builtin_folder
 from howsmooth.scopes import SCOPES
 from tests._hand_written import Case, Spot
 from tests._judge import Own, judged

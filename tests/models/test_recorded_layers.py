@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.models import capture
-from howsmooth.models.tracing import recorder
+from howsmooth.models.tracing import attention_recorder
 from tests._tiny_models import tiny, token_ids
 
 
@@ -31,7 +31,7 @@ def test_a_layer_runs_in_the_pass_and_not_by_itself(
     """A model with a cache runs twice, with it and without; the layer by itself once more."""
     sites, runs = runs_of(tiny(name), part)
     assert runs == together
-    monkeypatch.setattr(recorder, "_MOST", 0)
+    monkeypatch.setattr(attention_recorder, "_MOST", 0)
     again, runs = runs_of(tiny(name), part)
     assert runs == together + 1
     for one, other in zip(sites, again, strict=True):

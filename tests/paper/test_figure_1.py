@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from howsmooth.errors import HowsmoothError
-from howsmooth.paper.bench import models_for, opened_bench
 from howsmooth.paper.figure_1 import result_sentences
 from howsmooth.paper.figure_definition import choose_figures
+from howsmooth.paper.figure_measurements import models_for, opened_bench
 from howsmooth.paper.growth_with_length import LengthGrowth
 from howsmooth.paper.model_with_texts import models_of
 from howsmooth.paper.plotting import with_slope

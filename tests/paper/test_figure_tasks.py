@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from howsmooth.errors import ModelError, StoreError
-from howsmooth.paper.bench import Bench, Unit, Values
 from howsmooth.paper.figure_definition import FIGURES, Finding, PaperFigure, TasksLeft, tasks_left
+from howsmooth.paper.figure_measurements import Bench, Unit, Values
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Failure, FigureRow

@@ -12,8 +12,8 @@ import pytest
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.paper import figure_definition, reproduction
-from howsmooth.paper.bench import Bench
 from howsmooth.paper.figure_definition import Finding, PaperFigure
+from howsmooth.paper.figure_measurements import Bench
 from howsmooth.paper.plotting import Picture
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.measurement_run import run

@@ -14,7 +14,7 @@ from typing import Any
 from howsmooth import texts
 from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, reason
 from howsmooth.files import check_parquet
-from howsmooth.model_names import (
+from howsmooth.model_folders import (
     BUILTIN_MODELS,
     check_classifier,
     check_positions,

@@ -22,7 +22,7 @@ from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import padding_of
 from howsmooth.models.preserved_state import preserved_state
 from howsmooth.models.tolerance import relative_error
-from howsmooth.models.tracing.recorder import Recorder, own_copies, run_once
+from howsmooth.models.tracing.attention_recorder import Recorder, own_copies, run_once
 
 __all__ = ["as_called"]
 

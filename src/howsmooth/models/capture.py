@@ -30,7 +30,7 @@ from howsmooth.models.padded_sequences import (
     reproduces,
     without_padding,
 )
-from howsmooth.models.tracing.recorder import AttentionLayer, trace_forward_pass
+from howsmooth.models.tracing.attention_recorder import AttentionLayer, trace_forward_pass
 from howsmooth.models.whole_model_map import ModelParts
 from howsmooth.plain_modules import unwrapped
 from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES

@@ -25,7 +25,7 @@ from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import one_by_one
-from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
+from howsmooth.models.tracing.attention_recorder import AttentionLayer, TracedLayer, trace_forward_pass
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
 
 __all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]

@@ -20,8 +20,8 @@ from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
+from howsmooth.models.tracing.attention_recorder import TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
-from howsmooth.models.tracing.recorder import TracedLayer
 
 __all__ = [
     "Padding",

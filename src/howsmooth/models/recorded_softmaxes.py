@@ -25,15 +25,15 @@ from howsmooth.models.identification.qkv_projections import weight_and_bias
 from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.padded_sequences import check_one_sequence
 from howsmooth.models.tolerance import relative_error
-from howsmooth.models.tracing.mask_and_bias import split_mask
-from howsmooth.models.tracing.module_replay import first_tensor
-from howsmooth.models.tracing.recorder import (
+from howsmooth.models.tracing.attention_recorder import (
     AttentionLayer,
     is_linear,
     output_of,
     run_once,
     run_with_attention,
 )
+from howsmooth.models.tracing.mask_and_bias import split_mask
+from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.models.tracing.softmax_call import SoftmaxCall, plain_attention
 from howsmooth.seeds import torch_seed
 from howsmooth.watching import Call, watched

@@ -41,8 +41,8 @@ from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import one_by_one, padding_of
 from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
+from howsmooth.models.tracing.attention_recorder import AttentionLayer, run_once, trace_forward_pass
 from howsmooth.models.tracing.module_replay import first_tensor
-from howsmooth.models.tracing.recorder import AttentionLayer, run_once, trace_forward_pass
 from howsmooth.watching import Call, StopForward, notice_downcasts, watched
 
 __all__ = ["ModelParts"]

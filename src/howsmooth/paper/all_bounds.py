@@ -16,9 +16,9 @@ import torch
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds import norm_radius, table
 from howsmooth.paper import plotting
-from howsmooth.paper.bench import Bench, Values
 from howsmooth.paper.bound_ratios import AS_CODED, KINDS, bound_table, bound_words, display_name, logs_of
 from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.figure_measurements import Bench, Values
 from howsmooth.paper.model_with_texts import models_of, other_scores
 from howsmooth.paper.plotting import Curve, Panel, exponentials
 from howsmooth.paper.published_code import c_3_as_coded

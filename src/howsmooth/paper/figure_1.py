@@ -11,8 +11,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 
 from howsmooth.paper import plotting
-from howsmooth.paper.bench import Bench
 from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.figure_measurements import Bench
 from howsmooth.paper.growth_with_length import LengthGrowth, growths
 from howsmooth.paper.model_with_texts import models_of
 from howsmooth.paper.plotting import Curve, Panel, correlation_label, fitted, power_label

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from howsmooth.errors import ArgumentError, HowsmoothError, similar_name
-from howsmooth.model_names import folder_of, stated_sizes
+from howsmooth.model_folders import folder_of, stated_sizes
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import ModelSpec
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from howsmooth.paper.bench import Bench
+    from howsmooth.paper.figure_measurements import Bench
     from howsmooth.paper.plotting import Picture
 
 __all__ = [
@@ -55,11 +55,11 @@ class Finding:
 class PaperFigure:
     """A figure of the paper, or an additional one of this library on a statement of the paper.
 
-    ``measure`` measures what the store of a :class:`~howsmooth.paper.bench.Bench` lacks, and returns all
-    numbers of the figure; ``show`` draws them into a folder and describes them. The models, lengths and
-    samples are those that are measured unless the user names others. ``count`` counts the tasks of a request:
-    sequences of text, and units of work (:meth:`~howsmooth.paper.bench.Bench.kept`), where all heads of a
-    layer count once.
+    ``measure`` measures what the store of a :class:`~howsmooth.paper.figure_measurements.Bench` lacks, and
+    returns all numbers of the figure; ``show`` draws them into a folder and describes them. The models,
+    lengths and samples are those that are measured unless the user names others. ``count`` counts the tasks
+    of a request: sequences of text, and units of work
+    (:meth:`~howsmooth.paper.figure_measurements.Bench.kept`), where all heads of a layer count once.
     """
 
     name: str

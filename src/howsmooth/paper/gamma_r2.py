@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.paper import plotting
-from howsmooth.paper.bench import Bench, Values
 from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.figure_measurements import Bench, Values
 from howsmooth.paper.model_with_texts import attention_of, models_of
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.results.drawing import literal

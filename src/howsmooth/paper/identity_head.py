@@ -8,7 +8,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.measures import DiscreteMeasure
-from howsmooth.paper.bench import Bench
+from howsmooth.paper.figure_measurements import Bench
 
 __all__ = ["RTOL", "describe", "identity_head", "two_diracs"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from howsmooth import texts
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.paper.bench import Bench, Unit, Values
+from howsmooth.paper.figure_measurements import Bench, Unit, Values
 from howsmooth.paper.published_code.constants_task import published_left
 from howsmooth.study.executors import memory_each, processes_of
 from howsmooth.study.plans import ModelSpec, Plan

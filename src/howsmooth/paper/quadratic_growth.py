@@ -17,8 +17,8 @@ from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.balanced_tokens import balanced_direction
-from howsmooth.paper.bench import Bench, Key, Unit, Values
 from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.figure_measurements import Bench, Key, Unit, Values
 from howsmooth.paper.identity_head import identity_head
 from howsmooth.paper.model_with_texts import ModelWithTexts, attention_of, models_of
 from howsmooth.paper.plotting import Curve, Panel, between, exponentials

@@ -15,8 +15,8 @@ from matplotlib import rc_context
 from howsmooth.errors import HowsmoothError
 from howsmooth.files import replace_file, write_table, written_beside
 from howsmooth.paper import figure_definition
-from howsmooth.paper.bench import models_for, opened_bench
 from howsmooth.paper.figure_definition import Finding, PaperFigure
+from howsmooth.paper.figure_measurements import models_for, opened_bench
 from howsmooth.paper.plotting import PAPER
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.results.page import frame, page, parts

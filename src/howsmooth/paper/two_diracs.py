@@ -22,8 +22,8 @@ from howsmooth.bounds.mean_field_bounds import (
 )
 from howsmooth.measures import wasserstein_lipschitz
 from howsmooth.paper import plotting
-from howsmooth.paper.bench import Bench, Key, Unit, Values
 from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.figure_measurements import Bench, Key, Unit, Values
 from howsmooth.paper.identity_head import RTOL, describe, identity_head, two_diracs
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.seeds import derive_seed

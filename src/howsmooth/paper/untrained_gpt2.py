@@ -12,8 +12,8 @@ import pandas as pd
 
 from howsmooth.errors import HowsmoothError
 from howsmooth.paper import plotting
-from howsmooth.paper.bench import Bench, Values
 from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.figure_measurements import Bench, Values
 from howsmooth.paper.growth_with_length import LengthGrowth, growths
 from howsmooth.paper.model_with_texts import ModelWithTexts, models_of
 from howsmooth.paper.plotting import Curve, Panel, correlation_label, fitted, power_label

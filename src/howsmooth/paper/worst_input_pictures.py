@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 
 from howsmooth.paper import plotting
-from howsmooth.paper.bench import Values
 from howsmooth.paper.bound_ratios import display_name
 from howsmooth.paper.figure_definition import Finding
+from howsmooth.paper.figure_measurements import Values
 from howsmooth.paper.plotting import Curve, Panel, between, exponentials, power, power_label
 from howsmooth.results.drawing import literal
 from howsmooth.study.exponents import Exponent, fit_exponent

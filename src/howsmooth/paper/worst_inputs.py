@@ -17,7 +17,7 @@ from howsmooth.attention import SelfAttention
 from howsmooth.bounds import best, theorem_3_3, theorem_4_3, theorem_e_3
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.errors import ArgumentError
-from howsmooth.paper.bench import Bench, Unit, Values
+from howsmooth.paper.figure_measurements import Bench, Unit, Values
 from howsmooth.paper.model_with_texts import (
     ModelWithTexts,
     attention_of,

@@ -17,7 +17,7 @@ import torch
 from howsmooth.attention import SelfAttention
 from howsmooth.batching import footprint
 from howsmooth.memory import memory_budget
-from howsmooth.model_names import BUILTIN_MODELS, builtin_folder
+from howsmooth.model_folders import BUILTIN_MODELS, builtin_folder
 from howsmooth.study.executors import are_worth_it, memory_each, processes_of, threads_each, workers_of
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Outcome

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, StoreError, TextError
-from howsmooth.model_names import check_positions
+from howsmooth.model_folders import check_positions
 from howsmooth.scopes import CROSS_SCOPE, layers_of_scope
 from howsmooth.seeds import derive_seed
 from howsmooth.study.input_sequences import (

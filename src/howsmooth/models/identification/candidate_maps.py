@@ -27,6 +27,7 @@ from howsmooth.models.identification.qkv_projections import (
 )
 from howsmooth.models.identification.replayed_attention import CopiedModule, ReplayedAttention, Tail
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule
+from howsmooth.models.tracing.attention_recorder import AttentionLayer, is_linear, output_of
 from howsmooth.models.tracing.mask_and_bias import (
     HIDDEN,
     Masking,
@@ -34,7 +35,6 @@ from howsmooth.models.tracing.mask_and_bias import (
     order_and_window,
     split_mask,
 )
-from howsmooth.models.tracing.recorder import AttentionLayer, is_linear, output_of
 from howsmooth.models.tracing.softmax_call import SoftmaxCall
 
 __all__ = [

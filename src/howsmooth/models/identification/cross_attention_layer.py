@@ -33,9 +33,9 @@ from howsmooth.models.identification.self_attention_module import (
 )
 from howsmooth.models.identification.verification import check_same_output, own_values
 from howsmooth.models.tolerance import lowest_epsilon, tolerance
+from howsmooth.models.tracing.attention_recorder import TracedLayer
 from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import ModuleReplay
-from howsmooth.models.tracing.recorder import TracedLayer
 from howsmooth.scopes import CROSS_SCOPE
 
 __all__ = ["OneSequence", "VerifiedCrossLayer", "read_cross_layer"]

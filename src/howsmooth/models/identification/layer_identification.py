@@ -30,8 +30,8 @@ from howsmooth.models.identification.self_attention_module import (
 )
 from howsmooth.models.identification.verification import verify, verify_block
 from howsmooth.models.tolerance import lowest_epsilon
+from howsmooth.models.tracing.attention_recorder import TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay
-from howsmooth.models.tracing.recorder import TracedLayer
 
 __all__ = ["VerifiedLayer", "indices_of", "read_layer"]
 

@@ -10,8 +10,14 @@ from torch import Tensor, nn
 from howsmooth.errors import CaptureError
 from howsmooth.models.tolerance import relative_error
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
+from howsmooth.models.tracing.attention_recorder import (
+    AttentionLayer,
+    TracedLayer,
+    is_linear,
+    is_norm,
+    output_of,
+)
 from howsmooth.models.tracing.module_replay import ModuleReplay
-from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, is_linear, is_norm, output_of
 from howsmooth.models.tracing.softmax_call import SoftmaxCall
 from howsmooth.watching import Call, watched
 

@@ -26,8 +26,8 @@ from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.models.identification.module_map import ModuleMap
 from howsmooth.models.identification.self_attention_module import detached
 from howsmooth.models.measurement_mode import set_permanently
+from howsmooth.models.tracing.attention_recorder import own_copies
 from howsmooth.models.tracing.module_replay import first_tensor
-from howsmooth.models.tracing.recorder import own_copies
 from howsmooth.plain_modules import eager
 from howsmooth.watching import Call, StopForward, first_tokens, watched
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from howsmooth.errors import CaptureError
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.self_attention_module import moved_tokens
+from howsmooth.models.tracing.attention_recorder import AttentionLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
-from howsmooth.models.tracing.recorder import AttentionLayer
 from howsmooth.watching import Call, watched
 
 __all__ = ["NO_SOFTMAX", "NonSoftmaxLayer", "NonSoftmaxTracer"]

@@ -21,7 +21,7 @@ from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNor
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.layer_trace import LayerTrace, ModuleCall
 from howsmooth.models.tolerance import lowest_epsilon, one_operation, relative_error, tolerance
-from howsmooth.models.tracing.recorder import is_linear, is_norm
+from howsmooth.models.tracing.attention_recorder import is_linear, is_norm
 
 __all__ = [
     "Block", "ValueLocation", "adds_up_with_a_residual", "has_residual", "later_calls", "norm_map",

@@ -22,8 +22,8 @@ from howsmooth.models.identification.norm_placement import (
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
+from howsmooth.models.tracing.attention_recorder import is_linear, output_of
 from howsmooth.models.tracing.module_replay import first_tensor
-from howsmooth.models.tracing.recorder import is_linear, output_of
 from howsmooth.models.tracing.softmax_call import SoftmaxCall
 
 __all__ = ["AttentionOutput", "find_output", "heads_of", "is_given"]

@@ -21,7 +21,7 @@ from howsmooth.models.identification.query_key_transforms import (
     reordered,
 )
 from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
-from howsmooth.models.tracing.recorder import is_linear, is_norm
+from howsmooth.models.tracing.attention_recorder import is_linear, is_norm
 from howsmooth.models.tracing.softmax_call import SoftmaxCall
 
 __all__ = ["Projections", "multihead_parameters", "read_projections", "weight_and_bias"]

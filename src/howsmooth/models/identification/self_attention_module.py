@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import CaptureError, HowsmoothError, NonFiniteError
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
+from howsmooth.models.tracing.attention_recorder import AttentionLayer, TracedLayer
 from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor, token_arguments
-from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer
 from howsmooth.models.tracing.softmax_call import SoftmaxCall
 from howsmooth.watching import Call
 

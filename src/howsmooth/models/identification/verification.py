@@ -22,8 +22,8 @@ from howsmooth.models.identification.norm_placement import Block, ValueLocation
 from howsmooth.models.identification.output_projection import AttentionOutput
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import lowest_epsilon, relative_error, tolerance
+from howsmooth.models.tracing.attention_recorder import AttentionLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
-from howsmooth.models.tracing.recorder import AttentionLayer
 from howsmooth.watching import Call, first_tokens, notice_downcasts, watched
 
 __all__ = ["OwnValues", "check_same_output", "own_values", "verify", "verify_block"]

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
-from howsmooth.model_names import BUILTIN_MODELS
+from howsmooth.model_folders import BUILTIN_MODELS
 from howsmooth.models.float32_weights import HALF, computing_dtype, fingerprint, stored_dtype
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.model_inputs import (
@@ -42,7 +42,7 @@ from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, traine
 from howsmooth.models.loading.truncated_config import count_weights, shorten
 from howsmooth.models.measurement_mode import measurement_mode, nested_configs, quiet
 from howsmooth.models.model_call import ModelCall
-from howsmooth.models.tracing.recorder import AttentionLayer, attention_layers
+from howsmooth.models.tracing.attention_recorder import AttentionLayer, attention_layers
 from howsmooth.seeds import torch_seed
 
 __all__ = ["LoadedModel", "builtin_names", "image_inputs", "load_model", "preparation_of"]

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 
 from howsmooth.errors import HowsmoothError, ModelError, reason
-from howsmooth.model_names import BUILTIN_MODELS, builtin_folder, folder_of, remedy
+from howsmooth.model_folders import BUILTIN_MODELS, builtin_folder, folder_of, remedy
 
 __all__ = ["Location", "find", "hub_reachable"]
 

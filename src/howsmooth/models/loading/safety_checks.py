@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import ModelError
-from howsmooth.model_names import check_weights
+from howsmooth.model_folders import check_weights
 from howsmooth.models.loading.model_location import Location
 
 __all__ = ["check_files"]

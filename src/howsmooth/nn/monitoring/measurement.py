@@ -27,7 +27,7 @@ from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.model_call import ModelCall
 from howsmooth.models.padded_sequences import padding_of, reproduces, without_padding
 from howsmooth.models.preserved_state import preserved_state
-from howsmooth.models.tracing.recorder import AttentionLayer, TracedLayer, trace_forward_pass
+from howsmooth.models.tracing.attention_recorder import AttentionLayer, TracedLayer, trace_forward_pass
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.checks import check
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm

@@ -17,7 +17,7 @@ from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models import LoadedModel, Site, capture
 from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.model_call import ModelCall
-from howsmooth.models.tracing.recorder import run_once
+from howsmooth.models.tracing.attention_recorder import run_once
 from howsmooth.paper.published_code.altered_attention import unmasked, with_dropout
 from howsmooth.seeds import torch_seed
 from howsmooth.study.plans import PUBLISHED_ITEMS as ITEMS
