@@ -54,3 +54,10 @@ def test_what_fits_is_printed_as_by_pandas_and_slices_are_printed_alike(wide: Pr
     assert max(map(len, repr(wide[wide["head"] == 1]).splitlines())) <= 80
     assert type(pd.DataFrame(wide)) is pd.DataFrame
     assert "\n[100 rows x 1 columns]" in repr(PrintedTable({"a": range(100)}))
+
+
+def test_a_table_of_which_nothing_would_be_left_is_printed_as_pandas_does() -> None:
+    table = PrintedTable({column: [f"{TITLE}{column} {row}" for row in range(25)] for column in (0, 1)})
+    lines = repr(table).splitlines()
+    assert lines[0].split() == ["0", "1"]
+    assert [line.split()[0] for line in lines[1:]] == [str(row) for row in range(25)]

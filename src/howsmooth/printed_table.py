@@ -59,11 +59,11 @@ class PrintedTable(pd.DataFrame):
             if name not in numbered:
                 hidden.append(str(name))
                 rows = rows.drop(columns=name)
-        words = _printed(rows)
+        if rows.columns.empty:
+            return words
+        words, left = _printed(rows), [str(name) for name in self.columns if str(name) in hidden]
         below = [f"In all rows: {', '.join(same)}"] if same else []
-        below += (
-            [f"Not printed: {', '.join(name for name in self.columns if name in hidden)}"] if hidden else []
-        )
+        below += [f"Not printed: {', '.join(left)}"] if left else []
         below += [f"Empty in all rows: {', '.join(empty)}"] if empty else []
         return "\n".join([words, *(fill(line, _WIDTH, subsequent_indent="    ") for line in texts + below)])
 

@@ -79,6 +79,12 @@ def test_another_attention_is_refused(name: str) -> None:
         refused(name, ArgumentError, "rotary", attention=turned)
 
 
+def test_a_length_whose_rows_cannot_be_gone_through_is_refused() -> None:
+    for length in (2**20 + 1, 10**400):
+        asked = {"attention": random_attention(0, heads=1, softcap=1.0), "length": length}
+        refused("any_scores_ball_upper_bound", ArgumentError, "mean_field_upper_bound", **asked)
+
+
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_extremes_give_numbers(name: str) -> None:
     """Logarithms where numbers overflow, and zero where all values are zero."""

@@ -31,6 +31,7 @@ from howsmooth.rounding import above, below, gamma, log_above, spectral_norms_ab
 __all__ = ["any_scores_ball_upper_bound"]
 
 _ZERO = Log(-math.inf)
+_MOST_TOKENS = 2**20
 
 
 def on_ball_with_scores(attention: object, length: object, radius: object) -> Problem:
@@ -82,6 +83,13 @@ def any_scores_ball_upper_bound(p: Problem) -> Log:
     Where scores are plain, ``best`` takes Theorem A, which is sharper.
     """
     f = _attention(p)
+    if p.n > _MOST_TOKENS:
+        raise ArgumentError(
+            "length",
+            expected=f"at most {_MOST_TOKENS} tokens, since the time of this bound grows with their square",
+            got=f"{p.n:.6g}" if p.n < 1e300 else "more than 1e300",
+            remedy="Take mean_field_upper_bound, which holds for every length, if its hypotheses do.",
+        )
     width = f.heads * f.value_dim
     output = torch.eye(width, dtype=torch.float64) if f.output is None else f.output
     bounds = [_of_head(f, h, p.n, sizes) for h, sizes in enumerate(p.once(_sizes_of_heads))]
