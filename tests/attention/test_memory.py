@@ -98,3 +98,16 @@ def test_memory_of_a_call_does_not_grow_with_the_square_of_n(tmp_path: Path) -> 
         l2(DiscreteMeasure.sequence(x))
 
     assert memory_added(called, tmp_path) < 200e6
+
+
+def test_no_block_is_left_out_at_the_true_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2000 tokens do not fit into one block; some rows by hand."""
+    f = CASES["one head"](1)
+    x = tokens(3, 2000, D)
+    rows = torch.tensor([0, 523, 524, 1048, 1999])
+    q, k, v = f.projections(x)
+    p = torch.softmax(f.scale * q[0, rows] @ k[0].mT, dim=-1)
+    expected = p @ v[0] @ f.output.mT + f.output_bias
+    for y in (x, x.clone().requires_grad_()):
+        torch.testing.assert_close(f(y).detach()[rows], expected, rtol=1e-12, atol=1e-12)
+    assert isinstance(f, hs.SelfAttention)

@@ -93,3 +93,22 @@ def test_refusals(change: dict, argument: str, words: str) -> None:
         hs.local_lipschitz(**(defaults | change))
     assert caught.value.argument == argument
     assert words in str(caught.value)
+
+
+def test_the_verdict_takes_no_residual_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a loose tolerance the Ritz residual is large; taken for rounding, it would ask for float64."""
+    from howsmooth.lipschitz import singular_value_solver
+
+    solved: list[torch.dtype] = []
+    solve = singular_value_solver.lanczos_together
+
+    def noted(operators: list, starts: list, **options: object) -> object:
+        solved.append(operators[0].dtype)
+        return solve(operators, starts, **options)
+
+    monkeypatch.setattr(singular_value_solver, "lanczos_together", noted)
+    f = random_attention(6, value_dim=2).to(dtype=torch.float32)
+    x = tokens(6, 50, 2, D, dtype=torch.float32)
+    found = hs.local_lipschitz(f, x, rtol=0.3, confidence=0.5)
+    assert solved == [torch.float32]
+    assert found.converged.all()

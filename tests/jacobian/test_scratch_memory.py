@@ -32,6 +32,15 @@ def test_the_next_pass_has_what_the_last_one_left() -> None:
     assert place(Scratch(), 8) != given.data_ptr()
 
 
+def test_much_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch_memory, "_LEFT", 31)
+    own = Scratch()
+    place(own, 8)
+    own.leave()
+    assert not scratch_memory._left.memory
+    assert not own.memory
+
+
 def test_threads_share_nothing() -> None:
     own = Scratch()
     given = own.empty("p", (8,), torch.float32, CPU)
