@@ -172,7 +172,7 @@ def test_other_scores_are_climbed_between_their_starts_and_their_bound(name):
 def test_the_constant_that_is_found_does_not_fall_with_the_length_of_a_causal_sequence():
     # At this radius softmax is saturated at random tokens, from which a search alone finds less at 16 tokens.
     f = head_of(3, causal=True, rotary=rotary(32, 4))
-    effort = {"random_starts": 1, "steps": 6}
+    effort = {"random_starts": 1, "steps": 12}
     short, long = (adversarial.ascend(f, n, 60.0, **effort) for n in (8, 16))
     assert long.value >= short.value * (1 - 1e-3)
     assert "first 8 tokens" in set(long.history["start"])
@@ -376,12 +376,12 @@ def test_the_gradient_of_the_token_wise_constant_is_that_of_differences(case: st
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_token_wise_ascent_rises_above_random_inputs_and_keeps_below_the_bound(causal: bool) -> None:
     f, radius = random_attention(1, heads=2, d=3, d_out=3, causal=causal, biases=False), 1.5
-    found = ascend(f, 4, radius, objective="token-wise", steps=2)
+    found = ascend(f, 5, radius, objective="token-wise", steps=4)
     assert_what_was_climbed_on_is_what_is_returned(found)
     assert found.x.norm(dim=-1).max() <= radius * (1 + 1e-12)
     again = hs.influence(f, found.x).token_wise
     assert found.value == found.estimate.value == pytest.approx(again.lower, rel=1e-4)
-    drawn = [radius * torch.nn.functional.normalize(tokens(seed, 4, 3), dim=-1) for seed in range(3)]
+    drawn = [radius * torch.nn.functional.normalize(tokens(seed, 5, 3), dim=-1) for seed in range(5)]
     assert found.value > 1.1 * max(hs.influence(f, x).token_wise.lower for x in drawn)
     assert found.value <= hs.bounds.token_wise_ball_upper_bound(f, radius).value
     assert found.history["value"].iloc[-1] == found.value

@@ -213,6 +213,7 @@ CASES: dict[str, Callable[[], StagedAttention]] = {
     "norms of queries and keys, causal": lambda: staged(normed, replace(CORE, causal=True)),
     "interleaved rotary, grouped": lambda: staged(interleaved, replace(CORE, causal=True)),
     "gate": lambda: staged(gated, replace(CORE, mask=_lower()[None, None])),
+    "norm after the core": lambda: staged(normed_after, CORE),
     "in place after the core": lambda: staged(in_place, CORE),
     "windows": lambda: staged(windows, CORE),
     "windows with masks and biases": lambda: staged(
@@ -229,6 +230,8 @@ CASES: dict[str, Callable[[], StagedAttention]] = {
     "fewer queries": lambda: staged(fewer_queries, CORE),
     "differential": lambda: staged(differential, replace(CORE, causal=True), replace(CORE, scale=0.9)),
     "chained": lambda: staged(chained, CORE, replace(CORE, scale=-0.4, softcap=1.0)),
+    "latent": lambda: staged(latent, CORE),
+    "convolution": lambda: staged(convolved, CORE),
     "softcap": lambda: staged(plain, SoftmaxCore(0.5, softcap=0.8, score_bias=tokens(3, N, N))),
     "sinks, grouped, bias for each head": lambda: staged(
         interleaved,

@@ -308,7 +308,9 @@ def test_the_error_of_a_measure_is_weighted_as_the_measure_is() -> None:
 # ---- blow-up, and integrators that give up
 
 
-@pytest.mark.parametrize(("method", "step"), [("dopri8", None), ("rk4", 0.02), ("euler", 0.02)])
+@pytest.mark.parametrize(
+    ("method", "step"), [("dopri5", None), ("dopri8", None), ("rk4", 0.02), ("euler", 0.02)]
+)
 def test_blow_up_is_reported_at_its_time_with_the_states_before_it(method: str, step: float | None) -> None:
     x = torch.tensor([[0.5, 1.0]], dtype=torch.float64)
     keywords = {"step": step} if step else {"rtol": 1e-6, "atol": 1e-6}

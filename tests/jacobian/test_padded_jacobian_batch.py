@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from howsmooth.jacobian.closed_form import closed_form_jacobians
 from howsmooth.jacobian.unequal_lengths import energy_products_together, joined_jacobian
 from howsmooth.spectral import LinearOperator
 from tests._cases import CASES, D, dense_jacobian, tokens
+from tests._selection import others_slow
 
 # A mask and a bias of the scores fix the length.
 FREE = [name for name in CASES if "masked" not in name and "score bias" not in name]
@@ -84,13 +87,16 @@ def test_operators_of_unlike_kinds_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [
-        (torch.float64, "causal window, grouped"),
-        (torch.float32, "softcap, grouped, causal, rotary"),
-        (torch.float64, "norms of all queries, of all keys"),
-        (torch.float32, "pre-norm"),
-        (torch.float64, "scaled residual"),
-    ],
+    others_slow(
+        itertools.product((torch.float64, torch.float32), FREE),
+        [
+            (torch.float64, "causal window, grouped"),
+            (torch.float32, "softcap, grouped, causal, rotary"),
+            (torch.float64, "norms of all queries, of all keys"),
+            (torch.float32, "pre-norm"),
+            (torch.float64, "scaled residual"),
+        ],
+    ),
 )
 def test_each_sequence_gets_the_interval_that_it_gets_alone(name, dtype, monkeypatch) -> None:
     """Of two tokens of dimension 6 the Krylov space ends at step 12 and before; of the longest it goes on."""
