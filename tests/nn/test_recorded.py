@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tests._nn_layers import DIM
-
 import io
 import itertools
 import warnings
@@ -17,7 +15,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 import howsmooth as hs
 from howsmooth.errors import HowsmoothError
-from tests._nn_layers import ATTENTION, LAYERS, LENGTH, inputs, names, tokens_of
+from tests._nn_layers import ATTENTION, DIM, LAYERS, LENGTH, inputs, names, tokens_of
 from tests._selection import others_slow
 
 Recorder = Callable[[nn.Module, Tensor], Callable[[Tensor], Any]]
