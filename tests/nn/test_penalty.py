@@ -7,8 +7,6 @@ import io
 import itertools
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +18,6 @@ from transformers import (
     DistilBertModel,
     T5Config,
     T5EncoderModel,
-    Trainer,
-    TrainingArguments,
 )
 
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
@@ -33,7 +29,6 @@ from howsmooth.nn.penalty import (
 )
 from howsmooth.nn.penalty.jasmin import _jacobian_bound
 from howsmooth.nn.penalty.singular_value import Directions
-from tests._monitored_training import gpt2
 from tests._selection import others_slow
 from tests._tiny_models import tiny, token_ids
 
@@ -896,27 +891,3 @@ def test_frozen_encoder_layers_are_seen_too() -> None:
         model(torch.randn(2, 5, 24, dtype=torch.float64))
         assert len(penalty.measure()) == 2
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-@pytest.mark.parametrize("accepts", others_slow([True, False], [True]))
-def test_the_guides_penalty_in_the_trainer_counts_once(accepts: bool, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "monitor.md").read_text(encoding="utf-8")
-    code = "class Smooth" + page.split("class Smooth")[1].split("\n\n\n")[0]
-    sequences = torch.arange(56).view(8, 7) % 39
-    data = [{"input_ids": ids, "attention_mask": ids > 0, "labels": ids} for ids in sequences]
-    logged = []
-    for weight in (0.0, 100.0):
-        for batches in (1, 4):
-            names: dict[str, Any] = {"Trainer": Trainer, "penalty": lambda mask: weight * mask.any()}  # noqa: B023
-            exec(code if accepts else code.replace(" / batches", ""), names)
-            arguments = TrainingArguments(
-                str(tmp_path), max_steps=1, per_device_train_batch_size=2, learning_rate=0.0, logging_steps=1,
-                gradient_accumulation_steps=batches, report_to=[], use_cpu=True, save_strategy="no",
-                disable_tqdm=True, seed=3,
-            )  # fmt: skip
-            trainer = names["Smooth"](gpt2(dropout=0.0), arguments, train_dataset=data)
-            trainer.model_accepts_loss_kwargs = accepts
-            trainer.train()
-            logged.append(trainer.state.log_history[0]["loss"])
-    assert logged[2] - logged[0] == pytest.approx(1.0, abs=2e-4)
-    assert logged[3] - logged[1] == pytest.approx(1.0, abs=2e-4)
