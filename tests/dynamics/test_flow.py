@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention import L2Attention, SinkhornAttention
-from howsmooth.dynamics import Layers, Sphere, flow
+from howsmooth.dynamics import Layers, Sphere, flow, log_interaction_energy, number_of_clusters
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import D, random_attention, tokens
+from tests._forked import memory_added
 
 FIXED = {"euler": 1, "residual": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4}
 ADAPTIVE = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun")
@@ -303,6 +305,23 @@ def test_the_error_of_a_measure_is_weighted_as_the_measure_is() -> None:
     squares = (got.final.points - exact).square().sum(-1)
     assert got.error == pytest.approx(float((weights @ squares).sqrt()), rel=0.12)
     assert abs(float((squares.mean() / (weights @ squares)).sqrt()) - 1) > 0.18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["unmasked", "causal", "metrics"])
+def test_20000_tokens_need_no_matrix_of_their_size(what: str, tmp_path: Path) -> None:
+    n, f = 20_000, random_attention(0, heads=2, key_dim=2, value_dim=2, d=4, d_out=4, causal=what == "causal")
+
+    def done(x: Tensor) -> None:
+        if what == "metrics":
+            assert 1 < number_of_clusters(x, 0.1) <= len(x)
+            assert number_of_clusters(0 * x, 0.1) == 1
+            assert 0 < log_interaction_energy(x) < 100
+        else:
+            assert flow(f, x, [0.0, 0.1], method="euler", step=0.1).points.shape == (2, *x.shape)
+
+    done(tokens(1, 100, 4))
+    assert memory_added(lambda: done(tokens(1, n, 4)), tmp_path) < n * n * 8 / 10
 
 
 # ---- blow-up, and integrators that give up

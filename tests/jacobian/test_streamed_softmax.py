@@ -130,6 +130,11 @@ def test_strips_form_what_is_seen_and_half_of_the_diagonals_squares(
     assert sum(piece.pairs for piece in pieces) == 16 * 17 // 2 + 8
 
 
+def test_with_many_threads_rows_are_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {piece.block.batches for piece in pieces_of_one_head(16, 8, monkeypatch)} == {1}
+    assert tiling.parts_for_threads(1, torch.device("cpu")) == 1
+
+
 def test_cotangents_of_each_thread_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     # With outputs so wide, a product takes more than linearising.

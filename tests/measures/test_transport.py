@@ -469,7 +469,10 @@ def test_what_is_refused():
         (mu, mu, {"method": "sinkhorn"}, "method"),
         (mu, mu, {"method": "bures"}, "two Gaussians"),
         (mu, mu, {"regularisation": 0.1}, "regularisation"),
-        *((mu, mu, {"method": "entropic", "regularisation": s}, "regularisation") for s in (0.0, math.nan)),
+        *(
+            (mu, mu, {"method": "entropic", "regularisation": s}, "regularisation")
+            for s in (0.0, -1.0, math.nan)
+        ),
         *((mu, mu, {"rtol": rtol}, "rtol") for rtol in (0.0, math.nan)),
         (mu, mu, {"method": "entropic", "max_iterations": 0}, "max_iterations"),
         (weighted, line, {"gradient": True}, "gradient"),

@@ -1112,6 +1112,7 @@ def test_masks_without_a_theorem_are_refused(mask: object, call: dict[str, Any])
         ("sigmoid", {"shift": math.nan}, "shift", "finite"),
         ("query_key_norm", {"eps": 0.0}, "eps", "> 0"),
         ("query_key_norm", {"temperature": -1.0}, "temperature", "> 0"),
+        ("query_key_norm", {"temperature": math.nan}, "temperature", "finite"),
     ],
 )
 def test_refused_when_built(kind: str, settings: dict[str, Any], argument: str, words: str) -> None:

@@ -271,7 +271,10 @@ def test_a_class_that_kept_forward_has_the_rule_of_its_base_and_another_none() -
     assert "Doubled" in str(caught.value)
 
 
-def test_softmax() -> None:
+def test_flatten_and_softmax() -> None:
+    flat = certify(nn.Flatten(), N, 2.0)
+    assert (flat.constant, flat.output_length) == (1.0, 1)
+    assert flat.output_radius == pytest.approx(2.0 * math.sqrt(N))
     softmax = certify(nn.Softmax(dim=-1), 1, 3.0)
     assert softmax.constant == pytest.approx(0.5)
     given = [torch.tensor([[0.0, 0.0]], dtype=torch.float64)]
@@ -406,6 +409,16 @@ def test_subclasses_with_a_constant_of_their_own_are_trusted() -> None:
     assert certify(nn.Sequential(Doubled(D, D)).eval(), N, 1.0).constant >= 2.0
     with pytest.raises(ArgumentError, match="has a forward of its own"):
         hs.nn.deploy(nn.Sequential(Doubled(D, D)))
+
+    class Tenfold(hs.nn.Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return 10 * super().forward(x)
+
+        def lipschitz_bound(self, length: int, radius: float) -> Bound:
+            inner = super().lipschitz_bound(length, radius)
+            return Bound.upper("tenfold", inner.quantity, "by definition", formula=10 * inner.value)
+
+    assert certify(nn.Sequential(Tenfold(nn.Identity())), N, 1.0).constant == pytest.approx(20.0)
 
 
 class _Unknown(nn.Module):
@@ -584,7 +597,16 @@ def test_lengths_and_radii_are_checked(length: int, radius: float, argument: str
     assert caught.value.argument == argument
 
 
-def test_dropout_is_refused_within_a_layer_that_says_nothing_of_it() -> None:
+def test_dropout_is_refused_wherever_it_is() -> None:
+    """Within a layer that says nothing of it, in attention, and where a residual is asked by itself."""
+    dropping = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True).eval()
+    dropping.self_attn.train()
+    with pytest.raises(CertificateError, match=r"model\.eval\(\)"):
+        certify(dropping, N, 1.0)
+    with pytest.raises(CertificateError) as caught:
+        hs.nn.Residual(nn.Dropout(0.1)).lipschitz_bound(N, 1.0)
+    assert caught.value.path == "inner"
+
     class Dropping(_Lower):
         def __init__(self) -> None:
             super().__init__()
