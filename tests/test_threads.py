@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import howsmooth as hs
 from howsmooth import threads
+from howsmooth.cli import main
 from howsmooth.threads import fastest_threads, renew_threads, with_fastest_threads
 
 pytestmark = pytest.mark.usefixtures("four_threads")
@@ -68,6 +70,23 @@ def test_a_choice_is_renewed_and_the_users_number_comes_back(machine: dict[int, 
     assert torch.get_num_threads() == 4
 
 
+@pytest.mark.parametrize("command", ["profile", "measure"])
+def test_a_command_says_the_number_that_is_not_the_users(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("howsmooth.threads.fastest", lambda most: 1)
+    monkeypatch.setattr("howsmooth.threads._SHORT", 0.0)
+    of = {"profile": ["--span", "0:4"], "measure": ["--lengths", "4", "--samples", "1"]}
+    typed = [command, "builtin-encoder", "--layers", "0", *of[command], "--out", str(tmp_path)]
+    assert main(typed) == 0
+    out, err = capsys.readouterr()
+    said = "(computed with 1 of 4 threads, the fastest here)\n"
+    assert err.count(said) == 1
+    assert "threads" not in out
+    assert main([*typed[:-2], "--threads", "4", "--seed", "1", "--out", str(tmp_path / "other")]) == 0
+    assert "computed with" not in capsys.readouterr().err
+
+
 def test_a_given_number_stays_for_calls_inside(machine: dict[int, float]) -> None:
     machine.update({1: 1.0, 2: 9.0, 4: 9.0})
 
@@ -99,6 +118,19 @@ def test_a_call_in_another_thread_leaves_its_number(machine: dict[int, float]) -
         thread.start()
         thread.join()
     assert found == [4]
+
+
+def test_short_calls_and_one_thread_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> float:
+        raise AssertionError("nothing is to be timed")
+
+    monkeypatch.setattr("howsmooth.threads.seconds", refuse)
+    with fastest_threads():
+        renew_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr("howsmooth.threads._SHORT", 0.0)
+    with fastest_threads():
+        renew_threads()
 
 
 def test_a_measurement_chooses_in_its_steps_also_when_it_fails(machine, monkeypatch) -> None:

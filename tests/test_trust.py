@@ -28,7 +28,7 @@ from howsmooth.models import load_model
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.plans import ModelSpec
 from howsmooth.words import file_stem
-from tests._sources import SmallModel
+from tests._sources import SmallModel, plain_table, small_tools
 from tests._study import make_plan, make_tools, run, words
 from tests._tiny_models import tiny
 from tests.paper.test_html_page import PNG
@@ -368,6 +368,25 @@ def test_names_of_models_and_texts_in_studies(root: Path, model: str, text: str)
     nothing_above(root)
 
 
+@names
+def test_names_of_models_and_texts_in_bounds(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, text: str
+) -> None:
+    made, named = small_tools(), make_tools(models={model: SmallModel()}, texts={text: words(100)})[0]
+    monkeypatch.setattr("howsmooth.models.load_model", named.load_model)
+    monkeypatch.setattr("howsmooth.texts.load_text", named.load_text)
+    monkeypatch.setattr("howsmooth.models.capture", made.capture)
+    monkeypatch.setattr("howsmooth.bounds.table", plain_table)
+    monkeypatch.setattr("howsmooth.cli.first_checks.folder_of", lambda name, **_: None)
+    options = ["--text", text, "--layers", "0", "--lengths", "4", "--out", "out", "-q"]
+    # No command line can hold a null byte, and no plan takes one.
+    possible = "\0" not in model + text
+    assert main(["bound", *options, "--", model]) == (0 if possible else 2), capsys.readouterr().err
+    if possible:
+        check_names(root, "out")
+    nothing_above(root)
+
+
 def test_names_that_differ_have_files_that_differ() -> None:
     names = {*HOSTILE.values(), *map(str.swapcase, HOSTILE.values()), "", "-", "aux.txt", "com1", "lpt9.x"}
     stems = [file_stem(name) for name in names]
@@ -416,6 +435,25 @@ def offences(source: str) -> list[str]:
                 found.append(names[0])
         found += [name for name in names if name in FORBIDDEN or name.partition(".")[0] in FORBIDDEN]
     return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "from shutil import unpack_archive",
+        "import torch\ntorch.load('x')",
+        "np.load('x')",
+        "np.load('x', allow_pickle=True)",
+        "archive.extractall()",
+        "f(trust_remote_code=True)",
+        "AutoModel.from_pretrained('x')",
+        "eval('1')",
+    ],
+)
+def test_an_offence_is_seen(source: str) -> None:
+    assert offences(source)
 
 
 def test_no_module_unpickles_unpacks_or_runs_what_it_reads() -> None:

@@ -120,6 +120,14 @@ def test_constructions_of_several_heads(dtype, causal):
     )
 
 
+def test_the_papers_choice_comes_first():
+    built = adversarial.constructions(diagonal(-1.0, 9.0), 5, 1.0)
+    clusters = [c for c in built if c.name == "two_cluster"]
+    assert len(clusters) == 2  # the paper's is that for γ_max: it is not listed twice
+    assert torch.allclose(clusters[0].x[1], clusters[0].x[0] / 2)
+    assert torch.allclose(clusters[1].x[1], -clusters[1].x[0])
+
+
 @pytest.mark.parametrize("n", [3, 4, 9])
 @pytest.mark.parametrize("d", [1, 2])
 def test_balanced_tokens_are_built_where_no_tie_grows(d, n):

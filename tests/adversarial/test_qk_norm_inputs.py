@@ -80,6 +80,14 @@ def test_a_zero_query_has_the_constant_of_the_page() -> None:
     assert dense_norm(f, x) > 0.99 * float(page)
 
 
+def test_an_ascent_starts_from_them() -> None:
+    f = normed(causal=True)
+    found = hs.adversarial.ascend(f, N, RADIUS, steps=2, random_starts=1)
+    assert "zero" in found.start
+    assert found.value == pytest.approx(dense_norm(f, found.x), rel=1e-3)
+    assert zero_query_or_key_inputs(f._rebuilt(query_norm=None, key_norm=None), N, RADIUS) == []
+
+
 @pytest.mark.parametrize("eps", [0.1, 1e-6])
 def test_queries_and_keys_of_one_dimension(eps: float) -> None:
     """They have no second direction, into which a key would be turned."""

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.adversarial import Around, Ball, Ellipsoid
@@ -59,6 +60,11 @@ def test_the_projection_is_the_nearest_in_coordinates(domain):
         assert float(((far - nearest) * (other - nearest)).sum()) <= 1e-9
 
 
+def test_coordinates_and_back(domain):
+    x = domain.random(torch.Generator().manual_seed(10), N, D)
+    assert torch.allclose(domain.tokens(domain.coordinates(x)), x, atol=1e-12)
+
+
 def test_pull_back_is_the_adjoint(domain):
     u = domain.coordinates(domain.random(torch.Generator().manual_seed(11), N, D))
     direction = domain.project_coordinates(0.5 * u) - u  # stays in the plane of mean-zero vectors
@@ -98,6 +104,15 @@ def test_the_image_of_layer_norm_has_mean_zero():
     pulled = ellipsoid.pull_back(tokens(17, N, D))
     assert torch.allclose(pulled.mean(dim=-1), torch.zeros(N, dtype=torch.float64), atol=1e-12)
     assert not ellipsoid.contains(ellipsoid.tokens(torch.full((N, D), 0.1, dtype=torch.float64)))
+
+
+def test_balls_around_tokens():
+    centre = tokens(3, N, D)
+    far: Tensor = centre + tokens(15, N, D)
+    together = Around(centre, 0.3).project(far) - centre
+    assert float(together.norm()) == pytest.approx(0.3)
+    each = Around(centre, 0.3, per_token=True).project(far) - centre
+    assert torch.allclose(each.norm(dim=1), torch.full((N,), 0.3, dtype=torch.float64))
 
 
 def test_refusals():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,11 +18,13 @@ from torch.autograd.function import once_differentiable
 
 import howsmooth as hs
 from howsmooth import batching
-from howsmooth.attention import StagedAttention
+from howsmooth.attention import Residual, StagedAttention
 from howsmooth.attention.custom_code_attention import Core, SoftmaxCore
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.closed_form import has_closed_form
+from howsmooth.jacobian.custom_code_attention import StagedJacobian
+from howsmooth.jacobian.memory_footprint import cached_bytes
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import dense_jacobian, tokens
 from tests._operators import to_dense
@@ -146,6 +150,10 @@ def gated(p: Parameters, x: Tensor, core: Core) -> Tensor:
     return (o * torch.sigmoid(x @ p.draw(5, HEADS * VALUE, D).T) @ p.draw(4, D, HEADS * VALUE).T)[0]
 
 
+def normed_after(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    return rms(joined(core(0, *projections(p, x)))) @ p.draw(4, D, HEADS * VALUE).T
+
+
 def in_place(p: Parameters, x: Tensor, core: Core) -> Tensor:
     o = core(0, *projections(p, x))
     o.mul_(1.5)
@@ -183,6 +191,18 @@ def chained(p: Parameters, x: Tensor, core: Core) -> Tensor:
     return output(p, core(1, *projections(p, x + first)))
 
 
+def latent(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    """Keys and values from a normed latent, one key head, as multi-head latent attention has them."""
+    q, _, _ = projections(p, x)
+    low = rms(x @ p.draw(7, 3, D).T)
+    return output(p, core(0, q, split(low @ p.draw(8, KEY, 3).T, 1), split(low @ p.draw(9, VALUE, 3).T, 1)))
+
+
+def convolved(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    mixed = torch.nn.functional.conv1d(x.T[None], p.draw(10, D, D, 3), padding=1)[0].T
+    return output(p, core(0, *projections(p, mixed)))
+
+
 def _lower(n: int = N) -> Tensor:
     return torch.ones(n, n, dtype=torch.bool).tril()
 
@@ -193,6 +213,7 @@ CASES: dict[str, Callable[[], StagedAttention]] = {
     "norms of queries and keys, causal": lambda: staged(normed, replace(CORE, causal=True)),
     "interleaved rotary, grouped": lambda: staged(interleaved, replace(CORE, causal=True)),
     "gate": lambda: staged(gated, replace(CORE, mask=_lower()[None, None])),
+    "norm after the core": lambda: staged(normed_after, CORE),
     "in place after the core": lambda: staged(in_place, CORE),
     "windows": lambda: staged(windows, CORE),
     "windows with masks and biases": lambda: staged(
@@ -209,6 +230,8 @@ CASES: dict[str, Callable[[], StagedAttention]] = {
     "fewer queries": lambda: staged(fewer_queries, CORE),
     "differential": lambda: staged(differential, replace(CORE, causal=True), replace(CORE, scale=0.9)),
     "chained": lambda: staged(chained, CORE, replace(CORE, scale=-0.4, softcap=1.0)),
+    "latent": lambda: staged(latent, CORE),
+    "convolution": lambda: staged(convolved, CORE),
     "softcap": lambda: staged(plain, SoftmaxCore(0.5, softcap=0.8, score_bias=tokens(3, N, N))),
     "sinks, grouped, bias for each head": lambda: staged(
         interleaved,
@@ -302,6 +325,35 @@ def test_members_of_a_batch_are_measured_by_themselves() -> None:
     torch.testing.assert_close(found.value.flatten(), torch.linalg.matrix_norm(exact, 2), rtol=1e-9, atol=0)
 
 
+def test_one_member_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    at, sizes = StagedJacobian.at, []
+
+    def counted(f: StagedAttention, x: Tensor, dtype: torch.dtype, **keywords: Any) -> StagedJacobian:
+        sizes.append(len(x))
+        return at(f, x, dtype, **keywords)
+
+    monkeypatch.setattr(StagedJacobian, "at", counted)
+    f = hs.Residual(hs.Compose(CASES["gate"](), hs.RMSNorm(torch.ones(D).double())))
+    found = hs.local_lipschitz(f, tokens(125, 3, N, D), rtol=1e-3)
+    assert found.value.shape == (3,)
+    assert sizes == [1, 1, 1]
+
+
+def test_the_layer_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    to, made = Around.to, []
+
+    def counted(layer: Around, *, dtype: torch.dtype, device: object) -> Around:
+        made.append(dtype)
+        return to(layer, dtype=dtype)
+
+    monkeypatch.setattr(Around, "to", counted)
+    placed: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    layer = Around(plain, torch.float32)
+    f = StagedAttention(layer, (CORE,), d=D, d_out=D, heads=HEADS, n=N, causal=False, **placed)
+    hs.local_lipschitz(f, tokens(127, 2, N, D).float(), rtol=1e-2)
+    assert made == [torch.float64]
+
+
 def test_wider_scopes_are_compositions() -> None:
     x, norm = tokens(103, N, D), hs.RMSNorm(tokens(104, D), 1e-6)
     inner = CASES["gate"]()
@@ -339,6 +391,17 @@ def test_single_precision_has_an_interval_that_holds(name, fits, monkeypatch) ->
     torch.testing.assert_close(found.value, exact, rtol=1e-6, atol=0)
 
 
+def test_bytes_are_counted_by_the_softmaxes_as_they_are() -> None:
+    one, graphs = HEADS * N * N, 64 * N * D
+    f = CASES["differential"]()  # two softmaxes, each of all heads
+    assert cached_bytes(f, N, torch.float64) == graphs * 8 + 2 * one * 3 * 8
+    assert cached_bytes(f, N, torch.float32) == graphs * (4 + 8) + 2 * one * (4 + 3 * 8)
+    assert cached_bytes(Residual(f), N, torch.float64) == cached_bytes(f, N, torch.float64)
+    f = CASES["windows"]()  # two windows of half the tokens: half the scores
+    assert cached_bytes(f, N, torch.float64) == graphs * 8 + one // 2 * 3 * 8
+    assert cached_bytes(f.to(dtype=torch.float32), N, torch.float64) == graphs * 8 + one // 2 * 3 * 8
+
+
 @pytest.mark.parametrize("name", ["norms of queries and keys, causal", "gate", "a mask for each head"])
 def test_narrower_scopes_stop_at_the_softmax(name: str) -> None:
     f, x = CASES[name](), tokens(106, N, D)
@@ -360,6 +423,23 @@ def test_narrower_scopes_stop_at_the_softmax(name: str) -> None:
         exact = dense_jacobian(part, x)
         ours = to_dense(closed_form_jacobian(part, x[None]))[0]
         torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-12)
+
+
+def test_what_follows_in_place_does_not_reach_the_heads() -> None:
+    def body(p: Parameters, x: Tensor, core: Core) -> Tensor:
+        q, k, v = (t[:1] for t in projections(p, x))
+        return core(0, q, k, v)[0].mul_(3.0)
+
+    placed: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
+    f = StagedAttention(Around(body), (CORE,), d=D, d_out=VALUE, heads=1, n=N, causal=False, **placed)
+    x = tokens(123, N, D)
+    for scope in (f.without_output(), f.head(0)):
+        torch.testing.assert_close(3 * scope(x), f(x))
+
+
+def test_a_head_of_a_group_reads_its_own_keys() -> None:
+    f, x = CASES["interleaved rotary, grouped"](), tokens(107, N, D)
+    torch.testing.assert_close(f.head(3)(x), f.without_output()(x)[:, 3 * VALUE :], rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize(("name", "words"), [("differential", "2 softmaxes"), ("windows", "2 windows")])
@@ -392,6 +472,30 @@ def test_long_sequences_are_cut_into_blocks(core: SoftmaxCore) -> None:
     q, k = 3 * tokens(113, 2, HEADS, m, KEY), tokens(114, 2, 2, 700, KEY)
     v = tokens(115, 2, 2, 700, VALUE)
     torch.testing.assert_close(core.attend(q, k, v), naive_core(core, q, k, v), rtol=1e-12, atol=1e-13)
+
+
+def test_what_an_operator_keeps_goes_with_it() -> None:
+    f, x = CASES["gate"](), tokens(116, 1, N, D)
+    e = tokens(117, 1, N, D)
+    operator = closed_form_jacobian(f, x)
+    operator.product(e), operator.adjoint_product(e)
+    gc.collect()
+    gc.disable()  # references in a circle would only be found by the collector
+    try:
+        before = _tensors()
+        for _ in range(3):
+            operator.product(e), operator.adjoint_product(e)
+        assert _tensors() == before
+        (member,) = operator.members
+        kept = [weakref.ref(member.kept.y), weakref.ref(member.cores[0].derivative)]
+        del operator, member
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+def _tensors() -> int:
+    return sum(type(thing) is Tensor for thing in gc.get_objects())
 
 
 # ---- refusals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,3 +47,11 @@ def test_blocks_and_ranges_are_those_of_the_whole_matrix(n, causal, window, mask
     cleared = torch.full((2, *expected.shape), torch.inf)
     visibility.clear(cleared, rows, keys)
     assert torch.equal(cleared, torch.where(expected, torch.inf, 0.0).expand_as(cleared))
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_what_is_wholly_seen_makes_no_block(window: int | None) -> None:
+    visibility = Visibility(1 << 40, True, window)
+    rows = slice(1 << 30, (1 << 30) + 16)
+    assert visibility.block(rows, slice(rows.start - 48, rows.start + 1)) is None
+    assert visibility.block(rows, rows) is not None

@@ -98,3 +98,24 @@ def test_memory_of_a_call_does_not_grow_with_the_square_of_n(tmp_path: Path) -> 
         l2(DiscreteMeasure.sequence(x))
 
     assert memory_added(called, tmp_path) < 200e6
+
+
+@pytest.mark.slow
+def test_memory_of_sinkhorn_attention_does_not_grow_with_the_square_of_n(tmp_path: Path) -> None:
+    """One n × n matrix would take 162 MB."""
+    f = hs.SinkhornAttention(tokens(0, 1, 2, 2) / 5, tokens(1, 1, 2, 2), tokens(2, 1, 2, 2))
+    f(tokens(3, 10, 2))
+    assert memory_added(lambda: f(tokens(3, 4500, 2)), tmp_path) < 100e6
+
+
+def test_no_block_is_left_out_at_the_true_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2000 tokens do not fit into one block; some rows by hand."""
+    f = CASES["one head"](1)
+    x = tokens(3, 2000, D)
+    rows = torch.tensor([0, 523, 524, 1048, 1999])
+    q, k, v = f.projections(x)
+    p = torch.softmax(f.scale * q[0, rows] @ k[0].mT, dim=-1)
+    expected = p @ v[0] @ f.output.mT + f.output_bias
+    for y in (x, x.clone().requires_grad_()):
+        torch.testing.assert_close(f(y).detach()[rows], expected, rtol=1e-12, atol=1e-12)
+    assert isinstance(f, hs.SelfAttention)

@@ -105,6 +105,16 @@ def test_bounds_hold_for_the_attention_of_kim_et_al(seed, heads, key_dim, size, 
     assert float(estimate.value.max()) > sharp / 100
 
 
+def test_local_constant_is_that_of_the_dense_jacobian() -> None:
+    f, x = random_l2(4, causal=True), tokens(4, 6, D)
+    estimate = hs.local_lipschitz(f, x)
+    assert float(estimate.value) == pytest.approx(
+        float(torch.linalg.matrix_norm(dense_jacobian(f, x), 2)), rel=1e-6
+    )
+    assert estimate.method == "autodiff"
+    assert estimate.scope == "L2 attention, 3 heads, causal, with output projection"
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_refuses_a_scale_that_is_not_positive(scale: float) -> None:
     one = torch.ones(1, 1, 1)
@@ -153,6 +163,15 @@ def test_rows_and_columns_have_their_sums() -> None:
             assert float((head - 1 / n).abs().max()) > 0.1
 
 
+def test_weights_are_multiplicities() -> None:
+    f, x = random_sinkhorn(2, tolerance=1e-12), tokens(2, 3, D)
+    counts = torch.tensor([2, 1, 3])
+    image = f(DiscreteMeasure(x, counts.double() / 6))
+    torch.testing.assert_close(
+        image.points.repeat_interleave(counts, 0), f(x.repeat_interleave(counts, 0)), rtol=1e-10, atol=1e-10
+    )
+
+
 @pytest.mark.parametrize("exponent", [3.0, 700.0, 2000.0])
 def test_two_atoms_of_very_unequal_weights(exponent: float) -> None:
     """The coupling with given marginals and e^{S11 + S22 − S12 − S21} solves a quadratic equation."""
@@ -193,6 +212,14 @@ def test_derivatives_are_those_of_the_limit() -> None:
         return f(DiscreteMeasure(x, log_weights=torch.log_softmax(logits, dim=0))).points
 
     assert torch.autograd.gradcheck(of_weights, (tokens(5, 4).requires_grad_(),))
+
+
+def test_with_and_without_derivatives_the_values_agree_to_the_tolerance() -> None:
+    f, x = random_sinkhorn(4, temperature=2.0), tokens(6, 5, D)
+    plain, tracked = f(x), f(x.clone().requires_grad_()).detach()
+    assert 0 < float((plain - tracked).abs().max()) < 1e-7
+    tight = random_sinkhorn(4, temperature=2.0, tolerance=1e-13)(x)
+    torch.testing.assert_close(tracked, tight, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("seed", "radius"), [(0, 0.3), (1, 1.0), (2, 2.5)])

@@ -11,12 +11,16 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth import adversarial, bounds
+from howsmooth.attention.atom_weights import Weighting
+from howsmooth.attention.scaled_dot_product import cap_slope
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.pre_norm_bounds import absorb_norm
 from howsmooth.dynamics import Rescaled
 from howsmooth.dynamics.rescaled_tokens import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian
+from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
+from howsmooth.measures import DiscreteMeasure
 from howsmooth.paper.published_code.altered_attention import DropoutAttention, unmasked, wrong_slices
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
 from tests._operators import to_dense
@@ -91,6 +95,49 @@ def test_sinks_are_those_of_gpt_oss() -> None:
     heads, p = oss.eager_attention_forward(module, q, k, v, None, scaling=f.scale)
     assert (p.sum(-1) < 1).all()
     torch.testing.assert_close(f.without_output()(x), heads[0].flatten(1), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("sink", [-30.0, 2.0])
+def test_large_common_parts_of_keys_and_values_spare_digits_with_sinks(sink: float) -> None:
+    """In single precision, as the registry's cases, but with biases far larger than the rest."""
+    f, x = random_attention(9, sinks=torch.full((3,), sink, dtype=torch.float64)), tokens(76, 1, N, D)
+    f = f._rebuilt(value_bias=1e5 * f.value_bias, key_bias=10 * f.key_bias)
+    exact = dense_jacobian(naive(f), x[0])
+    single = closed_form_jacobian(f, x, dtype=torch.float32)
+    error = torch.linalg.matrix_norm(to_dense(single)[0].double() - exact, 2)
+    assert float(error) <= float(single.rounding[0]) * float(torch.linalg.matrix_norm(exact, 2))
+
+
+def test_a_key_bias_counts_under_a_cap_and_with_sinks() -> None:
+    """The softmax forgets a shift of a row of scores, cap and sinks do not."""
+    x = tokens(73, N, D)
+    sinks = torch.zeros(3, dtype=torch.float64)
+    for keywords, same in (({}, True), ({"softcap": 0.9}, False), ({"sinks": sinks}, False)):
+        f = random_attention(4, **keywords)
+        g = f._rebuilt(key_bias=f.key_bias + 3.0)
+        assert torch.allclose(f(x), g(x), rtol=1e-10) is same
+
+
+def test_the_slope_of_a_saturated_cap_keeps_its_digits() -> None:
+    s = torch.tensor([0.0, 0.3, -40.0, 600.0], dtype=torch.float64)
+    expected = torch.cosh(s / 2.0) ** -2
+    torch.testing.assert_close(cap_slope(s[None], 2.0)[0], expected, rtol=1e-13, atol=0)
+    assert 0 < float(cap_slope(s[None], 2.0)[0, -1]) < 1e-250
+
+
+def test_an_atom_that_splits_under_a_cap() -> None:
+    f, x = random_attention(5, heads=4, kv_heads=2, softcap=0.6), tokens(74, N, D)
+    measure = DiscreteMeasure(x, torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25], dtype=torch.float64))
+    found = torch.cat(list(frozen_derivatives(f, x, measure._weighting())))
+
+    def seen_from(y: Tensor, i: int) -> Tensor:
+        # A further atom of no mass at y moves as Γ_μ(y).
+        weights = torch.cat((measure.log_weights, torch.tensor([-1e30], dtype=torch.float64)))
+        return f._forward(torch.cat((x, y[None])), Weighting(weights))[-1]
+
+    for i in range(N):
+        exact = torch.autograd.functional.jacobian(lambda y, i=i: seen_from(y, i), x[i], vectorize=True)
+        torch.testing.assert_close(found[i], exact, rtol=1e-12, atol=1e-13)
 
 
 def test_related_maps_keep_what_is_done_to_scores() -> None:

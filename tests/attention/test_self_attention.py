@@ -38,6 +38,46 @@ def test_equals_torch_multihead_attention(causal: bool) -> None:
     torch.testing.assert_close(ours(x), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_grouped_heads_equal_repeated_heads() -> None:
+    grouped = random_attention(0, heads=6, kv_heads=2)
+
+    def repeated(t: torch.Tensor) -> torch.Tensor:
+        return t.repeat_interleave(3, dim=0)
+
+    full = hs.SelfAttention(
+        grouped.query,
+        repeated(grouped.key),
+        repeated(grouped.value),
+        grouped.output,
+        query_bias=grouped.query_bias,
+        key_bias=repeated(grouped.key_bias),
+        value_bias=repeated(grouped.value_bias),
+        output_bias=grouped.output_bias,
+    )
+    x = tokens(1, 5, D)
+    torch.testing.assert_close(grouped(x), full(x), rtol=1e-13, atol=1e-13)
+
+
+def test_causal_map_is_the_unmasked_map_of_each_prefix() -> None:
+    causal, plain = random_attention(2, causal=True), random_attention(2)
+    x = tokens(2, 6, D)
+    rows = torch.stack([plain(x[: i + 1])[i] for i in range(6)])
+    torch.testing.assert_close(causal(x), rows, rtol=1e-12, atol=1e-12)
+
+
+def test_unmasked_map_is_permutation_equivariant() -> None:
+    f, x = random_attention(3), tokens(3, 6, D)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(f(x[order]), f(x)[order], rtol=1e-12, atol=1e-12)
+
+
+def test_key_bias_has_no_effect_without_rotary() -> None:
+    f = random_attention(4)
+    without = f._rebuilt(key_bias=None)
+    x = tokens(4, 6, D)
+    torch.testing.assert_close(f(x), without(x), rtol=1e-12, atol=1e-12)
+
+
 def test_heads_concatenated_and_single_heads_agree() -> None:
     f, x = random_attention(5, heads=4, kv_heads=2), tokens(5, 3, 6, D)
     single = torch.cat([f.head(h)(x) for h in range(4)], dim=-1)
@@ -154,3 +194,11 @@ def test_compositions_refuse_what_does_not_fit() -> None:
         random_attention(0).head(3)
     with pytest.raises(ArgumentError, match="eps"):
         hs.RMSNorm(torch.ones(D), eps=-1.0)
+
+
+def test_the_matrices_of_one_head_without_an_axis_of_heads_are_refused_with_the_remedy() -> None:
+    w = torch.eye(3)
+    with pytest.raises(ArgumentError, match=r"got shape \(3, 3\)\. For a single head give query\[None\]\."):
+        hs.SelfAttention(w, w, w)
+    one = hs.SelfAttention(w[None], w[None], w[None])
+    assert one.heads == 1

@@ -12,11 +12,13 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth import bounds
 from howsmooth.adversarial.gradient_ascent import _basis, _compressed
+from howsmooth.adversarial.repeated_token_search import can_search_atoms
 from howsmooth.adversarial.search_domains import Ball
 from howsmooth.attention import scaled_dot_product
 from howsmooth.attention.custom_code_attention import SoftmaxCore
-from howsmooth.attention.masks import check_window
+from howsmooth.attention.masks import Visibility, check_window
 from howsmooth.bounds import ball_lower_bounds as lower_bounds
+from howsmooth.bounds import ball_upper_bounds as masked_bounds
 from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.ball_lower_bounds import equal_tokens_lower_bound
 from howsmooth.errors import ArgumentError
@@ -77,6 +79,22 @@ def test_a_window_is_the_mask_that_shows_the_same_keys(variant: str, window: int
     torch.testing.assert_close(estimate.value, true_norm(masked, x), rtol=1e-6, atol=0)
 
 
+def test_every_row_is_a_softmax_over_its_own_keys() -> None:
+    """NumPy, one token at a time."""
+    window = 3
+    f = random_attention(8, heads=2, d_out=None, biases=False, causal=True, window=window)
+    x = tokens(1, N, D)
+    xs, query, key, value = (t.numpy() for t in (x, f.query, f.key, f.value))
+    expected = np.zeros((N, f.d_out))
+    for i in range(N):
+        seen = xs[max(0, i - window + 1) : i + 1]
+        for h in range(2):
+            scores = f.scale * (seen @ key[h].T) @ (query[h] @ xs[i])
+            weights = np.exp(scores - scores.max())
+            expected[i, h * f.value_dim : (h + 1) * f.value_dim] = weights @ seen @ value[h].T / weights.sum()
+    np.testing.assert_allclose(f(x).numpy(), expected, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("entries", [700, 20_000])
 @pytest.mark.parametrize("causal", [True, False])
 def test_blocks_of_rows_take_only_the_keys_in_reach(causal, entries, monkeypatch) -> None:
@@ -99,6 +117,12 @@ def test_blocks_of_rows_take_only_the_keys_in_reach(causal, entries, monkeypatch
     assert 4 * n * window <= sum(formed) <= 4 * n * 3 * window
 
 
+def test_blocks_of_a_long_sequence_are_not_cut_as_if_every_key_were_seen() -> None:
+    n = 1 << 20
+    ((_, rows),) = scaled_dot_product.row_blocks(1, 1, n, n, torch.device("cpu"), 64)
+    assert len(rows) == n // 64
+
+
 def test_a_core_of_a_staged_layer_has_windows_too() -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(4, N, 3, generator=generator, dtype=torch.float64)
@@ -110,6 +134,28 @@ def test_a_core_of_a_staged_layer_has_windows_too() -> None:
         assert windowed.head(1).window == windowed.to(dtype=torch.float32).window == 3
     with pytest.raises(ArgumentError, match="window: expected as many queries as keys"):
         SoftmaxCore(0.7, window=3).attend(q[:, :4], k, v)
+
+
+def test_related_maps_keep_the_window() -> None:
+    f, masked = pair(6, 3, causal=True, heads=4, kv_heads=2)
+    x = tokens(0, N, D)
+    for one, other in (
+        (f.head(3), masked.head(3)),
+        (f.without_output(), masked.without_output()),
+        (f.to(dtype=torch.float64), masked),
+    ):
+        torch.testing.assert_close(one(x), other(x), rtol=1e-13, atol=1e-14)
+
+
+def test_it_is_said_in_words_and_fixes_no_length() -> None:
+    f = random_attention(1, causal=True, window=4)
+    assert "causal, sliding window 4" in f.describe()
+    assert "sliding window 4" in random_attention(1, window=4).describe()
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    words = random_attention(1, causal=True, window=4, mask=mask).describe()
+    assert "causal, sliding window 4, with a further mask" in words
+    for n in (1, 3, 30):
+        assert f(tokens(n, n, D)).shape == (n, D)
 
 
 def test_what_is_no_window_is_refused() -> None:
@@ -156,6 +202,16 @@ def test_bounds_are_those_of_the_mask(heads: int, causal: bool) -> None:
     assert float(bounds.best(f, x).value) >= truth
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_sums_over_a_mask_do_not_depend_on_its_blocks(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, window = 50, 40
+    f, masked = pair(12, window, causal=causal, n=n, heads=1)
+    whole = bounds.masked_ball_upper_bound(masked, n, 1.5).value
+    monkeypatch.setattr(masked_bounds, "_ENTRIES", 3 * n)
+    for one in (f, masked):
+        assert bounds.masked_ball_upper_bound(one, n, 1.5).value == pytest.approx(whole, rel=1e-12)
+
+
 def test_the_first_rows_of_a_wide_causal_window_are_those_of_a_triangle() -> None:
     wide = random_attention(3, heads=1, causal=True, window=2000)
     triangle = random_attention(3, heads=1, causal=True)
@@ -200,6 +256,12 @@ def test_certificates_of_parameters_know_the_window() -> None:
         assert float(found.value) == pytest.approx(float(expected), rel=1e-9)
 
 
+def test_few_atoms_are_no_search_space_of_a_window() -> None:
+    domain = Ball(1.0)
+    assert can_search_atoms(random_attention(1, causal=True), domain)
+    assert not can_search_atoms(random_attention(1, causal=True, window=3), domain)
+
+
 # ---- searches
 
 
@@ -209,3 +271,9 @@ def test_a_search_in_fewer_coordinates_keeps_the_window() -> None:
     assert basis is not None
     x = tokens(5, N, D)
     torch.testing.assert_close(_compressed(f, basis)(x @ basis), f(x), rtol=1e-12, atol=1e-13)
+
+
+def test_masks_are_summed_in_blocks_of_bounded_size() -> None:
+    for seen in (Visibility(1 << 16), Visibility(1 << 16, True, 1 << 14)):
+        (_, block) = next(masked_bounds.mask_blocks(seen))
+        assert block.numel() <= 1 << 24

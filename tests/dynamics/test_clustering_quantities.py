@@ -93,6 +93,13 @@ def test_energy_of_long_tokens_does_not_overflow() -> None:
     assert log_interaction_energy(x) == pytest.approx(1e4 - math.log(2))
 
 
+def test_energy_is_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tokens(2, 9, 3)
+    whole = log_interaction_energy(x)
+    monkeypatch.setattr(clusters_module, "_PAIRS", 20)
+    assert log_interaction_energy(x) == pytest.approx(whole, abs=1e-13)
+
+
 def symmetric_attention(seed: int, sign: float) -> tuple[hs.SelfAttention, Tensor]:
     """One head with V = sign · A and A symmetric, of scale 1."""
     a = tokens(seed, 3, 3)
@@ -171,6 +178,17 @@ def test_the_field_of_rescaled_tokens_gives_the_rescaled_flow(f: hs.SelfAttentio
         torch.testing.assert_close(there.states[1].weights, WEIGHTS)
     assert "rescaled" in there.field
     assert "rescaled" in here.field
+
+
+def test_rescaled_tokens_are_the_exponential_times_the_tokens() -> None:
+    f, x = one_head(False), tokens(8, 3, D)
+    run = flow(f, x, [0.0, 1.0], method="euler", step=0.5, estimate_error=True)
+    assert run.error is not None
+    v = value_matrix(f)
+    torch.testing.assert_close(v, f.output @ f.value[0])
+    moved = rescaled(run, v)
+    torch.testing.assert_close(moved.points[1], run.points[1] @ torch.linalg.matrix_exp(-v).mT)
+    assert moved.error is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.integrate import solve_ivp
+from scipy.linalg import expm
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.dynamics import Layers, Sphere, flow
-from howsmooth.errors import ArgumentError
+from howsmooth.attention import L2Attention, SinkhornAttention
+from howsmooth.dynamics import Layers, Sphere, flow, log_interaction_energy, number_of_clusters
+from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import D, random_attention, tokens
+from tests._forked import memory_added
 
 FIXED = {"euler": 1, "residual": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4}
 ADAPTIVE = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun")
@@ -106,6 +110,15 @@ def test_members_of_a_batch_flow_by_themselves() -> None:
         assert float((fixed.final[b] - alone.final).abs().max()) < 1e-13
 
 
+def test_equal_tokens_follow_the_matrix_exponential() -> None:
+    f = random_attention(3, heads=1, biases=False)
+    v = (f.output @ f.value[0]).numpy()
+    x = tokens(3, 1, D)
+    wanted = expm(1.3 * v) @ x[0].numpy()
+    got = flow(f, x.expand(7, D).contiguous(), [0, 1.3], rtol=1e-6, atol=1e-6).final
+    assert np.abs(got.numpy() - wanted).max() < 1e-4
+
+
 # ---- layers
 
 
@@ -117,6 +130,15 @@ def test_residual_method_is_the_layers_themselves() -> None:
     got = flow(f, x, [1.0, 1.5, 3.0], method="residual", step=h)
     assert torch.equal(got.states, torch.stack([wanted[0], wanted[2], wanted[8]]))
     assert got.evaluations == 9
+
+
+def test_residual_method_on_the_sphere_is_layers_followed_by_the_norm() -> None:
+    f, x, h = random_attention(5), on_sphere(tokens(5, 5, D)), 0.5
+    wanted = x
+    for _ in range(4):
+        wanted = on_sphere(wanted + h * f(wanted))
+    got = flow(Sphere(f), x, [0, 2], method="residual", step=h).final
+    assert float((got - wanted).abs().max()) < 1e-14
 
 
 def test_layers_in_sequence_are_a_residual_network() -> None:
@@ -181,6 +203,19 @@ def test_estimated_error_is_near_the_true_one(method: str) -> None:
     assert flow(f, x, [0, 0.48], method=method, **keywords).error is None
 
 
+def test_an_adaptive_method_holds_its_tolerance_for_each_token_alone() -> None:
+    # One token of a thousand moves: averaged over tokens its error would be √1000 times smaller than it is.
+    def velocity(t: Tensor, x: Tensor) -> Tensor:
+        v = torch.zeros_like(x)
+        v[0, 0], v[0, 1] = -5 * x[0, 1], 5 * x[0, 0]
+        return v
+
+    x = torch.ones(1000, 2, dtype=torch.float64)
+    got = flow(velocity, x, [0, 1], rtol=1e-5, atol=1e-12).final[0]
+    alone = flow(velocity, x[:1], [0, 1], rtol=1e-5, atol=1e-12).final[0]
+    assert torch.equal(got, alone)
+
+
 # ---- resuming, progress, gradients, precision
 
 
@@ -208,6 +243,26 @@ def test_gradients_are_kept_where_the_start_asks_for_them(method: str) -> None:
         float(flow(f, x + s * e, [0, 0.5], **keywords).final.square().sum()) for s in (1e-4, -1e-4)
     )
     assert float((y.grad * e).sum()) == pytest.approx((plus - minus) / 2e-4, rel=1e-5)
+
+
+def test_float32_flows_weights_in_memory() -> None:
+    f, x = random_attention(17), tokens(17, 4, D)
+    wanted = flow(f, x, [0, 1], rtol=1e-5, atol=1e-5).final
+    got = flow(f.to(dtype=torch.float32), x.float(), [0, 1])
+    assert got.states.dtype == torch.float32
+    assert got.rtol == 1e-4
+    assert float((got.final - wanted).abs().max()) < 1e-3
+
+
+def test_weights_are_repeated_tokens() -> None:
+    f, x = random_attention(18), tokens(18, 3, D)
+    repeated = torch.cat([x[:1].expand(3, D), x[1:2], x[2:].expand(2, D)])
+    measure = DiscreteMeasure(x, torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64) / 6)
+    got = flow(f, measure, [0, 0.5, 1], method="rk4", step=0.1)
+    wanted = flow(f, repeated, [0, 0.5, 1], method="rk4", step=0.1).states
+    assert float((got.points - wanted[:, [0, 3, 4]]).abs().max()) < 1e-9
+    assert isinstance(got.final, DiscreteMeasure)
+    assert torch.allclose(got.final.weights, measure.weights, atol=1e-15)
 
 
 # ---- measures
@@ -252,10 +307,29 @@ def test_the_error_of_a_measure_is_weighted_as_the_measure_is() -> None:
     assert abs(float((squares.mean() / (weights @ squares)).sqrt()) - 1) > 0.18
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["unmasked", "causal", "metrics"])
+def test_20000_tokens_need_no_matrix_of_their_size(what: str, tmp_path: Path) -> None:
+    n, f = 20_000, random_attention(0, heads=2, key_dim=2, value_dim=2, d=4, d_out=4, causal=what == "causal")
+
+    def done(x: Tensor) -> None:
+        if what == "metrics":
+            assert 1 < number_of_clusters(x, 0.1) <= len(x)
+            assert number_of_clusters(0 * x, 0.1) == 1
+            assert 0 < log_interaction_energy(x) < 100
+        else:
+            assert flow(f, x, [0.0, 0.1], method="euler", step=0.1).points.shape == (2, *x.shape)
+
+    done(tokens(1, 100, 4))
+    assert memory_added(lambda: done(tokens(1, n, 4)), tmp_path) < n * n * 8 / 10
+
+
 # ---- blow-up, and integrators that give up
 
 
-@pytest.mark.parametrize(("method", "step"), [("dopri8", None), ("rk4", 0.02), ("euler", 0.02)])
+@pytest.mark.parametrize(
+    ("method", "step"), [("dopri5", None), ("dopri8", None), ("rk4", 0.02), ("euler", 0.02)]
+)
 def test_blow_up_is_reported_at_its_time_with_the_states_before_it(method: str, step: float | None) -> None:
     x = torch.tensor([[0.5, 1.0]], dtype=torch.float64)
     keywords = {"step": step} if step else {"rtol": 1e-6, "atol": 1e-6}
@@ -269,6 +343,15 @@ def test_blow_up_is_reported_at_its_time_with_the_states_before_it(method: str, 
     if step is None or method == "rk4":
         assert torch.allclose(got.final, x / (1 - 0.5 * x), rtol=1e-5)
     assert "between t = " in repr(got)
+
+
+def test_states_within_the_interval_of_the_blow_up_are_not_kept() -> None:
+    # Euler's method passes the singularity at t = 1 with finite numbers.
+    x = torch.tensor([[1.0]], dtype=torch.float64)
+    got = flow(lambda t, x: x * x, x, [0.05 * i for i in range(60)], method="euler", step=0.05)
+    lower, upper = got.blow_up
+    assert lower <= 1.0 <= upper
+    assert lower - 0.051 < float(got.times[-1]) < lower
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
@@ -398,3 +481,19 @@ def test_bad_input_is_refused(change: dict[str, object], argument: str, words: s
 def test_bad_fields_are_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         make()
+
+
+def test_a_start_without_finite_numbers_is_an_error_of_its_own() -> None:
+    with pytest.raises(NonFiniteError):
+        flow(_attention(), tokens(0, 3, D) * math.inf, [0, 1])
+
+
+@pytest.mark.parametrize("kind", [L2Attention, SinkhornAttention])
+def test_other_attentions_flow(kind: type[L2Attention | SinkhornAttention]) -> None:
+    draws = [tokens(25 + i, 2, 3, 4) / 2 for i in range(3)]
+    f, x = kind(*draws, tokens(28, 4, 6) / 3), tokens(29, 4, 4)
+    wanted = scipy_flow(lambda y: f(torch.as_tensor(y)).numpy(), x, [0, 0.5])[-1]
+    got = flow(f, x, [0, 0.5], rtol=1e-6, atol=1e-6)
+    assert np.abs(got.final.numpy() - wanted).max() < 1e-5
+    measure = flow(f, DiscreteMeasure(x), [0, 0.5], rtol=1e-6, atol=1e-6)
+    assert np.abs(measure.final.points.numpy() - wanted).max() < 1e-5

@@ -105,12 +105,41 @@ def test_l2_attention_in_one_dimension_follows_its_closed_form() -> None:
         assert invariant(sigma) - invariant(1.5) == pytest.approx(4 * s * v * q * k * t, abs=1e-6)
 
 
+def test_particles_converge_to_the_gaussian_at_the_rate_one_half() -> None:
+    # The same Runge–Kutta steps for both: what is left is the sampling alone.
+    f, start = random_attention(3, heads=1, d=2, d_out=2, temperature=0.5), random_gaussian(4, 2, 0.4)
+    keywords = {"method": "rk4", "step": 0.25}
+    wanted = flow(f, start, [0, 0.5], **keywords).final
+    counts, seeds = [16, 64, 256], 64
+    errors = []
+    for n in counts:
+        x = torch.stack([start.sample(n, 1000 * n + seed).points for seed in range(seeds)])
+        y = flow(f, x, [0, 0.5], **keywords).final
+        mean = y.mean(dim=1)
+        covariance = (y - mean[:, None]).mT @ (y - mean[:, None]) / n
+        errors.append(float((mean - wanted.mean).norm().hypot((covariance - wanted.covariance).norm())))
+    assert np.polyfit(np.log(counts), np.log(errors), 1)[0] == pytest.approx(-0.5, abs=0.08)
+    assert errors[-1] / math.sqrt(seeds) < 0.02
+
+
 def test_residual_layers_move_a_gaussian_as_residual_maps_do() -> None:
     f, start = random_attention(5), random_gaussian(6)
     wanted = hs.Residual(f)(hs.Residual(f)(start))
     got = flow(f, start, [0, 1, 2], method="residual", step=1.0)
     assert torch.allclose(got.final.mean, wanted.mean, rtol=1e-11)
     assert torch.allclose(got.final.covariance, wanted.covariance, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("method", "order"), [("euler", 1), ("midpoint", 2), ("rk4", 4)])
+def test_order_of_convergence_of_the_moments(method: str, order: int) -> None:
+    start = random_gaussian(7, 3)
+    wanted, _ = riccati(start, 0.3, 0.8, 1.0)
+    f = multiples_of_identity(0.3, 0.8, 3)
+    steps = [1 / 10, 1 / 20, 1 / 40]
+    errors = [
+        float((flow(f, start, [0, 1], method=method, step=h).final.mean - wanted).norm()) for h in steps
+    ]
+    assert np.polyfit(np.log(steps), np.log(errors), 1)[0] == pytest.approx(order, abs=0.1)
 
 
 def test_estimated_error_bounds_the_distance_to_the_true_gaussian() -> None:
@@ -122,6 +151,14 @@ def test_estimated_error_bounds_the_distance_to_the_true_gaussian() -> None:
         assert 0 < true < 2 * got.error < 20 * true
 
 
+def test_a_singular_covariance_stays_singular() -> None:
+    f = random_attention(9)
+    axis = tokens(10, D, 1)
+    start = Gaussian(tokens(11, D), axis @ axis.mT)
+    values = torch.linalg.eigvalsh(flow(f, start, [0, 0.5]).final.covariance)
+    assert float(values[-2]) < 1e-12 * float(values[-1])
+
+
 def test_a_dirac_follows_the_matrix_exponential() -> None:
     f = random_attention(12, heads=1, biases=False)
     start = Gaussian(tokens(13, D), torch.zeros(D, D, dtype=torch.float64))
@@ -129,6 +166,15 @@ def test_a_dirac_follows_the_matrix_exponential() -> None:
     wanted = expm((f.output @ f.value[0]).numpy()) @ start.mean.numpy()
     assert np.abs(got.final.mean.numpy() - wanted).max() < 1e-6
     assert float(got.final.covariance.abs().max()) == 0
+
+
+def test_layers_move_a_gaussian_one_after_another() -> None:
+    maps, start = [random_attention(14, temperature=0.5), random_attention(15)], random_gaussian(16)
+    middle = flow(maps[0], start, [0, 0.5]).final
+    wanted = flow(maps[1], middle, [0.5, 1.0]).final
+    got = flow(Layers(maps, total_time=1.0), start, [0, 1.0]).final
+    assert torch.equal(got.mean, wanted.mean)
+    assert torch.equal(got.covariance, wanted.covariance)
 
 
 @pytest.mark.parametrize("keywords", [{"rtol": 1e-4, "atol": 1e-4}, {"method": "rk4", "step": 0.25}])

@@ -24,6 +24,8 @@ from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
 from tests._operators import to_dense
 from tests.jacobian.test_weighted import Unknown
 
+ORDERS = {"euler": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4}
+
 QUICK = {"estimate_error": False, "rtol": 1e-8}
 
 
@@ -209,6 +211,21 @@ def test_a_field_that_depends_on_time_is_differentiated_at_the_time_of_each_stag
     assert float(found.value[1]) == pytest.approx(truth, rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "step"), [("euler", 1 / 16), ("midpoint", 1 / 8), ("rk4", 1 / 4)])
+def test_the_error_of_the_growth_falls_at_the_rate_of_the_method_and_is_estimated(
+    method: str, step: float
+) -> None:
+    f, x = small(7), tokens(10, 2, 3)
+    truth = norm(dense_jacobian(discrete_flow(f, "rk4", 1 / 32, 1.0), x))
+    coarse = growth(f, x, [0.0, 1.0], method=method, step=step, rtol=1e-9)
+    error = abs(float(coarse.value[1]) - truth)
+    assert coarse.discretisation_error is not None
+    assert error == pytest.approx(float(coarse.discretisation_error[1]), rel=0.3)
+    halved = growth(f, x, [0.0, 1.0], method=method, step=step / 2, **QUICK)
+    assert math.log2(error / abs(float(halved.value[1]) - truth)) == pytest.approx(ORDERS[method], abs=0.3)
+
+
 def test_the_growth_is_below_the_product_of_the_steps_constants() -> None:
     f, x = small(8, causal=True), tokens(11, 4, 3)
     found = growth(f, x, [0.0, 0.4, 0.8], step=0.2, rtol=1e-2, estimate_error=False)
@@ -226,6 +243,15 @@ def test_the_growth_is_below_the_product_of_the_steps_constants() -> None:
         y = one(y)
 
 
+def test_a_layer_is_a_residual_step_and_its_rate_the_local_constant() -> None:
+    f, x = random_attention(7), tokens(12, 4, D)
+    found = growth(f, x, [0.0, 0.5], method="residual", step=0.5, **QUICK)
+    dense = dense_jacobian(lambda y: y + 0.5 * f(y), x)
+    assert float(found.value[1]) == pytest.approx(norm(dense), rel=1e-7)
+    local = float(hs.local_lipschitz(f, x).value)
+    assert float(found.step_rate[0]) == pytest.approx(0.5 * local, rel=1e-3)
+
+
 def test_the_constant_of_a_short_layer_is_one_plus_its_logarithmic_norm() -> None:
     f, x, h = small(12), tokens(17, 3, 3), 1e-4
     found = growth(f, x, [0.0, h], method="residual", step=h, rtol=1e-11, estimate_error=False)
@@ -233,6 +259,16 @@ def test_the_constant_of_a_short_layer_is_one_plus_its_logarithmic_norm() -> Non
     logarithmic = float(torch.linalg.eigvalsh((j + j.mT) / 2)[-1])
     assert (float(found.product[1]) - 1) / h == pytest.approx(logarithmic, rel=1e-2)
     assert logarithmic < 0.9 * norm(j)
+
+
+def test_what_is_not_kept_is_made_anew_and_changes_nothing() -> None:
+    f, x = random_attention(8), tokens(13, 4, D)
+    settings = {"method": "euler", "step": 0.25, "estimate_error": False}
+    kept, anew = (growth(f, x, [0.0, 0.5], kept_bytes=b, **settings) for b in (1 << 20, 0))
+    assert torch.equal(kept.value, anew.value)
+    # Two of the four steps fit: four stages, of three heads of 4 × 4 probabilities each.
+    some = linearised(f, x, [0.0, 1.0], "rk4", 0.25, kept=2 * 4 * 3 * 16 * 8)
+    assert [some.stages(i) is some.stages(i) for i in range(4)] == [True, True, False, False]
 
 
 def test_a_run_that_is_cut_short_says_so_and_its_interval_holds() -> None:

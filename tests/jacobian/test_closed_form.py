@@ -31,6 +31,18 @@ def test_closed_form_equals_dense_autodiff(name: str, n: int) -> None:
     assert (ours - dense).abs().max() <= 1e-13 * max(1.0, float(dense.abs().max()))
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("norms of", "a norm of"))])
+def test_adjoint_and_selection_go_through_norms_of_queries_and_keys(name: str) -> None:
+    f, x, u = CASES[name](4), tokens(4, 3, 4, D), tokens(5, 3, 4, D)
+    dense = torch.stack([dense_jacobian(f, member) for member in x])
+    op = closed_form_jacobian(f, x)
+    expected = (dense.mT @ u.flatten(1)[..., None]).view(x.shape)
+    torch.testing.assert_close(op.adjoint_product(u), expected, rtol=1e-11, atol=1e-12)
+    chosen = op.select(torch.tensor([2, 0]))
+    torch.testing.assert_close(to_dense(chosen), dense[[2, 0]], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(chosen.adjoint_product(u[[2, 0]]), expected[[2, 0]], rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("entries", [1, 24, 200])
 @pytest.mark.parametrize(
     "name",

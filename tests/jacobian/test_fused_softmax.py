@@ -12,7 +12,7 @@ from howsmooth.attention.masks import Visibility
 from howsmooth.attention.scaled_dot_product import ScoreFeatures
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.centred_projections import Operands
-from howsmooth.jacobian.fused_softmax import FusedDerivative, within
+from howsmooth.jacobian.fused_softmax import FusedDerivative, fused, within
 from howsmooth.jacobian.memory_footprint import kernel_bytes
 from howsmooth.jacobian.streamed_softmax import StreamedDerivative, streamed_derivative
 from tests._cases import random_attention
@@ -170,3 +170,9 @@ def test_as_few_parts_as_the_allowance_permits(size, allowance, parts) -> None:
         assert found is at
     elif allowance is not None:
         assert found.rounding(1).max() <= allowance
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="what a processor does")
+def test_a_processor_keeps_its_tiles() -> None:
+    single, _ = derivative(12, 20)
+    assert fused(single) is single

@@ -69,6 +69,26 @@ def test_one_seed_gives_every_sequence_its_own_start_and_autodiff_agrees() -> No
     assert "3 of 3 converged" in repr(packed)
 
 
+def test_sequences_in_a_list_that_do_not_fit_in_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from howsmooth import batching
+    from howsmooth.lipschitz import measurement
+
+    f, xs = random_attention(5), unequal(3)
+    whole = hs.local_lipschitz(f, xs, rtol=1e-9)
+    cut: list[list[list[int]]] = []
+
+    def noted(*arguments: object) -> object:
+        cut.extend(batching.batches(*arguments))
+        return iter(cut)
+
+    monkeypatch.setattr(measurement, "batches", noted)
+    monkeypatch.setattr(batching, "_BASIS_BYTES", 9 * 2 * D * 8 * batching._EXPECTED_STEPS)
+    parts = hs.local_lipschitz(f, xs, rtol=1e-9)
+    # From short to long, nine tokens at most, those that fill up the shorter ones among them.
+    assert cut == [[[2, 5, 0]], [[4]], [[1]], [[3]]]
+    torch.testing.assert_close(parts.upper, whole.upper, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(
     ("change", "argument", "words"),
     [
@@ -93,3 +113,22 @@ def test_refusals(change: dict, argument: str, words: str) -> None:
         hs.local_lipschitz(**(defaults | change))
     assert caught.value.argument == argument
     assert words in str(caught.value)
+
+
+def test_the_verdict_takes_no_residual_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a loose tolerance the Ritz residual is large; taken for rounding, it would ask for float64."""
+    from howsmooth.lipschitz import singular_value_solver
+
+    solved: list[torch.dtype] = []
+    solve = singular_value_solver.lanczos_together
+
+    def noted(operators: list, starts: list, **options: object) -> object:
+        solved.append(operators[0].dtype)
+        return solve(operators, starts, **options)
+
+    monkeypatch.setattr(singular_value_solver, "lanczos_together", noted)
+    f = random_attention(6, value_dim=2).to(dtype=torch.float32)
+    x = tokens(6, 50, 2, D, dtype=torch.float32)
+    found = hs.local_lipschitz(f, x, rtol=0.3, confidence=0.5)
+    assert solved == [torch.float32]
+    assert found.converged.all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,8 @@ import howsmooth as hs
 from howsmooth.jacobian.closed_form import closed_form_jacobians
 from howsmooth.jacobian.unequal_lengths import energy_products_together, joined_jacobian
 from howsmooth.spectral import LinearOperator
-from tests._cases import CASES, D, dense_jacobian, tokens
+from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
+from tests._selection import others_slow
 
 # A mask and a bias of the scores fix the length.
 FREE = [name for name in CASES if "masked" not in name and "score bias" not in name]
@@ -76,6 +79,13 @@ def test_products_are_those_of_the_dense_jacobians(name: str, dtype: torch.dtype
     torch.testing.assert_close(some, gram[chosen], rtol=10 * loss, atol=10 * loss)
 
 
+def test_without_a_cap_one_tensor_serves_for_probabilities_and_slope() -> None:
+    """As in the operators that are joined: twice the memory otherwise."""
+    made = operators("multi-head")
+    core = joined_jacobian(made).core
+    assert core.slope is core.p
+
+
 def test_operators_of_unlike_kinds_are_refused() -> None:
     attention, norm = operators("multi-head"), operators("LayerNorm")
     with pytest.raises(TypeError, match=r"no common operator of .'AttentionJacobian', 'NormJacobian'."):
@@ -84,13 +94,28 @@ def test_operators_of_unlike_kinds_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [
-        (torch.float64, "causal window, grouped"),
-        (torch.float32, "softcap, grouped, causal, rotary"),
-        (torch.float64, "norms of all queries, of all keys"),
-        (torch.float32, "pre-norm"),
-        (torch.float64, "scaled residual"),
-    ],
+    others_slow(
+        itertools.product(
+            (torch.float64, torch.float32),
+            (
+                "causal window, grouped",
+                "wide output",
+                "softcap, grouped, causal, rotary",
+                "sinks, grouped, causal",
+                "norms of all queries, of all keys",
+                "LayerNorm",
+                "pre-norm",
+                "scaled residual",
+            ),
+        ),
+        [
+            (torch.float64, "causal window, grouped"),
+            (torch.float32, "softcap, grouped, causal, rotary"),
+            (torch.float64, "norms of all queries, of all keys"),
+            (torch.float32, "pre-norm"),
+            (torch.float64, "scaled residual"),
+        ],
+    ),
 )
 def test_each_sequence_gets_the_interval_that_it_gets_alone(name, dtype, monkeypatch) -> None:
     """Of two tokens of dimension 6 the Krylov space ends at step 12 and before; of the longest it goes on."""
@@ -126,3 +151,13 @@ def test_each_sequence_gets_the_interval_that_it_gets_alone(name, dtype, monkeyp
         assert float(together.input_direction[i].norm()) == pytest.approx(1.0, rel=1e-5)
         assert float(together.lower[i]) <= float(torch.linalg.matrix_norm(dense, 2)) * (1 + 1e-12)
         assert float(torch.linalg.matrix_norm(dense, 2)) <= float(together.upper[i]) * (1 + 1e-12)
+
+
+def test_a_cap_keeps_its_slope_where_it_is_joined() -> None:
+    f = random_attention(3, softcap=0.5, temperature=4.0)
+    core = joined_jacobian(
+        [at[torch.float64] for at in closed_form_jacobians(f, batches(0), (torch.float64,))]
+    ).core
+    assert core.slope is not core.p
+    assert (core.slope <= core.p).all()
+    assert (core.slope < core.p).any()

@@ -10,9 +10,10 @@ import torch
 import howsmooth as hs
 from howsmooth.attention import TokenMap
 from howsmooth.attention.masks import Visibility
-from howsmooth.jacobian import closed_form_jacobian, tiling
+from howsmooth.jacobian import closed_form_jacobian, streamed_softmax, tiling
 from howsmooth.jacobian.centred_projections import Operands
 from howsmooth.jacobian.closed_form import has_closed_form
+from howsmooth.jacobian.memory_footprint import streamed_bytes
 from howsmooth.jacobian.streamed_softmax import streamed_derivative
 from howsmooth.spectral import LinearOperator
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
@@ -129,6 +130,24 @@ def test_strips_form_what_is_seen_and_half_of_the_diagonals_squares(
     assert sum(piece.pairs for piece in pieces) == 16 * 17 // 2 + 8
 
 
+def test_with_many_threads_rows_are_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {piece.block.batches for piece in pieces_of_one_head(16, 8, monkeypatch)} == {1}
+    assert tiling.parts_for_threads(1, torch.device("cpu")) == 1
+
+
+def test_cotangents_of_each_thread_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    # With outputs so wide, a product takes more than linearising.
+    one, two = (random_attention(1, heads=heads, d_out=2_000, causal=True) for heads in (1, 2))
+    found = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append([streamed_bytes(f, 100_000, torch.float32, cpu) for f in (one, two)])
+    added = [b - a for a, b in zip(*found, strict=True)]
+    # Two heads are divided between the threads; one head has cotangents of keys and values in each thread.
+    assert added == [100_000 * (one.key_dim + one.value_dim) * 4, 0]
+
+
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("temperature", [1.0, 40.0], ids=["scores in float32", "scores in float64"])
 @pytest.mark.parametrize("keywords", [{"causal": True}, {"kv_heads": 1, "sinks": torch.ones(3).double()}])
@@ -165,8 +184,47 @@ def test_a_mask_that_differs_between_heads_and_members_hides_tiles() -> None:
     torch.testing.assert_close(found.view(2, 2, n, 4), expected)
 
 
+@pytest.mark.parametrize(
+    ("keywords", "tiles"),
+    [({}, 64), ({"causal": True}, 36), ({"causal": True, "window": 9}, 15), ({"window": 9}, 22)],
+    ids=["all", "causal", "causal window", "window"],
+)
+def test_tiles_that_no_query_sees_are_not_formed(
+    keywords: dict[str, object], tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tiling._COLUMNS, "cpu", 8)
+    monkeypatch.setitem(tiling._TILE, "cpu", 64)
+    monkeypatch.setattr(tiling, "_ROWS", 1)
+    monkeypatch.setattr(tiling, "_FEWEST_ROWS", 1)
+    op = closed_form_jacobian(random_attention(0, heads=1, **keywords), tokens(0, 1, 64, D), streamed=True)
+    formed = 0
+    original = streamed_softmax._Tiles._tile
+
+    def count(self: streamed_softmax._Tiles, *arguments: object) -> object:
+        nonlocal formed
+        formed += 1
+        return original(self, *arguments)
+
+    monkeypatch.setattr(streamed_softmax._Tiles, "_tile", count)
+    op.gram_product(tokens(1, 1, 64, D))
+    assert formed == tiles
+
+
+def test_blocks_of_a_narrow_window_are_as_large_in_a_long_sequence_as_in_a_short_one() -> None:
+    lengths = []
+    for n in (1 << 14, 1 << 20):
+        rows = torch.zeros(1, 1, 1, 1).expand(1, 1, n, 1)
+        at = streamed_softmax.StreamedDerivative(
+            rows, rows[0], rows[0], rows[..., 0].double(), rows, None, None, torch.zeros(1).double(),
+            Visibility(n, True, 64), hs.attention.scaled_dot_product.ScoreFeatures(), 1,
+        )  # fmt: skip
+        first = next(at.tiling.blocks()).rows
+        lengths.append(first.stop - first.start)
+    assert lengths[0] == lengths[1] > tiling._FEWEST_ROWS
+
+
 def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) -> None:
-    n = 8_000
+    n = 10_000
     f = random_attention(3, heads=2, key_dim=8, value_dim=8, d=16, d_out=16, causal=True, dtype=torch.float32)
     x = tokens(3, 1, n, 16, dtype=torch.float32)
 
@@ -176,5 +234,5 @@ def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) ->
 
     # What a process allocates once, whatever the length, is allocated here.
     closed_form_jacobian(f, x[:, :2_000], streamed=True).gram_product(x[:, :2_000])
-    # A sixth of the probabilities in float32 of the two heads.
-    assert memory_added(multiplied, tmp_path) < 2 * n * n * 4 / 6
+    # An eighth of the probabilities in float32 of the two heads; tiles take the same whatever the length.
+    assert memory_added(multiplied, tmp_path) < 2 * n * n * 4 / 8

@@ -196,6 +196,16 @@ def test_frozen_derivatives_by_autodiff() -> None:
         torch.testing.assert_close(ours, torch.cat(list(frozen_derivatives(f, x, weighting))))
 
 
+def test_frozen_derivatives_do_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, x = random_attention(1, causal=True), tokens(12, 5, D)
+    weighting = Weighting(WEIGHTS.log(), POSITIONS)
+    whole = list(frozen_derivatives(f, x, weighting))
+    monkeypatch.setattr("howsmooth.jacobian.fixed_measure_derivative._BLOCK", 400)
+    parts = list(frozen_derivatives(f, x, weighting))
+    assert (len(whole), len(parts)) == (1, 3)
+    torch.testing.assert_close(torch.cat(parts), whole[0])
+
+
 def test_a_scaled_operator_is_the_operator_times_powers_of_two() -> None:
     op = closed_form_jacobian(random_attention(0), tokens(0, 2, 4, D))
     scaled = Scaled(op, PowersOfTwo(np.array([-2, 3]), np.array([-1, 0]), np.array([0, 5])))

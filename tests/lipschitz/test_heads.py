@@ -82,3 +82,11 @@ def test_a_cancelling_head_is_measured_again_in_float64() -> None:
     found = head_lipschitz(f, x)
     assert (found.lower <= truth).all()
     assert (truth <= found.upper).all()
+
+
+def test_seeds_give_each_head_a_start_of_its_own() -> None:
+    f, x = random_attention(3), tokens(0, 4, 6)
+    assert torch.equal(head_lipschitz(f, x, seed=7).value, head_lipschitz(f, x, seed=7).value)
+    same = hs.SelfAttention(*(t[:1].expand(2, -1, -1).clone() for t in (f.query, f.key, f.value)))
+    found = head_lipschitz(same, x, rtol=1e-2)
+    assert not torch.equal(found.input_direction[0], found.input_direction[1])

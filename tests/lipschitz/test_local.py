@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
@@ -110,6 +112,27 @@ def test_autodiff_agrees_with_closed_form(name: str) -> None:
     assert ((single.lower <= exact) & (exact <= single.upper)).all()
 
 
+def test_n_copies_of_one_token_give_the_norm_of_value() -> None:
+    """‖P‖ = 1 and C = 0: the constant is ‖V‖ (theory §6), and almost all singular values repeat."""
+    f = random_attention(0, heads=1, value_dim=D, d_out=None)
+    x = tokens(0, 1, D).expand(9, D)
+    norm = float(torch.linalg.matrix_norm(f.value[0], 2))
+    for dtype in (torch.float32, torch.float64):
+        estimate = hs.local_lipschitz(f.to(dtype=dtype), x.to(dtype))
+        assert float(estimate.value) == pytest.approx(norm, rel=1e-6)
+        assert bool(estimate.converged)
+
+
+def test_scaled_identity_weights_in_memory_converges_through_float64_products() -> None:
+    """Uniform attention on one token is J = V; V = 3 I leaves one Krylov step and nothing to compare."""
+    eye = torch.eye(20)[None]
+    f = hs.SelfAttention(eye, eye, 3.0 * eye)
+    estimate = hs.local_lipschitz(f, tokens(0, 1, 20, dtype=torch.float32))
+    assert bool(estimate.converged)
+    assert float(estimate.lower) <= 3.0 <= float(estimate.upper)
+    assert estimate.input_direction.dtype == torch.float32
+
+
 def test_causal_uniform_attention_is_the_cesaro_mean() -> None:
     """A = 0: f^m is the Cesàro mean, of norm 1.1441 at n = 2 (theory §4)."""
     zero, eye = torch.zeros(1, 1, 1).double(), torch.ones(1, 1, 1).double()
@@ -176,6 +199,15 @@ def test_a_map_that_loses_its_products_is_no_zero(dtype: torch.dtype) -> None:
     assert not one.converged.any()
 
 
+def test_tokens_below_the_smallest_normal_number_are_measured() -> None:
+    """Finite differences once had a step of zero there."""
+    weight = tokens(0, 4, 3)
+    found = hs.local_lipschitz(lambda x: x @ weight, tokens(1, 5, 4) * 1e-318, batch_dims=0)
+    truth = float(torch.linalg.matrix_norm(weight, 2))
+    assert float(found.lower) <= truth <= float(found.upper)
+    assert bool(found.converged)
+
+
 def _root_mean_square(x: Tensor) -> Tensor:
     return x / (x * x).mean(dim=-1, keepdim=True).sqrt()
 
@@ -229,6 +261,55 @@ def test_lost_digits_of_a_saturated_softmax_are_seen_with_the_default_seed() -> 
     x = torch.tensor([[60.0, -61.0, 40.4], [-50.0, -159.0, -27.7]])
     with pytest.raises(DerivativeError, match="saturated softmax"):
         hs.local_lipschitz(lambda t: torch.softmax(t, dim=-1), x, batch_dims=0)
+
+
+def test_a_derivative_that_is_not_transposed_is_refused_with_the_default_seed() -> None:
+    """Then J and what is called Jᵀ agree in ⟨J e, e⟩, whatever e is."""
+    turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
+
+    class Turn(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x @ (torch.eye(2, dtype=torch.float64) + turn)
+
+        @staticmethod
+        def setup_context(ctx: object, inputs: object, output: object) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: object, u: Tensor) -> Tensor:
+            return u @ (torch.eye(2, dtype=torch.float64) + turn)
+
+        @staticmethod
+        def jvp(ctx: object, e: Tensor) -> Tensor:
+            return e @ (torch.eye(2, dtype=torch.float64) + turn)
+
+    with pytest.raises(DerivativeError):
+        hs.local_lipschitz(Turn.apply, tokens(0, 3, 2), batch_dims=0)
+
+
+def test_homogeneous_in_value_and_blind_to_biases_of_key_and_value() -> None:
+    f, x = random_attention(1), tokens(1, 5, D)
+    base = hs.local_lipschitz(f, x, rtol=1e-10).value
+    doubled = hs.local_lipschitz(f._rebuilt(value=2 * f.value), x, rtol=1e-10).value
+    shifted = hs.local_lipschitz(
+        f._rebuilt(key_bias=f.key_bias + 7, value_bias=None, output_bias=None), x, rtol=1e-10
+    ).value
+    torch.testing.assert_close(doubled, 2 * base, rtol=1e-10, atol=0)
+    torch.testing.assert_close(shifted, base, rtol=1e-9, atol=0)
+
+
+def test_batch_axes_and_shapes() -> None:
+    f, x = random_attention(2, d_out=4), tokens(2, 2, 3, 5, D)
+    estimate = hs.local_lipschitz(f, x)
+    assert estimate.value.shape == estimate.converged.shape == estimate.iterations.shape == (2, 3)
+    assert estimate.input_direction.shape == (2, 3, 5, D)
+    assert estimate.output_direction.shape == (2, 3, 5, 4)
+    single = hs.local_lipschitz(f, x[1, 2], seed=0)
+    assert single.value.shape == ()
+    assert float(single.value) == pytest.approx(float(estimate.value[1, 2]), rel=1e-4)
 
 
 def test_a_member_depends_on_its_own_input_and_seed_only() -> None:
@@ -296,6 +377,15 @@ def test_float32_autodiff_allows_for_rounding_that_it_cannot_see() -> None:
     assert ((estimate.lower <= truth * (1 + 1e-13)) & (truth <= estimate.upper)).all()
 
 
+def test_float32_autodiff_is_checked_in_float64_only_if_that_fits() -> None:
+    f, x = random_attention(8).to(dtype=torch.float32), tokens(8, 9, D, dtype=torch.float32)
+    checked, unchecked = (
+        hs.local_lipschitz(f, x, method="autodiff", rtol=1e-2, memory=memory) for memory in (2**30, 1000)
+    )
+    assert "not checked in float64" not in checked.scope
+    assert unchecked.scope == f"{checked.scope}; not checked in float64, for lack of memory"
+
+
 @pytest.mark.parametrize(("float64_bytes", "least"), [(0.0, 1e-4), (2.0**40, 1e-6)], ids=["alone", "judged"])
 def test_rounding_inside_a_map_is_allowed_for_in_all_but_one_of_a_hundred(float64_bytes, least) -> None:
     """Saturated float32 maps, whose every product is off, beside a multiple of what rounding moves."""
@@ -323,6 +413,17 @@ def test_unconverged_members_come_with_a_remedy() -> None:
     enough = hs.local_lipschitz(random_attention(5), tokens(5, 2, 8, D))
     assert enough.remedy == ""
     assert "remedy" not in repr(enough)
+
+
+def test_large_scores_do_not_spoil_float32() -> None:
+    """Scores in the hundreds: a float32 softmax would be off in every digit that matters."""
+    f = random_attention(7, temperature=60.0)
+    single = f.to(dtype=torch.float32)
+    x = tokens(7, 4, 9, D, dtype=torch.float32)
+    truth = true_norm(single, x)
+    estimate = hs.local_lipschitz(single, x)
+    assert ((estimate.value - truth).abs() <= 2e-5 * truth).all()
+    assert ((estimate.lower <= truth * (1 + 1e-13)) & (truth <= estimate.upper)).all()
 
 
 @pytest.mark.parametrize(
@@ -360,12 +461,24 @@ def test_refusals(keywords: dict, argument: str, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_float32_refuses_what_it_cannot_deliver() -> None:
+    f = random_attention(0).to(dtype=torch.float32)
+    with pytest.raises(ArgumentError, match="measure in float64"):
+        hs.local_lipschitz(f, torch.ones(3, D), rtol=1e-7)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_input_that_is_not_finite(bad: float) -> None:
     x = torch.ones(2, 3, D).double()
     x[1, 2, 0] = bad
     with pytest.raises(NonFiniteError, match="x: expected finite"):
         hs.local_lipschitz(random_attention(0), x)
+
+
+def test_overflow_is_an_error_and_not_a_number() -> None:
+    f = random_attention(0).to(dtype=torch.float32)
+    with pytest.raises(NonFiniteError):
+        hs.local_lipschitz(f, 1e30 * tokens(0, 4, D, dtype=torch.float32))
 
 
 def _dense(f: Callable[[torch.Tensor], torch.Tensor], members: torch.Tensor) -> torch.Tensor:
@@ -448,10 +561,17 @@ def test_a_site_in_place_of_its_map() -> None:
 def test_a_head_in_place_of_its_map() -> None:
     A, V, x = tokens(0, D, D), tokens(1, D, D), tokens(2, 4, D)
     with pytest.raises(ArgumentError) as caught:
-        hs.local_lipschitz(hs.bounds.Head(A, V), x)  # type: ignore[arg-type]
+        hs.local_lipschitz(hs.bounds.Head(A, V), x)
     code = str(caught.value).split(" is ")[1].rstrip(".")
     told = eval(code, {"hs": hs, "torch": torch, "A": A, "V": V})
     assert torch.allclose(told(x), torch.softmax(x @ A.T @ x.T, dim=-1) @ x @ V.T)
+
+
+def test_any_torch_module() -> None:
+    layer = nn.Linear(D, 3).double().requires_grad_(False)
+    estimate = hs.local_lipschitz(layer, tokens(0, 4, D), rtol=1e-9, batch_dims=0)
+    assert float(estimate.value) == pytest.approx(float(torch.linalg.matrix_norm(layer.weight, 2)), rel=1e-10)
+    assert (estimate.method, estimate.scope) == ("autodiff", "Linear")
 
 
 @pytest.mark.parametrize("transform", ["grad", "jacrev", "vjp"])
@@ -495,6 +615,30 @@ def test_an_estimate_prints_its_numbers_and_gives_tables() -> None:
         float(found)
     with pytest.raises(IndexError):
         one[0]
+
+
+class Wrapping(torch.Tensor):
+    """A tensor without storage that wraps another, as libraries of quantised weights make them."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapping:
+        found: Wrapping = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        found.inner = inner
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map_only(cls, lambda t: t.inner, args), **(kwargs or {}))
+
+
+def test_weights_may_be_tensors_that_wrap_others() -> None:
+    weight, x = tokens(3, D, D), tokens(4, 3, D)
+    wrapping = Wrapping(weight)
+    found = hs.local_lipschitz(lambda x: x.tanh() @ wrapping, x, batch_dims=0)
+    dense = torch.autograd.functional.jacobian(lambda x: x.tanh() @ weight, x).reshape(x.numel(), -1)
+    assert float(found.lower) <= torch.linalg.matrix_norm(dense, 2) <= float(found.upper)
 
 
 def test_the_tokens_of_an_estimate_are_the_shares_of_its_directions() -> None:

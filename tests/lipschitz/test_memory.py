@@ -12,6 +12,7 @@ import howsmooth as hs
 from howsmooth import batching, memory
 from howsmooth.attention import Compose, Residual, TokenMap
 from howsmooth.errors import ArgumentError
+from howsmooth.jacobian import tiling
 from howsmooth.jacobian.memory_footprint import cached_bytes
 from howsmooth.lipschitz import measurement, singular_value_solver
 from tests._cases import D, random_attention, tokens
@@ -67,6 +68,28 @@ def test_float32_that_lost_its_digits_is_measured_in_float64(no_room: list[str])
     j = torch.func.jacrev(f.to(dtype=torch.float32).to(dtype=torch.float64))(x[0].float().double())
     exact = float(torch.linalg.matrix_norm(j.reshape(6, 6 * D), 2))
     assert float(single.lower) <= exact <= float(single.upper)
+
+
+def test_probabilities_that_fit_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("closed_form_jacobian", "closed_form_jacobians"):  # the latter keep their probabilities
+
+        def noted(
+            *arguments: object, name: str = name, made: object = getattr(measurement, name), **keywords
+        ):
+            asked.append("streamed" if keywords.get("streamed") else name)
+            return made(*arguments, **keywords)
+
+        monkeypatch.setattr(measurement, name, noted)
+    monkeypatch.setitem(tiling._TILE, "cpu", 1000)
+    monkeypatch.setattr(tiling, "_ROWS", 1)
+    f, x = random_attention(0), tokens(0, 3, 200, D)
+    one = cached_bytes(f, 200, torch.float64)
+    hs.local_lipschitz(f, x, memory=one)
+    assert asked == ["closed_form_jacobians"] * 3
+    asked.clear()
+    hs.local_lipschitz(f, x, memory=one - 1)
+    assert asked == ["streamed"] * 3
 
 
 def test_long_sequences_are_streamed_though_they_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:

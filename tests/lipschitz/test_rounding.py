@@ -11,13 +11,16 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention import TokenMap
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.closed_form import _Form, _linearise
+from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
 from howsmooth.jacobian.projections import projections
 from howsmooth.jacobian.rounding_bounds import image_off
 from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator, lanczos
+from howsmooth.spectral.krylov_basis import Basis
 from howsmooth.spectral.operator import ProductError
 from howsmooth.spectral.probabilistic_upper_limits import start_quantile
 from tests._cases import CASES, D, dense_jacobian, tokens
@@ -66,6 +69,16 @@ def test_a_value_bias_costs_no_digits(size: float, memory: int | None) -> None:
     _agrees(f, x, exact_constant(hs.SelfAttention(q, k, size * v), x, 400), memory=memory)
 
 
+def test_a_value_bias_costs_the_frozen_derivative_no_digits() -> None:
+    q, k, v = _matrices()
+    x, weighting = tokens(0, 4, 3), Weighting(torch.full((4,), -math.log(4)).double())
+    plain, biased = (
+        torch.cat(list(frozen_derivatives(hs.SelfAttention(q, k, 1e-14 * v, value_bias=b), x, weighting)))
+        for b in (None, torch.ones(1, 3, dtype=torch.float64))
+    )
+    torch.testing.assert_close(biased, plain, rtol=1e-12, atol=0)
+
+
 def test_a_kink_has_no_constant() -> None:
     clip, directions = hs.nn.ClipTokens(2.0), tokens(4, 5, 6)
     at_the_radius = 2.0 * directions / directions.norm(dim=-1, keepdim=True)
@@ -73,6 +86,14 @@ def test_a_kink_has_no_constant() -> None:
         hs.local_lipschitz(clip, at_the_radius, batch_dims=0)
     found = hs.local_lipschitz(clip, 0.99 * at_the_radius, batch_dims=0)
     assert float(found.value) == pytest.approx(1.0)
+
+
+def test_values_that_are_zero_give_zero() -> None:
+    q, k, v = _matrices()
+    f = hs.SelfAttention(q, k, 0 * v, value_bias=torch.ones(1, 3, dtype=torch.float64))
+    found = hs.local_lipschitz(f, tokens(0, 4, 3))
+    assert bool(found.converged)
+    assert float(found.lower) == float(found.value) == float(found.upper) == 0.0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -166,3 +187,18 @@ def test_float32_has_a_proved_lower_limit() -> None:
         truth = exact_constant(f, x)
         assert float(found.lower) <= truth <= float(found.upper)
         assert abs(float(found.value) - float(found.lower)) <= 1e-9 * float(truth)
+
+
+def test_what_reorthogonalisation_takes_is_measured() -> None:
+    size = 40
+    basis = Basis(size, torch.float64, torch.float64)
+    basis.taken = torch.zeros(2, dtype=torch.float64)
+    rows = torch.linalg.qr(tokens(0, 2, size, 3))[0].mT
+    for row in rows.unbind(1):
+        basis.append(row)
+    z = tokens(1, 2, size)
+    before = z.clone()
+    basis.orthogonalise_(z, [])
+    moved = (before - z).square().sum(dim=1)
+    assert bool((basis.taken >= moved).all())
+    assert bool((basis.taken <= 6 * moved).all())

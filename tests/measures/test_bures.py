@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import mpmath
 import ot
 import pytest
@@ -86,12 +88,48 @@ def test_close_gaussians_lose_no_digits(size):
     assert abs(float(found.value) - truth) <= abs(float(plain) - truth)
 
 
+def test_commuting_covariances_are_apart_by_their_roots():
+    one, other = torch.tensor([4.0, 1.0, 0.0]).double(), torch.tensor([1.0, 0.0, 9.0]).double()
+    turn = torch.linalg.qr(draw(7, 3, 3))[0]
+    mean = torch.zeros(3, dtype=torch.float64)
+    mu, nu = (Gaussian(mean, turn @ (values.diag() @ turn.T)) for values in (one, other))
+    found = wasserstein(mu, nu)
+    assert float(found.value) == pytest.approx(math.sqrt(1 + 1 + 9), rel=1e-7)
+    assert holds(found, math.sqrt(11), 1e-14)
+
+
+def test_dirac_masses_translation_and_symmetry():
+    mu = gaussian(8, 3)
+    zero = torch.zeros(3, 3, dtype=torch.float64)
+    assert float(wasserstein(Gaussian(mu.mean, zero), Gaussian(mu.mean + 1, zero)).value) == pytest.approx(
+        3**0.5
+    )
+    found = wasserstein(mu, mu)
+    assert found.lower == 0
+    assert found.upper < 1e-10
+    assert found.converged
+    shift = draw(9, 3)
+    moved = Gaussian(mu.mean + shift, mu.covariance)
+    assert float(wasserstein(mu, moved).value) == pytest.approx(float(shift.norm()), rel=1e-13)
+    nu = gaussian(10, 3)
+    assert float(wasserstein(mu, nu).value) == pytest.approx(float(wasserstein(nu, mu).value), rel=1e-13)
+
+
 @pytest.mark.parametrize("scale", [1e-140, 1e-20, 1e150])
 def test_scale(scale):
     mu, nu = gaussian(11, 3), gaussian(12, 3)
     truth = float(wasserstein(mu, nu).value)
     scaled = (Gaussian(g.mean * scale, g.covariance * scale**2) for g in (mu, nu))
     assert float(wasserstein(*scaled).value) == pytest.approx(truth * scale, rel=1e-12)
+
+
+def test_samples_come_close():
+    mu, nu = gaussian(13, 1), gaussian(14, 1)
+    truth = wasserstein(mu, nu)
+    found = wasserstein(mu.sample(20_000, 0), nu.sample(20_000, 1))
+    # W_2 of a sample of a normal law in one dimension: about √(log log n / n) standard deviations.
+    spread = float(mu.covariance.sqrt() + nu.covariance.sqrt())
+    assert abs(float(found.value) - float(truth.value)) < 5 * spread / math.sqrt(20_000)
 
 
 def test_derivative_is_that_of_pot():

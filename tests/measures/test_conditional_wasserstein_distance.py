@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import linprog
+from torch import Tensor
 
+import howsmooth as hs
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, conditional_wasserstein, wasserstein
+from tests._cases import random_attention
 from tests.measures.test_transport import points
 
 
@@ -87,6 +90,15 @@ def test_distinct_positions_give_the_frobenius_distance(size):
     assert wasserstein(DiscreteMeasure(x), DiscreteMeasure(y)).lower <= truth
 
 
+def test_causal_attention_stays_at_finite_distance():
+    f = random_attention(7, heads=2, causal=True)
+    x = points(8, 12, f.d)
+    y = x + 1e-3 * points(9, 12, f.d)
+    found = conditional_wasserstein(*(f(DiscreteMeasure.sequence(z)) for z in (x, y)))
+    assert float(found.value) == pytest.approx(float((f(x) - f(y)).norm()) / math.sqrt(12), rel=1e-12)
+    assert isinstance(f, hs.SelfAttention)
+
+
 def test_marginals_that_differ_are_at_infinity():
     one = with_positions(10, [2, 2, 2], THETA)
     for theta, counts in (([0.2, 0.4, 0.4], [2, 2, 2]), ([0.5, 0.5], [3, 3])):
@@ -134,6 +146,31 @@ def test_positions_of_tiny_mass_count():
     found = conditional_wasserstein(mu, nu)
     assert float(found.value.log()) == pytest.approx((-1400 + math.log(2)) / 2, rel=1e-13)
     assert found.converged
+
+
+def test_derivative_is_that_of_finite_differences():
+    mu, nu = with_positions(14, [3, 4, 1], THETA), with_positions(15, [2, 5, 3], THETA)
+
+    def distance(x: Tensor) -> Tensor:
+        one = DiscreteMeasure(x, log_weights=mu.log_weights, positions=mu.positions)
+        return conditional_wasserstein(one, nu, gradient=True).value
+
+    x = mu.points.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(distance(x), x)
+    for i in range(mu.n):
+        step = torch.zeros_like(x)
+        step[i, 1] = 1e-6
+        numeric = float((distance(x + step) - distance(x - step)).detach()) / 2e-6
+        assert float(slope[i, 1]) == pytest.approx(numeric, rel=1e-6, abs=1e-9)
+
+
+def test_entropic_for_each_position():
+    mu, nu = with_positions(16, [5, 4, 6], THETA), with_positions(17, [4, 5, 6], THETA)
+    truth = float(conditional_wasserstein(mu, nu).value)
+    found = conditional_wasserstein(mu, nu, method="entropic")
+    assert found.converged
+    assert found.lower <= truth <= found.upper
+    assert 1e-6 < found.upper / found.lower - 1 < 1.1e-2
 
 
 def test_what_is_refused():

@@ -97,6 +97,23 @@ def test_a_sequence_moves_as_its_tokens(name: str) -> None:
     assert torch.equal(image.log_weights, measure.log_weights)
 
 
+def test_unmasked_maps_do_not_look_at_positions_and_keep_them() -> None:
+    f, x = random_attention(3), tokens(3, 4, D)
+    positions = torch.tensor([0.9, 0.1, 0.1, 0.3])
+    image = f(DiscreteMeasure(x, positions=positions))
+    torch.testing.assert_close(image.points, f(x), rtol=1e-13, atol=1e-13)
+    assert torch.equal(image.positions, positions.double())
+
+
+def test_order_of_atoms_does_not_matter() -> None:
+    f, x = random_attention(4, causal=True), tokens(4, 4, D)
+    order = torch.tensor([2, 0, 3, 1])
+    positions = torch.tensor([0.2, 0.2, 0.9, 0.4])
+    image = f(DiscreteMeasure(x, SHARES, positions=positions))
+    other = f(DiscreteMeasure(x[order], SHARES[order], positions=positions[order]))
+    torch.testing.assert_close(image.points[order], other.points, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("exponent", [700.0, 2000.0, 1e5])
 def test_weights_far_below_the_smallest_float(exponent: float) -> None:
     """Two atoms whose scores make up for the weight e^-exponent of one: mpmath has the digits."""
@@ -167,6 +184,13 @@ def test_merged_puts_coinciding_atoms_together() -> None:
     assert DiscreteMeasure(torch.tensor([[0.0], [-0.0]])).merged().n == 1
 
 
+def test_merged_adds_weights_that_are_no_floats() -> None:
+    logs = torch.tensor([-2000.0, 0.0, -2000.0], dtype=torch.float64)
+    merged = DiscreteMeasure(torch.tensor([[1.0], [2.0], [1.0]]), log_weights=logs).merged()
+    assert merged.points.flatten().tolist() == [1.0, 2.0]
+    assert merged.log_weights.tolist() == pytest.approx([-2000.0 + np.log(2), 0.0], abs=1e-12)
+
+
 def test_merged_with_a_tolerance_joins_chains_at_their_mean() -> None:
     points = torch.tensor([[0.0], [5.0], [0.2], [0.4], [5.1]], dtype=torch.float64)
     weights = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.3], dtype=torch.float64)
@@ -176,6 +200,14 @@ def test_merged_with_a_tolerance_joins_chains_at_their_mean() -> None:
     for tolerance in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ArgumentError, match="tolerance"):
             merged.merged(tolerance)
+
+
+def test_merging_commutes_with_the_map() -> None:
+    f = random_attention(11)
+    x = tokens(11, N, D).repeat_interleave(MULTIPLICITIES, 0)
+    one, two = f(DiscreteMeasure(x).merged()), f(DiscreteMeasure(x)).merged(1e-12)
+    torch.testing.assert_close(one.points, two.points)
+    torch.testing.assert_close(one.log_weights, two.log_weights)
 
 
 def test_repr_says_what_it_is() -> None:

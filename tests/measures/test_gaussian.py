@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.attention import TokenMap
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.measures import Gaussian, affine_action
+from howsmooth.measures import DiscreteMeasure, Gaussian, affine_action
 from tests._cases import CASES, D, parameters, random_attention, tokens
 
 
@@ -76,6 +77,34 @@ def test_action_is_the_integral_of_the_definition(kind: str, d: int, keywords: d
     for x in tokens(2, 4, d).numpy():
         expected = _mean_field(f, x, y, weights)
         np.testing.assert_allclose(matrix.numpy() @ x + shift.numpy(), expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "l2"])
+def test_image_is_that_of_large_samples(kind: str) -> None:
+    """Mean and covariance over 30 samples of 1000 atoms, within five standard errors of their average."""
+    f = hs.Residual(_attention(kind, 3, temperature=0.3))
+    gaussian = _gaussian(3, D)
+    image = f(gaussian)
+    moved = [f(gaussian.sample(1000, seed=seed)) for seed in range(30)]
+    for exact, found in (
+        (image.mean, torch.stack([m.mean for m in moved])),
+        (image.covariance, torch.stack([m.covariance for m in moved])),
+    ):
+        error = found.std(dim=0) / math.sqrt(len(moved))
+        assert bool(((found.mean(dim=0) - exact).abs() < 5 * error).all())
+        # The error bars say something: they are small next to what is measured.
+        assert float(error.max()) < 0.05 * float(exact.abs().max())
+    assert isinstance(image, Gaussian)
+
+
+def test_image_of_one_head_is_the_formula_of_the_paper() -> None:
+    f = random_attention(4, heads=1, biases=False)
+    gaussian = _gaussian(4, D)
+    a = f.scale * f.key[0].mT @ f.query[0]
+    v, sigma = f.output @ f.value[0], gaussian.covariance
+    image = f(gaussian)
+    torch.testing.assert_close(image.mean, v @ (gaussian.mean + sigma @ a @ gaussian.mean))
+    torch.testing.assert_close(image.covariance, v @ sigma @ a @ sigma @ a.mT @ sigma @ v.mT)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "l2"])
@@ -194,6 +223,18 @@ def test_rounding_of_a_product_is_no_negative_eigenvalue() -> None:
         assert Gaussian(torch.zeros(40), single @ single.mT).d == 40
 
 
+def test_a_layer_scale_multiplies_each_channel_of_the_gaussian() -> None:
+    f, factor = (
+        _attention("softmax", 3, d=2, d_out=2, heads=1),
+        torch.tensor([0.5, -2.0], dtype=torch.float64),
+    )
+    gaussian = _gaussian(4, 2)
+    inner, inner_shift = affine_action(f, gaussian)
+    matrix, shift = affine_action(hs.Residual(hs.Compose(hs.LayerScale(factor), f)), gaussian)
+    for x in tokens(5, 3, 2):
+        torch.testing.assert_close(matrix @ x + shift, x + factor * (inner @ x + inner_shift))
+
+
 GAUSSIAN_CASES = {
     "one head", "multi-head", "no biases", "grouped heads", "multi-query", "heads concatenated",
     "wide output", "rank one", "own scale", "negative scale", "residual",
@@ -213,3 +254,12 @@ def test_maps_that_do_not_keep_measures_gaussian_are_refused_by_name(name: str) 
         word in caught.value.got
         for word in ("causal", "masked", "rotary", "Norm", "soft-capped", "bias", "sinks")
     )
+
+
+def test_measures_of_another_dimension_or_dtype_are_refused() -> None:
+    f: TokenMap = random_attention(0)
+    with pytest.raises(ArgumentError, match="dimension 6"):
+        f(_gaussian(0, D - 1))
+    with pytest.raises(ArgumentError, match="float64"):
+        f(_gaussian(0, D).to(dtype=torch.float32))
+    assert isinstance(f(_gaussian(0, D).sample(3, seed=0)), DiscreteMeasure)

@@ -12,6 +12,8 @@ import numpy as np
 import ot
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 from torch import Tensor
@@ -113,6 +115,18 @@ def test_coinciding_atoms_may_be_given_apart_or_together(name: str) -> None:
     assert values[0] == pytest.approx(values[1], rel=1e-9)
 
 
+def test_one_atom_is_moved_by_the_values_alone() -> None:
+    f = random_attention(16)
+    mu = DiscreteMeasure(tokens(33, 1, D))
+    values = sum(f.output[:, h * f.value_dim : (h + 1) * f.value_dim] @ f.value[h] for h in range(f.heads))
+    found = wasserstein_lipschitz(f, mu, rtol=1e-9)
+    assert found.value == pytest.approx(float(torch.linalg.matrix_norm(values, 2)), rel=1e-9)
+    assert found.splitting == pytest.approx(0.0, abs=1e-12)
+    autodiff = hs.local_lipschitz(f, mu, rtol=1e-9, method="autodiff")
+    assert autodiff.method == "autodiff"
+    assert float(autodiff.value) == pytest.approx(found.value, rel=1e-9)
+
+
 def test_repeated_tokens_and_weights_agree() -> None:
     """‖D_X f‖ at tokens repeated 1, 3 and 2 times is the constant in W₂ where each of these may split."""
     f, x, counts = random_attention(7, temperature=3.0), tokens(23, 3, D), torch.tensor([2, 3, 4])
@@ -165,6 +179,15 @@ def test_other_attentions_at_measures(kind: str) -> None:
     assert found.atom == int(torch.stack(apart).argmax())
 
 
+def test_float32_measures_are_measured_in_float64() -> None:
+    f, x = random_attention(10, dtype=torch.float32), tokens(25, 5, D, dtype=torch.float32)
+    mu = DiscreteMeasure(x, WEIGHTS)
+    estimate = hs.local_lipschitz(f, mu, rtol=1e-10)
+    exact = weighted_dense(f.to(dtype=torch.float64), x.double(), WEIGHTS)
+    assert estimate.value.dtype == torch.float64
+    assert float(estimate.value) == pytest.approx(float(torch.linalg.matrix_norm(exact, 2)), rel=1e-10)
+
+
 def test_what_cannot_be_measured_is_refused() -> None:
     mu = DiscreteMeasure(tokens(26, 5, D), WEIGHTS)
     with pytest.raises(ArgumentError, match="a map of howsmooth"):
@@ -201,6 +224,76 @@ def test_a_constant_beyond_the_range_of_float64_is_refused() -> None:
     found = hs.local_lipschitz(small, DiscreteMeasure(x / 26, WEIGHTS[:2] / WEIGHTS[:2].sum()))
     big = hs.local_lipschitz(line(-1.0), DiscreteMeasure(x / 26, WEIGHTS[:2] / WEIGHTS[:2].sum()))
     assert float(found.value) == pytest.approx(1e-200 * float(big.value), rel=1e-9)
+
+
+@given(n=st.integers(1, 7), seed=st.integers(0, 99), far=st.floats(0.01, 3.0))
+def test_w2_of_empirical_measures_is_at_most_the_distance_of_tokens(n: int, seed: int, far: float) -> None:
+    x = tokens(seed, n, 3)
+    y = x + far * tokens(seed + 1, n, 3)
+    assert w2(DiscreteMeasure(x), DiscreteMeasure(y)) <= float((x - y).norm()) / math.sqrt(n) * (1 + 1e-9)
+
+
+@given(n=st.integers(2, 7), seed=st.integers(0, 99), share=st.floats(0.05, 0.95))
+def test_small_perturbations_of_distinct_tokens_are_matched_by_the_identity(
+    n: int, seed: int, share: float
+) -> None:
+    """Lemma B.3: with all displacements below half of the least distance, W₂ is |X − Y| / √n."""
+    x = tokens(seed, n, 3)
+    gap = float((torch.cdist(x, x) + torch.diag(torch.full((n,), math.inf).double())).min())
+    e = tokens(seed + 1, n, 3)
+    y = x + share * gap / 4 * e / e.norm(dim=1, keepdim=True)
+    _, columns = linear_sum_assignment(cdist(x.numpy(), y.numpy(), "sqeuclidean"))
+    assert columns.tolist() == list(range(n))
+    distance = float((x - y).norm()) / math.sqrt(n)
+    assert w2(DiscreteMeasure(x), DiscreteMeasure(y)) == pytest.approx(distance, rel=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_image_of_an_empirical_measure_is_that_of_the_tokens(causal: bool) -> None:
+    """Lemma B.3: F(m(X)) = m(f(X)), here for tokens in any order where there is no mask."""
+    f, x = random_attention(11, causal=causal), tokens(27, 6, D)
+    image = f(DiscreteMeasure.sequence(x))
+    torch.testing.assert_close(image.points, f(x), rtol=1e-12, atol=1e-13)
+    assert w2(image, DiscreteMeasure.sequence(f(x))) < 1e-12
+    if not causal:
+        shuffled = f(DiscreteMeasure(x[torch.randperm(6)]))
+        assert w2(shuffled, DiscreteMeasure(f(x))) < 1e-7
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_constant_of_tokens_is_reached_in_the_distance_of_measures(causal: bool) -> None:
+    """Lemmas 3.2 and 4.2: W₂ (d₂ where masked) of F moves along the leading direction as f does.
+
+    So Lip(f on B_R^n) <= Lip(F), locally: the quotient tends to ‖D_X f‖.
+    """
+    f, x, t = random_attention(12, causal=causal, temperature=3.0), tokens(28, 6, D), 1e-5
+    found = hs.local_lipschitz(f, x, rtol=1e-9)
+    mu, nu = (DiscreteMeasure.sequence(y) for y in (x, x + t * found.input_direction))
+    if not causal:
+        mu, nu = DiscreteMeasure(mu.points), DiscreteMeasure(nu.points)
+    assert w2(mu, nu) == pytest.approx(t / math.sqrt(6), rel=1e-6)
+    assert w2(f(mu), f(nu)) / w2(mu, nu) == pytest.approx(float(found.value), rel=1e-3)
+
+
+@given(seed=st.integers(0, 99), far=st.floats(0.01, 2.0))
+def test_masked_distance_of_sequences_is_that_of_tokens(seed: int, far: float) -> None:
+    """Lemma 4.2: at distinct positions d₂(m(X), m(Y)) = |X − Y| / √n, near or far."""
+    x = tokens(seed, 5, 3)
+    y = x + far * tokens(seed + 1, 5, 3)
+    distance = w2(DiscreteMeasure.sequence(x), DiscreteMeasure.sequence(y))
+    assert distance == pytest.approx(float((x - y).norm()) / math.sqrt(5), rel=1e-9)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_weighted_norm_is_reached_by_moving_the_atoms(causal: bool) -> None:
+    f, x, t = random_attention(13, temperature=4.0, causal=causal), 1.5 * tokens(29, 5, D), 1e-5
+    positions = POSITIONS if causal else None
+    mu = DiscreteMeasure(x, WEIGHTS, positions=positions)
+    found = hs.local_lipschitz(f, mu, rtol=1e-9)
+    e = found.input_direction / WEIGHTS.sqrt()[:, None]
+    nu = DiscreteMeasure(x + t * e, WEIGHTS, positions=positions)
+    assert w2(mu, nu) == pytest.approx(t, rel=1e-6)
+    assert w2(f(mu), f(nu)) / w2(mu, nu) == pytest.approx(float(found.value), rel=1e-3)
 
 
 # ---- Lemma C.5, and what it lacks: atoms that split
@@ -242,6 +335,21 @@ def test_no_small_displacement_of_split_atoms_does_more(causal: bool) -> None:
         nu, other = halved(mu, first), halved(mu, second)
         largest = max(largest, w2(f(nu), f(other)) / w2(nu, other))
     assert 0.9 * found.value < largest <= found.value * (1 + 2e-3)
+
+
+def test_a_little_mass_moved_far_is_another_matter() -> None:
+    """A = 10, half a mass at −1 and at 1: the constant is 1, and yet W₂-small changes of μ do 1.6 times more.
+
+    The mass 1e-8 moved from −1 to 0.2 has W₂ = 1.2e-4 and W_∞ = 1.2; its image goes from −1 to tanh 2.
+    """
+    f, mu = line(10.0), on_the_line([-1.0, 1.0], [0.5, 0.5])
+    local = wasserstein_lipschitz(f, mu).value
+    assert local == pytest.approx(1.0, abs=1e-6)
+    little = 1e-8
+    nu = on_the_line([-1.0, 0.2, 1.0], [0.5 - little, little, 0.5])
+    quotient = w2(f(mu), f(nu)) / w2(mu, nu)
+    assert quotient == pytest.approx((1 + math.tanh(2.0)) / 1.2, rel=1e-3)
+    assert quotient > 1.6 * local
 
 
 # ---- globally: the supremum of the local constants

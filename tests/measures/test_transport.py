@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 
 import numpy as np
 import ot
@@ -11,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
+from scipy.optimize import linear_sum_assignment, linprog
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Transport, wasserstein
+from howsmooth.measures.presolve import Pair
 from howsmooth.measures.transport_problem import TransportPlan, TransportProblem
 
 
@@ -65,6 +67,25 @@ def test_exact_agrees_with_a_linear_program(p, n, m, d):
         assert float(found.value) == pytest.approx(truth, rel=1e-9)
         assert found.lower <= float(found.value) <= found.upper
         assert found.upper - found.lower <= 1e-9 * truth
+
+
+def test_equal_weights_are_an_assignment():
+    mu, nu = DiscreteMeasure(points(3, 60, 4)), DiscreteMeasure(points(4, 60, 4, 0.5))
+    C = costs(mu, nu, 2)
+    rows, columns = linear_sum_assignment(C)
+    truth = math.sqrt(C[rows, columns].mean())
+    found = wasserstein(mu, nu)
+    assert holds(found, truth, 1e-13)
+    assert found.plan is not None
+    plan = found.plan.to_dense().numpy()
+    assert np.array_equal(plan.argmax(1), columns)
+
+
+def test_every_permutation_of_few_atoms():
+    mu, nu = DiscreteMeasure(points(5, 5, 2)), DiscreteMeasure(points(6, 5, 2))
+    C = costs(mu, nu, 3)
+    truth = min(sum(C[i, s[i]] for i in range(5)) / 5 for s in itertools.permutations(range(5))) ** (1 / 3)
+    assert holds(wasserstein(mu, nu, 3), truth, 1e-13)
 
 
 @pytest.mark.parametrize("p", [1, 2, 2.5])
@@ -195,6 +216,16 @@ def test_small_perturbations_in_another_order(d):
     assert found.upper - found.lower < 1e-6 * truth
 
 
+def test_matched_is_not_taken_where_another_image_is_nearer():
+    x = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    found = wasserstein(DiscreteMeasure(x), DiscreteMeasure(x.flip(0)), method="exact")
+    assert found.method == "exact"
+    assert float(found.value) == 0
+    weights = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    found = wasserstein(DiscreteMeasure(x, weights), DiscreteMeasure(x.flip(0), weights))
+    assert float(found.value) == pytest.approx(math.sqrt(0.5), rel=1e-12)
+
+
 @pytest.mark.parametrize("d", [1, 2])
 def test_weights_that_float64_cannot_hold(d):
     logs = torch.tensor([0.0, -1400.0], dtype=torch.float64)
@@ -257,6 +288,16 @@ def test_far_from_the_origin_no_digits_are_lost():
     assert holds(wasserstein(mu, nu), truth, 1e-9)
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
+def test_scaled_points_are_as_large_as_costs_below_one_allow(scale):
+    x = scale * (points(23, 30, 3) + 1e3)
+    pair = Pair.of(DiscreteMeasure(x), DiscreteMeasure(2 * x[:1] - x), 2.0)
+    largest = pair.problem.costs.max()
+    assert 1 / 64 < largest <= 1
+    apart = torch.cdist(x / scale, (2 * x[:1] - x) / scale).max()
+    assert math.sqrt(largest) * 2.0**pair.exponent / scale == pytest.approx(float(apart), rel=1e-10)
+
+
 def test_distances_beyond_float64_are_refused():
     huge = DiscreteMeasure(torch.tensor([[1.7e308, 1.7e308]], dtype=torch.float64))
     other = DiscreteMeasure(torch.tensor([[-1.7e308, -1.7e308]], dtype=torch.float64))
@@ -280,6 +321,28 @@ def test_measures_that_are_equal_are_at_distance_zero():
         assert found.lower == 0
         assert found.upper < 1e-7
         assert found.converged
+
+
+@pytest.mark.slow
+def test_thousands_of_atoms_in_seconds():
+    mu, nu = measure(50, 3000, 8), measure(51, 3000, 8, 0.2)
+    began = time.process_time()
+    found = wasserstein(mu, nu)
+    assert time.process_time() - began < 60
+    assert found.converged
+    assert found.upper - found.lower < 1e-9 * found.upper
+
+
+def test_orders_so_large_that_powers_underflow_are_not_taken_for_known():
+    mu, nu = measure(52, 6, 2), measure(53, 5, 2, 3.0)
+    found = wasserstein(mu, nu, 900)
+    # Between the mean and the greatest displacement of any plan.
+    far = torch.cdist(mu.points, nu.points)
+    assert found.lower <= float(far.max())
+    assert found.upper >= float(wasserstein(mu, nu, 4).value)
+    assert found.converged == (found.upper - found.lower <= 1e-6 * found.upper)
+    close = DiscreteMeasure(torch.cat((mu.points, mu.points + 1e-4)), torch.cat((mu.weights, mu.weights)) / 2)
+    assert not wasserstein(mu, close, 10).converged
 
 
 # ---- what a distance has to be
@@ -379,6 +442,17 @@ def test_derivative_where_the_atoms_are_matched_and_where_they_coincide():
     assert not wasserstein(DiscreteMeasure(x), DiscreteMeasure(y)).value.requires_grad
 
 
+def test_entropic_derivative_descends():
+    x, nu = points(36, 15, 2).requires_grad_(), measure(37, 15, 2, 1.0)
+    for _ in range(2):
+        found = wasserstein(DiscreteMeasure(x), nu, method="entropic", gradient=True)
+        (slope,) = torch.autograd.grad(found.value, x)
+        before = wasserstein(DiscreteMeasure(x), nu)
+        x = (x - 0.1 * slope / slope.norm()).detach().requires_grad_()
+        # A unit step downhill of a function that falls by |slope| a unit, to first order.
+        assert wasserstein(DiscreteMeasure(x), nu).upper < before.lower - 0.05 * float(slope.norm())
+
+
 # ---- bad input
 
 
@@ -395,7 +469,10 @@ def test_what_is_refused():
         (mu, mu, {"method": "sinkhorn"}, "method"),
         (mu, mu, {"method": "bures"}, "two Gaussians"),
         (mu, mu, {"regularisation": 0.1}, "regularisation"),
-        *((mu, mu, {"method": "entropic", "regularisation": s}, "regularisation") for s in (0.0, math.nan)),
+        *(
+            (mu, mu, {"method": "entropic", "regularisation": s}, "regularisation")
+            for s in (0.0, -1.0, math.nan)
+        ),
         *((mu, mu, {"rtol": rtol}, "rtol") for rtol in (0.0, math.nan)),
         (mu, mu, {"method": "entropic", "max_iterations": 0}, "max_iterations"),
         (weighted, line, {"gradient": True}, "gradient"),

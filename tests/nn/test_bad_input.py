@@ -163,22 +163,28 @@ def test_cross_attention_is_refused(name: str) -> None:
 
 
 WRONG_MASKS: dict[str, tuple[str, Tensor]] = {
-    "another length": ("attn_mask", CAUSAL[:3]),
-    "four axes": ("attn_mask", CAUSAL[None, None]),
-    "three masks for two times two heads": ("attn_mask", CAUSAL.expand(3, -1, -1)),
-    "whole numbers": ("attn_mask", CAUSAL.int()),
-    "complex numbers": ("attn_mask", CAUSAL.to(torch.complex64)),
-    "NaN": ("attn_mask", torch.full((LENGTH, LENGTH), math.nan)),
-    "infinity": ("attn_mask", torch.full((LENGTH, LENGTH), math.inf)),
-    "sparse": ("attn_mask", CAUSAL.float().to_sparse()),
-    "another device": ("attn_mask", CAUSAL.to("meta")),
-    "all hidden": ("attn_mask", torch.ones_like(CAUSAL)),
-    "all at minus infinity": ("attn_mask", torch.full((LENGTH, LENGTH), -math.inf)),
-    "padding of another shape": ("key_padding_mask", torch.zeros(LENGTH, BATCH, dtype=torch.bool)),
-    "padding of one axis": ("key_padding_mask", torch.zeros(LENGTH, dtype=torch.bool)),
-    "padding of whole numbers": ("key_padding_mask", torch.zeros(BATCH, LENGTH, dtype=torch.int64)),
-    "padding of NaN": ("key_padding_mask", torch.full((BATCH, LENGTH), math.nan)),
-    "padding of all": ("key_padding_mask", torch.ones(BATCH, LENGTH, dtype=torch.bool)),
+    "another length": ("attn_mask: expected shape", CAUSAL[:3]),
+    "four axes": ("attn_mask: expected shape", CAUSAL[None, None]),
+    "three masks for two times two heads": ("attn_mask: expected shape", CAUSAL.expand(3, -1, -1)),
+    "whole numbers": ("attn_mask: expected a boolean or floating-point", CAUSAL.int()),
+    "complex numbers": ("attn_mask: expected a boolean", CAUSAL.to(torch.complex64)),
+    "NaN": ("attn_mask: expected finite numbers or -inf", torch.full((LENGTH, LENGTH), math.nan)),
+    "infinity": ("attn_mask: expected finite numbers", torch.full((LENGTH, LENGTH), math.inf)),
+    "sparse": ("attn_mask: expected a dense tensor", CAUSAL.float().to_sparse()),
+    "another device": ("attn_mask: expected a dense tensor", CAUSAL.to("meta")),
+    "all hidden": ("attn_mask: expected ", torch.ones_like(CAUSAL)),
+    "all at minus infinity": ("attn_mask: expected ", torch.full((LENGTH, LENGTH), -math.inf)),
+    "padding of another shape": (
+        "key_padding_mask: expected shape",
+        torch.zeros(LENGTH, BATCH, dtype=torch.bool),
+    ),
+    "padding of one axis": ("key_padding_mask: expected shape", torch.zeros(LENGTH, dtype=torch.bool)),
+    "padding of whole numbers": (
+        "key_padding_mask: expected a boolean",
+        torch.zeros(BATCH, LENGTH, dtype=torch.int64),
+    ),
+    "padding of NaN": ("key_padding_mask: expected ", torch.full((BATCH, LENGTH), math.nan)),
+    "padding of all": ("key_padding_mask: expected ", torch.ones(BATCH, LENGTH, dtype=torch.bool)),
 }
 # Those that a layer without a mask refuses besides, as its constant does not cover them.
 UNPROVED: dict[str, dict[str, Any]] = {
@@ -193,10 +199,10 @@ UNPROVED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", sorted(ATTENTION))
 def test_masks_that_do_not_fit_are_refused(name: str, kind: str) -> None:
     layer, x = built(name, mask=kind), inputs(LAYERS[name])
-    for words, (argument, mask) in WRONG_MASKS.items():
-        print(words)
-        with pytest.raises(ArgumentError, match=f"^{argument}: expected "):
-            called(layer, x, **{argument: mask})
+    for name, (words, mask) in WRONG_MASKS.items():
+        print(name)
+        with pytest.raises(ArgumentError, match=f"^{words}"):
+            called(layer, x, **{words.split(":")[0]: mask})
     # Together they hide all keys of the first query.
     padding = torch.tensor([[True] + [False] * 3] * BATCH)
     with pytest.raises(ArgumentError, match="mask: expected "):

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 import howsmooth as hs
 from howsmooth.bounds import Bound, Quantity, norm_radius
-from howsmooth.errors import ArgumentError, CertificateError
+from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn import ModelCertificate, certify
 from howsmooth.nn.certificates.module_propagation import encoder_layer
 from tests._steepest import dense_norm, steepest
@@ -128,6 +128,40 @@ def test_radii_cover_what_comes_out_of_every_module(name: str) -> None:
     assert certificate.output_length == table.length_out.iloc[-1]
 
 
+def test_the_constant_is_the_product_of_the_rows_of_level_zero() -> None:
+    certificate = certify(_seeded(_plain), N, 1.0)
+    table = certificate.table
+    assert list(table.columns) == [
+        *("path", "kind", "level", "constant", "radius_in", "radius_out", "length_in", "length_out", "source")
+    ]
+    factors = table[table.level == 0].constant
+    assert math.prod(factors) <= certificate.constant <= math.prod(factors) * (1 + 1e-9)
+    assert list(table.path) == [
+        *("0.inner.0", "0.inner.1", "0", "1.inner.0", "1.inner.1", "1.inner.2", "1.inner.3", "1", "2", "3")
+    ]
+    branch = table[table.path.str.startswith("1.inner")].constant
+    residual = float(table[table.path == "1"].constant.iloc[0])
+    assert residual == pytest.approx(1 + math.prod(branch), rel=1e-9)
+    assert table.radius_in.iloc[0] == 1.0
+    assert bool((table.radius_in > 0).all())
+
+
+def test_the_constant_follows_the_weights_and_the_radius() -> None:
+    model = _seeded(_one_lipschitz)
+    one = certify(model, N, 1.0).constant
+    assert one <= 1 + 1e-6
+    with torch.no_grad():
+        model[2].inner.attention.in_proj_weight.mul_(3.0)
+    assert certify(model, N, 1.0).constant <= 1 + 1e-6  # it is divided by its bound
+    plain = nn.Linear(D, D)
+    before = certify(plain, N, 1.0).constant
+    with torch.no_grad():
+        plain.weight.mul_(3.0)
+    assert certify(plain, N, 1.0).constant == pytest.approx(3 * before)
+    attention = _seeded(lambda: hs.nn.SoftmaxAttention(D, 2, length=N))
+    assert certify(attention, N, 2.0).constant > certify(attention, N, 1.0).constant
+
+
 def test_certifying_leaves_model_and_random_numbers_as_they_were() -> None:
     torch.manual_seed(0)
     spectral = hs.nn.SpectralLinear(D, D).eval()
@@ -221,7 +255,26 @@ def test_norm_layers_of_torch_without_gains_or_an_epsilon() -> None:
     assert slope == pytest.approx(default)
 
 
-def test_softmax() -> None:
+def test_a_class_that_kept_forward_has_the_rule_of_its_base_and_another_none() -> None:
+    class Named(nn.Linear):
+        """A linear map by another name."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    torch.manual_seed(0)
+    named = Named(D, D)
+    assert certify(named, N, 1.0).constant == certify(nn.Sequential(named), N, 1.0).table.constant[0]
+    with pytest.raises(CertificateError) as caught:
+        certify(Doubled(D, D), N, 1.0)
+    assert "Doubled" in str(caught.value)
+
+
+def test_flatten_and_softmax() -> None:
+    flat = certify(nn.Flatten(), N, 2.0)
+    assert (flat.constant, flat.output_length) == (1.0, 1)
+    assert flat.output_radius == pytest.approx(2.0 * math.sqrt(N))
     softmax = certify(nn.Softmax(dim=-1), 1, 3.0)
     assert softmax.constant == pytest.approx(0.5)
     given = [torch.tensor([[0.0, 0.0]], dtype=torch.float64)]
@@ -258,6 +311,15 @@ def test_a_branch_of_zeros_and_tokens_of_zeros() -> None:
     assert certificate.certified_radius(logits).tolist() == [math.inf, 0.0]
     after = nn.Sequential(zero, _undivided())
     assert certify(after, N, 1.0).constant == 0.0
+
+
+def test_an_empty_model_is_the_identity() -> None:
+    certificate = certify(nn.Sequential(), N, 2.0)
+    assert certificate.constant == pytest.approx(1.0)
+    assert (certificate.output_radius, certificate.output_length) == (2.0, N)
+    assert len(certificate.table) == 0
+    # The constant is above 1 by its rounding margin, and is printed rounded up.
+    assert str(certificate).startswith("Lipschitz constant at most 1.00001 on 4 tokens")
 
 
 # ---- PyTorch's own Transformers
@@ -347,6 +409,16 @@ def test_subclasses_with_a_constant_of_their_own_are_trusted() -> None:
     assert certify(nn.Sequential(Doubled(D, D)).eval(), N, 1.0).constant >= 2.0
     with pytest.raises(ArgumentError, match="has a forward of its own"):
         hs.nn.deploy(nn.Sequential(Doubled(D, D)))
+
+    class Tenfold(hs.nn.Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return 10 * super().forward(x)
+
+        def lipschitz_bound(self, length: int, radius: float) -> Bound:
+            inner = super().lipschitz_bound(length, radius)
+            return Bound.upper("tenfold", inner.quantity, "by definition", formula=10 * inner.value)
+
+    assert certify(nn.Sequential(Tenfold(nn.Identity())), N, 1.0).constant == pytest.approx(20.0)
 
 
 class _Unknown(nn.Module):
@@ -507,7 +579,34 @@ def test_refusals_name_the_module(make: Callable[[], nn.Module], path: str, word
     assert (str(again), again.path, again.kind) == (str(caught.value), path, caught.value.kind)
 
 
-def test_dropout_is_refused_within_a_layer_that_says_nothing_of_it() -> None:
+def test_weights_that_are_not_finite_are_named() -> None:
+    model = nn.Sequential(nn.Identity(), hs.nn.Residual(nn.Linear(D, D)))
+    with torch.no_grad():
+        model[1].inner.bias[2] = math.nan
+    with pytest.raises(NonFiniteError) as caught:
+        certify(model, N, 1.0)
+    assert caught.value.argument == "1.inner.bias"
+
+
+@pytest.mark.parametrize(
+    ("length", "radius", "argument"), [(0, 1.0, "length"), (4, -1.0, "radius"), (4, math.nan, "radius")]
+)
+def test_lengths_and_radii_are_checked(length: int, radius: float, argument: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        certify(nn.Identity(), length, radius)
+    assert caught.value.argument == argument
+
+
+def test_dropout_is_refused_wherever_it_is() -> None:
+    """Within a layer that says nothing of it, in attention, and where a residual is asked by itself."""
+    dropping = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True).eval()
+    dropping.self_attn.train()
+    with pytest.raises(CertificateError, match=r"model\.eval\(\)"):
+        certify(dropping, N, 1.0)
+    with pytest.raises(CertificateError) as caught:
+        hs.nn.Residual(nn.Dropout(0.1)).lipschitz_bound(N, 1.0)
+    assert caught.value.path == "inner"
+
     class Dropping(_Lower):
         def __init__(self) -> None:
             super().__init__()
@@ -541,6 +640,21 @@ def test_certified_radii_are_margins_over_root_two_constants() -> None:
     torch.testing.assert_close(
         certificate.certified_radius(logits, labels), torch.tensor([2 / root, 0, 0], dtype=torch.float64)
     )
+
+
+def test_no_move_within_the_certified_radius_changes_the_class_of_a_linear_model() -> None:
+    """The nearest input of another class is known: the margin over |w_a − w_b|."""
+    torch.manual_seed(0)
+    model = nn.Linear(D, 3, dtype=torch.float64).eval()
+    x = torch.randn(50, 1, D, dtype=torch.float64)
+    logits = model(x)[:, 0].detach()
+    certified = certify(model, 1, 10.0).certified_radius(logits)
+    top = logits.argmax(dim=1)
+    w = model.weight.detach()
+    apart = torch.linalg.vector_norm(w[top][:, None] - w[None], dim=-1)
+    nearest = ((logits.gather(1, top[:, None]) - logits) / apart).nan_to_num(math.inf).amin(dim=1)
+    assert bool((certified <= nearest * (1 + 1e-12)).all())
+    assert float((nearest / certified).min()) < 1.3
 
 
 def test_no_attack_succeeds_within_the_certified_radius() -> None:

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CertificateError
 from howsmooth.nn import certify
+from howsmooth.nn.certificates import graph_propagation
 from tests._steepest import dense_norm, steepest
 
 D = 6
@@ -201,6 +202,24 @@ def test_operations_against_the_steepest_point(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rule", "name"), [("_sum", "a residual"), ("_product", "a factor"), ("_cat", "two copies")]
+)
+def test_a_wrong_rule_is_caught(rule: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(graph_propagation, rule)
+
+    def wrong(value: Tensor, *arguments: object, **keywords: object) -> object:
+        found = right(value, *arguments, **keywords)
+        states = arguments[0] if isinstance(arguments[0], list) else arguments
+        (first, *_) = [one for one in states if isinstance(one, graph_propagation._State)]
+        return graph_propagation.replace(found, constant=first.constant)
+
+    table = {key: wrong if value is right else value for key, value in graph_propagation._RULES.items()}
+    monkeypatch.setattr(graph_propagation, "_RULES", table)
+    with pytest.raises(AssertionError):
+        test_operations_against_the_steepest_point(name)
+
+
+@pytest.mark.parametrize(
     ("forward", "words"),
     [
         (lambda f, x: x * f(x), "mul.*multiplies two tensors"),
@@ -253,6 +272,42 @@ def test_patches_by_a_convolution() -> None:
         certify(conv, 4, 1.0)
     with pytest.raises(ArgumentError, match="inputs"):
         certify(nn.Sequential(conv), 4, 1.0, inputs=torch.randn(2, 3, 4, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["SpectralLinear", "FrobeniusLinear"])
+def test_linear_maps_of_torchlip(kind: str) -> None:
+    torchlip = pytest.importorskip("deel.torchlip")
+    torch.manual_seed(0)
+    layer = getattr(torchlip, kind)(D, 4, k_coef_lip=1.5)
+    layer(torch.randn(2, D))
+    layer.eval()
+    true = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
+    assert certify(layer, 1, 1.0).constant == pytest.approx(true, rel=1e-9)
+    # What the layer states about itself is not believed: here it is another.
+    with torch.no_grad():
+        for chain in layer.parametrizations.values():
+            for step in chain:
+                for name in ("_w_bjorck", "_coef"):
+                    if hasattr(step, name):
+                        setattr(step, name, 3 * getattr(step, name))
+    true = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
+    assert certify(layer, 1, 1.0).constant == pytest.approx(true, rel=1e-9)
+    assert true > 2
+
+
+@pytest.mark.parametrize("name", ["GroupSort2", "FullSort", "GroupSort"])
+def test_sorting_of_torchlip(name: str) -> None:
+    torchlip = pytest.importorskip("deel.torchlip")
+    sort = getattr(torchlip, name)(*([3] if name == "GroupSort" else []), k_coef_lip=1.5)
+    assert certify(sort, 1, 2.0).constant == pytest.approx(1.5, rel=1e-9)
+    x = 2 * nn.functional.normalize(torch.randn(500, 6), dim=-1).double()
+    assert dense_norm(sort, x[0]) == pytest.approx(1.5)
+    # On tokens it sorts along the axis of the tokens, which may give one of them all large numbers.
+    tokens = x.view(100, 5, 6)[:, :3].repeat_interleave(2, dim=1)
+    longest = float(torch.linalg.vector_norm(sort(tokens), dim=-1).max())
+    assert longest <= certify(sort, 6, 2.0).output_radius
+    if name == "FullSort":
+        assert longest > 3.01  # 1.5 times the radius would be false
 
 
 # ---- layers of deel-torchlip and of PyTorch's parametrizations

@@ -217,6 +217,18 @@ def test_gains_are_divided_by_the_largest_if_it_is_above_one() -> None:
     assert norm.lipschitz_bound(2, 1.0).value == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("make", [hs.nn.CenterNorm, hs.nn.LipschitzLayerNorm, hs.nn.LipschitzRMSNorm])
+def test_norm_layers_are_smooth_at_zero_and_finite_far_out(make: type[nn.Module]) -> None:
+    norm = make(4)
+    x = torch.zeros(1, 2, 4, requires_grad=True)
+    norm(x).sum().backward()
+    assert x.grad is not None
+    assert bool(torch.isfinite(x.grad).all())
+    far = torch.tensor([[[1e30, -1e30, 1e30, -1e30]]])  # whose squares are no float32 numbers
+    want = far if make is hs.nn.CenterNorm else far / 2e30
+    torch.testing.assert_close(norm(far).detach(), want)
+
+
 # ---- tokens
 
 
@@ -231,6 +243,15 @@ def test_patches_hold_the_pixels_of_a_patch_and_keep_distances() -> None:
     assert float(torch.linalg.vector_norm(patches)) == float(torch.linalg.vector_norm(images))
 
 
+def test_patches_are_those_of_a_convolution() -> None:
+    """A patch embedding as ViTs have it: a convolution whose kernels do not overlap."""
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 5, 2, stride=2)
+    images = torch.randn(2, 3, 4, 6)
+    linear = nn.functional.linear(hs.nn.Patches(2)(images), convolution.weight.flatten(1), convolution.bias)
+    torch.testing.assert_close(linear, convolution(images).flatten(2).mT)
+
+
 def test_a_clipped_token_is_the_nearest_one_in_the_ball() -> None:
     clip = hs.nn.ClipTokens(2.0)
     x = torch.tensor([[[3.0, 4.0], [0.6, 0.8], [0.0, 0.0]]])
@@ -243,6 +264,23 @@ def test_a_clipped_token_is_the_nearest_one_in_the_ball() -> None:
         clip.radius = changed
         with pytest.raises(ArgumentError, match="radius: expected"):
             clip.output_radius(3, math.inf)
+
+
+def test_an_attention_block_gives_tokens_alone_with_the_constant_of_its_layer() -> None:
+    torch.manual_seed(0)
+    layer = hs.nn.SoftmaxAttention(4, 2, length=3, radius=1.0, constant=1.0, dtype=torch.float64)
+    block = hs.nn.SelfAttentionBlock(layer)
+    x = _tokens(3, 4, 1.0, 0)
+    torch.testing.assert_close(block(x), layer(x)[0], rtol=0, atol=0)
+    assert block.lipschitz_bound(3, 0.5).value == layer.lipschitz_bound(3, 0.5).value
+    assert block.output_radius(3, 0.5) == layer.output_radius(3, 0.5)
+    assert block.output_length(3) == 3
+
+    residual = hs.nn.AverageResidual(block)
+    torch.testing.assert_close(residual(x), (x + layer(x)[0]) / 2)
+    assert residual.lipschitz_bound(3, 1.0).value == pytest.approx(1.0)
+    found = steepest(residual, 3, 1.0, 4, starts=4, steps=20)
+    assert 0.7 <= found <= 1.0
 
 
 # ---- bad input

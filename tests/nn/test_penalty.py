@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -177,6 +178,21 @@ def test_value_is_a_lower_estimate_before_it_has_converged() -> None:
     assert all(value != value for value in penalty.report.constants().values())
 
 
+def test_a_remembered_direction_converges_at_one_product_a_step() -> None:
+    layer, x = attention(), tokens()
+    expected = norms(layer, x).detach()
+    errors = []
+    with SpectralPenalty(layer, [""], first_steps=2) as penalty:
+        for _ in range(80):
+            layer(x, x, x)
+            penalty()
+            errors.append(float((1 - penalty.report.layers[0].value / expected).max()))
+    assert errors[0] > 1e-3
+    assert errors[-1] < 1e-4
+    # Power iteration never goes back.
+    assert all(after <= before + 1e-12 for before, after in itertools.pairwise(errors))
+
+
 @pytest.mark.parametrize(("steps", "off"), [(1, 0.05), (4, 0.005)])
 def test_follows_the_constant_through_a_training(steps: int, off: float) -> None:
     torch.manual_seed(0)
@@ -293,6 +309,35 @@ def test_training_is_the_same_with_a_penalty_of_weight_zero() -> None:
         return found
 
     assert losses(True) == losses(False)
+
+
+def test_residual_is_that_of_the_pair() -> None:
+    layer, x = attention(), tokens()
+    with SpectralPenalty(layer, [""], first_steps=2) as penalty:
+        layer(x, x, x)
+        penalty()
+        before = penalty.state_dict()[""]["left"].flatten(1).clone()
+        penalty()
+        (found,) = penalty.report.layers
+    for row, u, value, residual in zip(x, before, found.value, found.residual, strict=True):
+        jacobian = dense(of_one(layer), row.clone().requires_grad_()).detach()
+        v = jacobian.T @ u
+        assert torch.allclose(v.norm(), value)
+        assert torch.allclose((jacobian @ v / value - value * u).norm() / value, residual, rtol=1e-9)
+    assert float(found.residual.max()) > 1e-3
+
+
+def test_a_jacobian_that_is_zero_has_value_and_gradient_zero() -> None:
+    layer, x = attention(), tokens()
+    with torch.no_grad():
+        layer.out_proj.weight.zero_()
+    with SpectralPenalty(layer, [""]) as penalty:
+        layer(x, x, x)
+        term = penalty()
+        term.backward()
+    assert float(term.detach()) == 0
+    assert penalty.report.converged
+    assert all(bool(p.grad.isfinite().all()) for p in layer.parameters() if p.grad is not None)
 
 
 class Random(nn.Module):
@@ -435,6 +480,31 @@ def test_values_become_one_as_asked(reduction: str) -> None:
     assert penalty.report.converged
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_transformers_models(name: str, attention: str) -> None:
+    model = tiny(name, torch.float64, attention).train()  # dropout 0.9 where the type has one
+    ids = token_ids(2, 5)
+    with SpectralPenalty(model, first_steps=120, rtol=1e-6) as penalty:
+        model(input_ids=ids)
+        penalty().backward()
+        calls = list(penalty._named_calls().values())
+    assert len(calls) == len(penalty.report.layers) == 3
+    # Oracle: the module itself in evaluation mode, one backward pass an entry of its output.
+    model.eval()
+    call, found = calls[1], penalty.report.layers[1]
+    module = dict(model.named_modules())[call.name]
+    assert (call.layer is module) == (name != "bert")  # which has its output projection elsewhere
+    x = call.members.requires_grad_()
+    y = call.run(call.layer, x).flatten(1)
+    rows = [torch.autograd.grad(e.sum(), x, retain_graph=True)[0] for e in y.unbind(1)]
+    norms_of_both = torch.linalg.matrix_norm(torch.stack(rows, dim=1).flatten(2), 2)
+    assert torch.allclose(found.value, norms_of_both, rtol=1e-6)
+    assert found.converged.all()
+    weights = [p for p in call.layer.parameters() if p.ndim == 2]
+    assert all(p.grad is not None and bool(p.grad.any()) for p in weights)
+
+
 TINY: dict[str, Callable[[], nn.Module]] = {
     "torch": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 2, 24, batch_first=True), 2),
     "distilbert": lambda: DistilBertModel(
@@ -537,6 +607,32 @@ def test_half_precision_and_autocast_compute_weights_in_memory() -> None:
     assert half.in_proj_weight.grad.dtype == y.grad.dtype == torch.bfloat16
     expected = norms(copy.deepcopy(half).double(), y.detach().double()).detach()
     assert torch.allclose(penalty.report.layers[0].value.double(), expected, rtol=1e-4)
+
+
+def test_measured_with_an_interval() -> None:
+    layer, x = attention(), tokens()
+    with SpectralPenalty(layer, [""], first_steps=2) as penalty:
+        layer(x, x, x)
+        penalty()
+        kept = penalty.state_dict()[""]["left"].clone()
+        (found,) = penalty.measure(rtol=1e-6).values()
+        assert torch.equal(kept, penalty.state_dict()[""]["left"])
+    expected = norms(layer, x).detach()
+    assert bool(((found.lower <= expected * (1 + 1e-9)) & (expected <= found.upper * (1 + 1e-9))).all())
+    assert bool((penalty.report.layers[0].value <= found.upper).all())
+
+
+def test_goes_on_from_its_state() -> None:
+    layer, x = attention(), tokens()
+    penalty = SpectralPenalty(layer, [""], first_steps=2, seed=3)
+    with penalty:
+        layer(x, x, x)
+        penalty()
+        other = SpectralPenalty(layer, [""], first_steps=2)
+        other.load_state_dict(copy.deepcopy(penalty.state_dict()))
+        with other:
+            layer(x, x, x)
+            assert torch.equal(penalty(), other())
 
 
 def test_checkpointed_layers_are_counted_once() -> None:
@@ -667,6 +763,47 @@ def test_weights_with_parametrizations() -> None:
     assert len(gradients(layer)) == 2 + 1  # both originals, and the bias before tanh
 
 
+@pytest.mark.slow
+def test_compiled_models() -> None:
+    model, x = Model(attention()), tokens()
+    with SpectralPenalty(model) as penalty:
+        model(x)
+        expected = penalty().detach()
+    compiled = torch.compile(model, backend="eager")
+    for given in (model, compiled):
+        torch._dynamo.reset()
+        with SpectralPenalty(given) as penalty:
+            compiled(x)
+            assert torch.allclose(penalty(), expected)
+
+
+COMPILED: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "whole": lambda model: torch.compile(model, backend="eager"),
+    "whole, in place": lambda model: [model.compile(backend="eager"), model][1],
+    "part": lambda model: nn.Sequential(model[0], torch.compile(model[1], backend="eager")),
+    "part, in place": lambda model: [model[1].compile(backend="eager"), model][1],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", COMPILED)
+def test_what_was_compiled_and_run_before_is_not_left_out(way: str) -> None:
+    torch._dynamo.reset()
+    one, other = (nn.TransformerEncoderLayer(D, 2, 8, 0.0, batch_first=True).double() for _ in range(2))
+    model, x, found = nn.Sequential(one, other), tokens(), []
+    with SpectralPenalty(model) as penalty:
+        model(x)
+        found.append([*penalty.terms().values()])
+    compiled = COMPILED[way](model)
+    compiled(x)
+    for _ in range(2):
+        with SpectralPenalty(compiled) as penalty:
+            compiled(x)
+            found.append([*penalty.terms().values()])
+    for terms in found[1:]:
+        assert torch.allclose(torch.stack(terms), torch.stack(found[0]))
+
+
 class Direct(nn.Module):
     """Calls the attention of its layers by ``forward``, as Llama of Meta does."""
 
@@ -696,6 +833,20 @@ def test_layers_that_are_called_by_their_forward_are_seen(kind: type, compiled: 
         assert len(gradients(model)) >= 2
     assert [*found[0]] == [*found[1]] == ["layers.0", "layers.1"]
     assert torch.equal(torch.stack([*found[0].values()]), torch.stack([*found[1].values()]))
+
+
+def test_two_penalties_watch_one_model_and_leave_it_as_it_was() -> None:
+    model, x = Direct(), tokens()
+    fields = [set(vars(m)) for m in model.modules()]
+    one, other = SpectralPenalty(model).attach(), JasminPenalty(model).attach()
+    for _ in range(2):
+        model(x)
+        assert len(one.terms()) == len(other.terms()) == 2
+        assert [set(vars(m)) for m in model.modules()] == fields
+    one.detach()
+    model(x)
+    assert len(other.terms()) == 2
+    assert [set(vars(m)) for m in model.modules()] == fields
 
 
 def test_a_copy_after_an_interrupted_pass_computes_with_its_own_weights() -> None:

@@ -15,7 +15,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 import howsmooth as hs
 from howsmooth.errors import HowsmoothError
-from tests._nn_layers import ATTENTION, LAYERS, LENGTH, inputs, names, tokens_of
+from tests._nn_layers import ATTENTION, DIM, LAYERS, LENGTH, inputs, names, tokens_of
 from tests._selection import others_slow
 
 Recorder = Callable[[nn.Module, Tensor], Callable[[Tensor], Any]]
@@ -191,6 +191,14 @@ def test_a_divisor_of_earlier_weights_is_not_recorded(how: str) -> None:
         REFUSING[how](layer, x.double())(x.double())
 
 
+def test_a_graph_gives_weights_no_part_of_a_gradient() -> None:
+    layer, x = made("SoftmaxAttention"), inputs(LAYERS["SoftmaxAttention"]).requires_grad_()
+    graph = RECORDERS["compile"](layer, x)
+    tokens_of(graph(x)).square().sum().backward()
+    assert x.grad is not None
+    assert all(weight.grad is None for weight in layer.parameters())
+
+
 @pytest.mark.parametrize("name", others_slow(ATTENTION, ["SinkhornAttention"]))
 def test_masks_in_a_graph(name: str) -> None:
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
@@ -205,3 +213,13 @@ def test_masks_in_a_graph(name: str) -> None:
     with pytest.raises(RuntimeError, match="at least one visible key"):
         graph(x, torch.ones_like(mask))
     torch.compiler.reset()
+
+
+@pytest.mark.slow
+def test_inductor() -> None:
+    x = inputs(LAYERS["SoftmaxAttention"])
+    layer = nn.Sequential(made("SelfAttentionBlock"), hs.nn.LipschitzLayerNorm(DIM))
+    graph = torch.compile(layer, fullgraph=True)
+    torch.testing.assert_close(graph(x), layer(x))
+    with pytest.raises(RuntimeError, match="norm at most"):
+        graph(2 * x)

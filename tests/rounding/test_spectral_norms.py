@@ -10,6 +10,7 @@ from torch import Tensor
 
 from howsmooth.rounding import (
     TINY,
+    MatrixNorms,
     Triangles,
     absolute_norms_above,
     gamma,
@@ -155,6 +156,21 @@ def test_norms_of_absolute_values(scale: float) -> None:
     for entry in torch.linspace(0.1, 1.0, 20, dtype=F64):  # the bound is attained
         flat = entry.expand(3, 7)
         assert mpmath.sqrt(21) * mpf(float(entry)) <= mpf(float(absolute_norms_above(flat)))
+
+
+def test_a_norm_is_computed_once() -> None:
+    norms, matrix = MatrixNorms(), tokens(31, 4, 6)
+    norms.learn(other := tokens(32, 6, 4), matrix, tokens(33, 4, 6))
+    first = norms.spectral(matrix)
+    assert norms.spectral(matrix) is first
+    norms.learn(other, matrix)
+    assert norms.spectral(matrix) is first
+    for one in (other, matrix):
+        assert MatrixNorms().spectral(one) == norms.spectral(one)
+        assert MatrixNorms().absolute(one) == norms.absolute(one)
+    assert norms.spectral(matrix.mT) is not first
+    assert float(first) >= float(torch.linalg.matrix_norm(matrix, 2)) * (1 - 1e-14)
+    assert float(norms.absolute(matrix)) >= float(torch.linalg.matrix_norm(matrix.abs(), 2)) * (1 - 1e-14)
 
 
 def test_gradients_are_those_of_the_norm_of_all_shapes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -71,3 +73,24 @@ def test_members_that_lost_digits_are_measured_again_where_memory_has_room(basis
     assert found.converged.tolist() == [basis_bytes != 0] * 2
     assert (exact.products > 5) == (basis_bytes != 0)
     assert ((found.upper - found.lower) < (1e-4 if basis_bytes != 0 else 2e-2)).all()
+
+
+def test_float32_products_are_given_up_before_float64_ones_are_made() -> None:
+    matrices = with_spectrum(0, SPECTRUM, 60, 50)[None]
+    single = Dense(matrices.float())
+    alive = weakref.ref(single)
+
+    def exact() -> Dense:
+        assert alive() is None
+        return Dense(matrices)
+
+    operator = CheckedProducts(single, exact)
+    del single
+    start = gaussian(4, 1, 50, dtype=torch.float32)
+    for basis_dtype in (None, torch.float16):
+        options = {"rtol": 1e-3, "confidence": 0.999, "max_iterations": 60, "basis_dtype": basis_dtype}
+        if basis_dtype is not None:
+            operator = CheckedProducts(Dense(matrices.float()), exact)
+        found = lanczos(operator, start, **options)
+        assert bool(found.converged)
+        assert float(found.lower) <= 1.0 <= float(found.upper)

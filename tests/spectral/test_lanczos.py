@@ -11,11 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.spectral import LeadingTriplet, lanczos
-from howsmooth.spectral.accurate_sums import squared_lengths
+from howsmooth.spectral import krylov_basis as basis_module
+from howsmooth.spectral.accurate_sums import PIECE, squared_lengths
+from howsmooth.spectral.krylov_basis import Basis
 from howsmooth.spectral.lanczos import lanczos_together
+from howsmooth.spectral.operator import Subset
 from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, start_quantile
 from tests._operators import Dense, Diagonal, gaussian, with_spectrum
 
@@ -117,6 +121,13 @@ def test_a_value_out_of_range_is_told_by_its_logarithm() -> None:
         solve(torch.full((1, 4, 4), 1e308, dtype=torch.float64))
 
 
+def test_width_after_25_steps_with_a_gap_of_ten_percent() -> None:
+    values = [1.0, *np.linspace(0.9, 0.0, 199)]
+    found = solve(with_spectrum(0, values, 200, 200)[None], max_iterations=25, rtol=1e-12)
+    assert 1e-9 < float(found.upper / found.lower - 1) < 2e-5
+    assert float(found.steps) == 25
+
+
 def test_the_limit_survives_many_steps() -> None:
     values = [1.0, *np.logspace(-1, -12, 99)]
     found = solve(with_spectrum(0, values, 100, 100)[None], rtol=1e-12, max_iterations=100)
@@ -174,6 +185,33 @@ def test_one_singular_value_for_all_breaks_down_at_the_rounding_level(basis: tor
         torch.testing.assert_close(found.right, start / start.norm(), rtol=0, atol=3e-4)
 
 
+def test_an_operator_may_use_its_memory_again() -> None:
+    class Reusing(Diagonal):
+        def __init__(self, values: Tensor) -> None:
+            super().__init__(values)
+            self.memory = torch.empty(2, 1, *values.shape, dtype=values.dtype)
+
+        def _product(self, e: Tensor) -> Tensor:
+            return torch.mul(self.values, e, out=self.memory[0])
+
+        def _adjoint_product(self, u: Tensor) -> Tensor:
+            return torch.mul(self.values, u, out=self.memory[1])
+
+    values, start = torch.linspace(0, 1, 40).double(), gaussian(0, 1, 40)
+    options = {"rtol": 1e-9, "confidence": 0.99, "max_iterations": 40}
+    one, two = (lanczos(operator(values), start, **options) for operator in (Reusing, Diagonal))
+    assert float(one.sigma) == pytest.approx(float(two.sigma), rel=1e-14)
+    torch.testing.assert_close(one.right, two.right)
+
+
+def test_one_output_exhausts_after_two_steps() -> None:
+    row = gaussian(3, 1, 1, 7)
+    found = solve(row)
+    assert float(found.sigma) == pytest.approx(float(row.norm()), rel=1e-12)
+    assert int(found.steps) == 2
+    assert bool(found.broke_down)
+
+
 @BASES
 def test_the_whole_space_is_a_proof(basis: torch.dtype | None) -> None:
     """After N steps no chance is left: the limit is the value up to rounding."""
@@ -198,6 +236,63 @@ def test_orthogonality_long_after_convergence(basis: torch.dtype | None) -> None
         # Half precision rounds by 2^-11 at most: what it leaves of far vectors is a little of that.
         assert overlaps.max() <= (own_loss if basis is None else 2.0**-11)
         assert overlaps.diagonal(1).max() <= neighbours
+
+
+def test_half_precision_enters_in_second_order() -> None:
+    """What float16 does to the Ritz value is near the square of its rounding, 2^-22, and not 2^-11."""
+    errors = []
+    for seed in range(5):
+        matrix = with_spectrum(seed, [100.0, *np.linspace(0.5, 1.0, 29)], 40, 30)[None]
+        options = {"seed": seed, "rtol": 0.0, "max_iterations": 25}
+        own, half = (solve(matrix, basis_dtype=basis, **options) for basis in (OWN, HALF))
+        errors.append(abs(float(half.sigma / own.sigma) - 1))
+    assert max(errors) <= 2.0**-22
+
+
+@pytest.mark.parametrize("size", [10, 2**12, 2**26, 2**38])
+def test_entries_of_half_precision_keep_their_digits_in_any_dimension(size: int) -> None:
+    """Those of a unit vector in 2^38 dimensions are near 2^-19: float16 itself lost half its digits."""
+    own, some = torch.float64, gaussian(0, 1, 1000)
+    row = some / some.norm() * math.sqrt(1000 / size)
+    basis = Basis(size, HALF, own)
+    basis.append(row)
+    kept, first = torch.empty(1, 1000, dtype=own), np.zeros(1, dtype=np.int64)
+    basis.combine(first, np.ones((1, 1)), kept, first)
+    assert float((kept - some / some.norm()).norm()) <= 2.0**-11
+    corner = Basis(size, HALF, own)
+    corner.append(torch.eye(1, 1000, dtype=own))
+    corner.combine(first, np.ones((1, 1)), kept, first)
+    assert float(kept[0, 0]) == 1.0
+
+
+@pytest.mark.parametrize("size", [300, 3 * PIECE // 2])
+@BASES
+def test_members_together_are_those_one_by_one(
+    size: int, basis: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other devices than a processor take them; one of three needs a second projection, one is zero."""
+    rows = torch.stack([gaussian(k, 3, size).float() for k in range(5)])
+    rows = torch.linalg.qr(rows.permute(1, 2, 0))[0].permute(2, 0, 1).contiguous()  # (step, member, size)
+    start = gaussian(9, 3, size).float()
+    start[1] = rows[2, 1] + 1e-3 * start[1]
+    start[2] = 0.0
+
+    def left() -> tuple[Tensor, Tensor]:
+        kept = Basis(size, basis or torch.float32, torch.float32)
+        for row in rows:
+            kept.append(row)
+        z = start.clone()
+        return z, kept.orthogonalise_(z, [rows[4], rows[3]])
+
+    alone, lengths = left()
+    monkeypatch.setattr(Basis, "_together", lambda self, z: [slice(0, len(z))])
+    together, same = left()
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(same, lengths, rtol=1e-5, atol=1e-7)
+    digits = 2.0**-10 if basis == HALF else 1e-5
+    overlaps = torch.einsum("kmp,mp->km", rows.double(), together.double())
+    assert (overlaps.abs() <= digits * same.clamp_min(1e-30)).all()
+    assert float(same[2]) == 0.0
 
 
 @BASES
@@ -260,6 +355,16 @@ def test_a_full_basis_stops_with_an_honest_interval() -> None:
         assert float(found.lower) <= 1.0 <= float(found.upper)
 
 
+def test_the_basis_is_in_half_precision_where_64_vectors_do_not_fit() -> None:
+    """Told by the steps that are made when the memory ends; a tight tolerance takes float32."""
+    matrix = with_spectrum(0, [1.0 - 1e-4 * i for i in range(300)], 300, 300)[None]
+    roomy, tight, small = 64 * 300 * 8, 64 * 300 * 8 - 1, 15 * 300 * 8
+    assert int(solve(matrix, basis_bytes=roomy, rtol=2e-5).steps) == 64
+    assert int(solve(matrix, basis_bytes=small, rtol=2e-5).steps) == 60
+    assert int(solve(matrix, basis_bytes=small, rtol=1.9e-5).steps) == 30
+    assert 64 < int(solve(matrix, basis_bytes=tight, rtol=1e-9).steps) <= tight // 1200
+
+
 def test_a_small_basis_reaches_a_tight_tolerance() -> None:
     """In float32 beside float64 products, whose error in second order is below theirs."""
     matrix = with_spectrum(0, [1.0, *np.linspace(0.9, 0, 199)], 200, 200)[None]
@@ -268,6 +373,19 @@ def test_a_small_basis_reaches_a_tight_tolerance() -> None:
     assert int(found.steps) <= 40
     assert float(found.sigma) == pytest.approx(1.0, rel=1e-12)
     assert float(found.lower) <= 1.0 <= float(found.upper)
+
+
+def test_peak_memory_is_five_vectors_and_half_a_vector_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's allocator counts it: a second basis, or one in float32, would be two vectors more."""
+    monkeypatch.setitem(basis_module._BLOCK_BYTES, "cpu", 1)  # every row of the basis by itself
+    n, steps = 1 << 20, 4
+    operator, start = Diagonal(torch.linspace(0.9, 1.0, n)), torch.ones(1, n)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        lanczos(operator, start, max_iterations=steps, rtol=0.0, confidence=0.9, basis_dtype=HALF)
+    events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+    # Five, and what is cut off a vector to work on it.
+    assert 4.5 < alive.max() / (4 * n) - steps / 2 <= 5.5
 
 
 def test_bases_that_are_none_are_refused() -> None:
@@ -341,6 +459,26 @@ def test_products_that_are_not_finite_are_refused() -> None:
     no_digit.rounding = torch.full((1,), 0.2, dtype=torch.float64)
     with pytest.raises(NonFiniteError, match="keep a digit"):
         lanczos(no_digit, torch.ones(1, 3), rtol=1e-4, confidence=0.9, max_iterations=5)
+
+
+def test_operators_made_of_others_pass_the_gram_product_on() -> None:
+    class OnePass(Dense):
+        def _adjoint_product(self, u: Tensor) -> Tensor:
+            raise AssertionError("two products where one pass was offered")
+
+        def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
+            image = self._product(e)
+            return image, torch.einsum("boi,bo->bi", self.matrices, image)
+
+    matrices = gaussian(0, 3, 5, 4)
+    e = gaussian(1, 2, 4)
+    chosen = matrices[[2, 0]]
+    image = torch.einsum("boi,bi->bo", chosen, e)
+    back = torch.einsum("boi,bo->bi", chosen, image)
+    subset = Subset(OnePass(matrices), torch.tensor([2, 0]))
+    one, two = subset.gram_product(e)
+    torch.testing.assert_close(one, image)
+    torch.testing.assert_close(two, back)
 
 
 @pytest.mark.parametrize("dimension", [2, 3, 10, 1000])

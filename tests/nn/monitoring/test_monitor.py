@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Gemma2Config, Gemma2Model, Qwen3Config, Qwen3Model
+from transformers import Gemma2Config, Gemma2Model, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3Model
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
@@ -32,6 +33,7 @@ from howsmooth.nn import (
     SinkhornAttention,
     SoftmaxAttention,
 )
+from howsmooth.nn.monitoring import measurement
 from tests._monitored_training import PROBES, WAYS, Restless, gpt2
 from tests._selection import others_slow
 from tests._tiny_models import WithoutDowncast, sublayer, tiny, token_ids
@@ -71,6 +73,14 @@ def test_constants_are_those_of_dense_jacobians(name: str, scope: str) -> None:
         assert (row.layer, row.step, row.sequences, row.tokens, row.scope) == (layer, 0, 3, 5, scope)
         assert row.method == "closed form"
     assert len(rows) == 3
+
+
+def test_too_few_iterations_are_said() -> None:
+    (row, *_) = LipschitzMonitor(tiny("bert"), token_ids(2, 5), max_iterations=1, strict=True).measure()
+    assert row.converged is False
+    assert row.lower is not None
+    assert row.upper is not None
+    assert row.upper > row.lower * 1.01
 
 
 def test_score_norms_are_those_of_the_products_of_weights() -> None:
@@ -148,6 +158,14 @@ def test_sequences_of_several_lengths_are_one_row() -> None:
         assert row.radius_max == max(a.radius_max, b.radius_max)
 
 
+def test_layers_are_chosen() -> None:
+    model = tiny("bert")
+    rows = LipschitzMonitor(model, token_ids(1, 4), layers=[-1, 0], strict=True).measure()
+    assert [row.layer for row in rows] == [0, 2]
+    with pytest.raises(ArgumentError, match=r"layers: expected indices from -3 to 2, got 3\."):
+        LipschitzMonitor(model, token_ids(1, 4), layers=[3])
+
+
 def padded(ids: Tensor, real: list[slice]) -> dict[str, Tensor]:
     mask = torch.zeros_like(ids)
     for line, part in zip(mask, real, strict=True):
@@ -198,6 +216,18 @@ def test_a_model_that_lets_padding_in_is_refused(own: bool) -> None:
     assert row.lipschitz is None
 
 
+def test_layers_of_this_library_are_measured_without_padding() -> None:
+    torch.manual_seed(0)
+    layer = SoftmaxAttention(8, 2, length=5, radius=20.0, mask="any", shorter=True).double()
+    hidden = torch.zeros(2, 5, dtype=torch.bool)
+    hidden[1, 3:] = True
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    probes = {"query": x, "key_padding_mask": hidden}
+    (row,) = LipschitzMonitor(layer, probes, rtol=1e-6, strict=True).measure()
+    true = [norm(lambda y: layer(y)[0], member) for member in (x[0], x[1, :3])]
+    assert row.each == pytest.approx(true, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     others_slow(
@@ -222,6 +252,28 @@ def test_half_precision_weights_are_measured_in_float32(name: str, dtype: torch.
     for key, t in half.state_dict(keep_vars=True).items():
         assert (id(t), t._version) == before[key][:2]
         assert torch.equal(t, before[key][2])
+
+
+def test_a_deep_model_is_measured_one_layer_at_a_time() -> None:
+    """At no time are there copies of the weights of many layers."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=8, n_head=2, n_positions=16)
+    monitor = LipschitzMonitor(GPT2LMHeadModel(config), PROBES[:1], strict=True)
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+    local_lipschitz = measurement.local_lipschitz
+
+    def watched_at(f: Any, *rest: Any, **options: Any) -> Any:
+        nonlocal most
+        alive.append(weakref.ref(f))
+        most = max(most, sum(one() is not None for one in alive))
+        return local_lipschitz(f, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measurement, "local_lipschitz", watched_at)
+        rows = monitor.measure(0)
+    assert [row.layer for row in rows] == [*range(8)]
+    assert most <= 2
 
 
 NORMED: dict[str, Any] = {"qwen3": (Qwen3Model, Qwen3Config), "gemma2": (Gemma2Model, Gemma2Config)}
@@ -318,6 +370,25 @@ def test_own_layers_are_measured_as_they_are_called(settings, call, method) -> N
     assert row.lipschitz is not None
     assert row.lipschitz <= row.bound
     assert rows[0].bound is None
+
+
+@pytest.mark.parametrize("norm_of_tokens", [1.999, 2.0005, 2.002, 2.5])
+def test_clipping_is_seen_however_little_it_changes_the_output(norm_of_tokens: float) -> None:
+    torch.manual_seed(0)
+    d = 16
+    layer, a = SoftmaxAttention(d, 4, length=4, radius=2.0, beyond="clip"), torch.randn(d)
+    a /= a.norm()
+    with torch.no_grad():  # the values grow along the tokens, where clipping removes all growth
+        layer.in_proj_weight[2 * d :] = 0.05 * layer.in_proj_weight[2 * d :] + torch.outer(a, a)
+        layer.out_proj.weight.copy_(torch.eye(d))
+    x = norm_of_tokens * nn.functional.normalize(a + 1e-3 * torch.randn(1, 4, d), dim=-1)
+    (row,) = LipschitzMonitor(SelfAttentionBlock(layer), x, rtol=1e-4, strict=True).measure()
+    true = norm(lambda y: layer.double()(y)[0], x[0].double())
+    assert row.lipschitz == pytest.approx(true, rel=1e-3)
+    q, k, _ = layer.in_proj_weight.detach().reshape(3, 4, 4, d)
+    inside = x[0].double() * min(1.0, 2.0 / norm_of_tokens)
+    scores = (inside @ q.mT) @ (inside @ k.mT).mT / 2
+    assert row.logit_max == pytest.approx(float(scores.max()), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -454,12 +525,35 @@ def test_everything_is_left_as_it_was() -> None:
     assert torch.is_grad_enabled()
 
 
+def test_measured_without_dropout_whatever_the_mode() -> None:
+    model = gpt2(dropout=0.9)
+    first = watched(model.train()).measure()
+    second = watched(model.eval()).measure()
+    assert [row.each for row in first] == [row.each for row in second]
+
+
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: torch.compile(m, backend="eager")])
 def test_wrappers_are_looked_into(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = gpt2()
     rows = watched(wrap(model)).measure()
     assert [row.name for row in rows] == [f"transformer.h.{i}.attn" for i in (0, 1)]
     assert [row.each for row in rows] == [row.each for row in watched(model).measure()]
+
+
+def test_a_module_compiled_in_place_is_not_compiled_anew() -> None:
+    model, built = gpt2(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        built.append(graph)
+        return graph.forward
+
+    model.transformer.h[0].mlp.compile(backend=backend)
+    x = torch.randn(2, 7, 16)
+    before = model.eval().transformer.h[0].mlp(x)
+    count = len(built)
+    watched(model).measure()
+    assert torch.equal(model.transformer.h[0].mlp(x), before)
+    assert len(built) == count
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -592,6 +686,33 @@ def test_callback_and_table() -> None:
     assert [row["lipschitz"] for row in rows[:-2]] == table["lipschitz"].tolist()[:-2]
     assert rows[-1]["lipschitz"] is None
     assert rows[0]["probes"] == "input_ids 3 x 7; sha256 " + rows[0]["probes"].split()[-1]
+
+
+def test_the_numbers_of_a_record_are_named_by_layer() -> None:
+    model = gpt2()
+    monitor = LipschitzMonitor(model, PROBES, layers=[0])
+    (row,) = monitor.measure(5)
+    numbers = row.tagged()
+    assert {name.split("/")[1] for name in numbers} == {"transformer.h.0.attn"}
+    quantities = ("lipschitz", "lower", "upper", "score_norm", "entropy", "radius_max")
+    assert {q: numbers[f"{q}/transformer.h.0.attn"] for q in quantities} == {
+        q: getattr(row, q) for q in quantities
+    }
+    assert not any("bound" in name or "failed" in name for name in numbers)
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight.fill_(math.nan)
+    (failed,) = monitor.measure(9)
+    assert failed.tagged() == {"failed/transformer.h.0.attn": 1.0}
+
+
+def test_starts_differ_between_steps_and_repeat_with_the_seed() -> None:
+    model = gpt2()
+    asked: dict[str, Any] = {"max_iterations": 2, "layers": [0]}
+    a, b, c = (LipschitzMonitor(model, PROBES, seed=seed, **asked).measure(0) for seed in (0, 0, 1))
+    assert [row.each for row in a] == [row.each for row in b]
+    assert [row.each for row in a] != [row.each for row in c]
+    later = LipschitzMonitor(model, PROBES, **asked).measure(100)
+    assert [row.each for row in a] != [row.each for row in later]
 
 
 # ---------------------------------------------------------------- arguments
