@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Collection
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from howsmooth.errors import ArgumentError, ModelError, reason, similar_name
@@ -81,7 +82,7 @@ def folder_of(name: str, *, random_init: bool, types: Collection[str] | None = N
     # What no name of the Hub looks like.
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or re.search(r"[\\:]", name):
         raise ModelError(f"There is no folder {name!r}. {remedy(name, known)}")
-    if name not in known and similar_name(name, BUILTIN_MODELS):
+    if name not in known and get_close_matches(name, BUILTIN_MODELS, cutoff=0.9):
         raise ModelError(f"There is no built-in model {name!r}. {remedy(name, known)}")
     return None
 

@@ -126,7 +126,7 @@ def test_models_and_layers_that_are_asked_for_replace_them(tmp_path: Path) -> No
 
 def test_a_layer_that_does_not_exist_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     tools, work = tools_of_figure_1()
-    with pytest.raises(HowsmoothError, match="layers of builtin-encoder, which has 3"):
+    with pytest.raises(HowsmoothError, match="layers of builtin-encoder, which has 4"):
         measured(tmp_path, tools, layers=Ranges.parse("6", "layers"))
     assert not work.measured
     assert not list(tmp_path.iterdir())

@@ -254,7 +254,7 @@ def test_token_ids_and_embedded_tokens(
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["builtin-encoder", "--images", "builtin"], "takes text, not images"),
+        (["builtin-encoder", "--images", "builtin"], "takes a text or token ids, not images"),
         (["builtin-encoder", "--embeddings", "x.safetensors"], "expected a .npy file, got 'x.safetensors'"),
         (["builtin-encoder", "--images", "builtin", "--text", "alice"], "images and text"),
         (["--images", "builtin"], "the name of a model"),

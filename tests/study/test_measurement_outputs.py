@@ -170,7 +170,7 @@ def test_by_default_each_model_has_one_overview_and_the_page_draws_all_points(tm
     assert shown == [(f"other, {title}", True), (f"small, {title}", True)]
     assert len(list((tmp_path / "figures").iterdir())) == 4
     page = written.report.read_text(encoding="utf-8")
-    assert page.count("data:image") == 2
+    assert page.count("data:image") == 2 * len(shown)  # wide and narrow
     assert 'id="scatter"' in page
     assert "second panel" not in page  # which the figures of single layers have
     with pytest.raises(ArgumentError, match=r"figures: expected one of page, all, got 'none'"):

@@ -236,7 +236,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[HowsmoothError], 
         "its sequences need 160 tokens, and it has 100. Use fewer samples, or fewer or shorter lengths, or a "
         "longer text",
     ),
-    "tiny text": ({}, {"tokens": 3}, TextError, "it has 8 characters. Use fewer samples, or"),
+    "tiny text": ({}, {"tokens": 3}, TextError, "it has 8 characters, at most 32 tokens. Use"),
     "too long": ({"lengths": (2, 65)}, {}, ArgumentError, "at most 64 tokens, the positions of small"),
     "no such layer": (
         {"layers": Ranges.parse("0,3", "layers")}, {}, ArgumentError, "layers of small, which has 3",

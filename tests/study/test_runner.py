@@ -27,7 +27,8 @@ def told(
     clock, heard = Clock(), Heard()
     monkeypatch.setattr(runner, "time", clock)
     tasks = [SimpleNamespace(size=size, work=work, words="words") for size, work in sizes]
-    progress = _WorkProgress(heard, Work(Measurement, "constants", tasks, kept=7))  # type: ignore[arg-type]
+    work = Work(Measurement, "constants", tasks, kept=7)  # type: ignore[arg-type]
+    progress = _WorkProgress(heard, work, before=0, whole=0)  # type: ignore[arg-type]
     for now, task, results, ended in steps:
         clock.now = now
         progress.advance(tasks[task], results, ended=ended)  # type: ignore[arg-type]

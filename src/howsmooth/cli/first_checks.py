@@ -25,6 +25,7 @@ from howsmooth.model_folders import (
 )
 from howsmooth.study.options import shown
 from howsmooth.study.plans import InputPlan, Plan, check_text
+from howsmooth.words import readable
 
 __all__ = ["check_at_once"]
 
@@ -129,6 +130,6 @@ def _check_folder(folder: Path) -> None:
                 return
         got = f"the file {found}"
     except (OSError, ValueError) as error:  # such as a name that is too long
-        got = f"{shown(str(folder))} ({reason(error)})"
+        got = f"{readable(str(folder), longest=300)} ({reason(error)})"
     remedy = "Choose another output folder."
     raise ArgumentError("out", expected="a writable folder", got=got, remedy=remedy)
