@@ -375,11 +375,11 @@ class SiteLike(Protocol):
 
     @property
     def x(self) -> Tensor:
-        """The tokens (batch, n, d) that the layer received."""
+        """The tokens X of shape (batch, n, d) that are the input of ``map``."""
 
     @property
     def norm(self) -> object:
-        """The norm layer whose outputs are these tokens, or None."""
+        """The norm layer whose output X is, or None."""
 
 
 def opened(source: object) -> tuple[object, Tensor | None, object]:

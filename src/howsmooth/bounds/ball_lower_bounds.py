@@ -219,7 +219,7 @@ def _folded(p: Problem) -> list[Head]:
 
 
 def _under(p: Problem, masking: Masking) -> Parameters:
-    """Return the parameters with the mask that a statement is about, which a bare head does not have."""
+    """Return the parameters of the attention, but with the masking for which a statement holds."""
     return replace(p.parameters, masking=masking, mask=None, window=None, causal=False)
 
 

@@ -1,4 +1,4 @@
-"""Listing of the layers of a model that can be captured, and of the reasons why others cannot."""
+"""List the attention layers of a model: how each is measured, or why it cannot be."""
 
 from __future__ import annotations
 

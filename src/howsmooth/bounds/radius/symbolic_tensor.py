@@ -53,7 +53,7 @@ class SymbolicTensor(Tensor):
 
     @staticmethod
     def __new__(cls, entries: Tensor, run: _Run) -> SymbolicTensor:
-        """Make a tensor of the entries' shape and strides."""
+        """Make a tensor without data that has the shape and the strides of ``entries``, and holds them."""
         found: SymbolicTensor = Tensor._make_wrapper_subclass(
             cls, entries.shape, strides=entries.stride(), dtype=torch.float64, device=torch.device("cpu")
         )

@@ -230,7 +230,7 @@ def frozen_copy(
 
 @dataclass(frozen=True, eq=False)
 class ModelPart:
-    """A copy of a model with its inputs for one sequence, of which a part is run."""
+    """A part of a model as a map of tokens, with a copy of the model and its other inputs for a sequence."""
 
     model: nn.Module  # from :func:`frozen_copy`
     inputs: Mapping[str, Any]  # by name

@@ -115,7 +115,7 @@ def heads_of(trace: LayerTrace) -> Tensor | None:
 
 
 def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
-    """Return True if the called module has a weight matrix and its only input was ``tokens``."""
+    """Return True if ``tokens``, and nothing else, were the input of a called module with a weight matrix."""
     matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
     if not matrix or call.inputs is None or tokens is None:
         return False

@@ -147,8 +147,8 @@ def attention_run(call: ModuleReplay, x: Tensor, implementation: str | None) -> 
 
 
 def _repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, Any, list[SoftmaxCall]]:
-    """Repeat a module call with its own tokens. The first result is the attention implementation, or None if
-    the module does not use the attention interface of transformers.
+    """Call a module again with its own tokens. Return ``implementation``, or None if the module does not use
+    the attention interface of transformers; the module's output; and the softmaxes that it computed.
     """
     returned, seen = attention_run(call, call.x, implementation)
     if any(softmax.kind == "interface" for softmax in seen):

@@ -176,10 +176,10 @@ def _processors(
 def _tried(
     processor: Any, channels: int, wanted: tuple[int, int] | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Try an image processor on two images. Return the height and width of the images that it produces, and
-    the options with which it does.
+    """Return the height and width to which an image processor brings all images, and the options that it must
+    be called with for this.
 
-    The size is ``wanted`` or, if that is None, the size that the processor gives to a square image.
+    The size is ``wanted`` or, if that is None, the one that the processor gives to a square image.
     """
     stated = (getattr(processor, name, None) for name in ("size", "crop_size", "pad_size"))
     sides = [*(wanted or ()), *(side for size in stated for side in dict(size or {}).values())]
