@@ -59,7 +59,7 @@ class TokenMap(abc.ABC):
         return self._rebuilt(**{name: converted(getattr(self, name), dtype, device) for name in own})
 
     def _rebuilt(self, **changes: object) -> Self:
-        """Return a map of the same class whose constructor arguments are changed as ``changes`` says."""
+        """Return a map of the same class with the constructor arguments in ``changes`` changed."""
         arguments: dict[str, Any] = {name: getattr(self, name) for name in _arguments(type(self))}
         return type(self)(**(arguments | changes))
 

@@ -15,8 +15,8 @@ __all__ = ["Visibility", "check_seen", "check_window"]
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """An attention mask given by causal order, a window, a boolean matrix, or a combination of them; or by
-    the positions of the atoms of a measure.
+    """An attention mask. It is given by causal order, a window, a boolean matrix or a combination of them, or
+    by the positions of the atoms of a measure.
 
     Parameters
     ----------

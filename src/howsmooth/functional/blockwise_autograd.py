@@ -97,7 +97,7 @@ class Grid:
     visible: Visibility
 
     def blocks(self, times: int, device: torch.device) -> Iterator[ScoreBlock]:
-        """Yield the blocks in which a query sees at least one key.
+        """Yield the blocks in which at least one query sees a key.
 
         ``times`` is the product of the lengths of the axes that vmap has added, whose indices a block is
         computed for at once.

@@ -35,8 +35,8 @@ _Item = TypeVar("_Item")
 def attention_map(scores: Scores, shape: Shape, *, kernels: bool = False) -> BlockMap:
     """Return attention as a map of the tensors in ``scores.names`` to the output, which has shape ``shape``.
 
-    With ``kernels``, they compute the map and its first and second derivatives, except derivatives in masks
-    and biases. All else is computed block by block.
+    If ``kernels`` is True, Triton kernels compute the map and its first two derivatives, except those in
+    masks and biases. All else is computed block by block.
     """
     return _map(scores, kernels, (), (("value", ""),), (("queries", shape),))
 

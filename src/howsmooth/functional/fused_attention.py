@@ -67,7 +67,7 @@ _BY_KEYS = ("adjoint_keys", "second_keys")
 
 
 def obstacle(scores: Scores, x: Mapping[str, Tensor]) -> str | None:
-    """Return why the kernels cannot compute attention of the tensors ``x``, or None if they can."""
+    """Return why the Triton kernels cannot compute attention for the tensors ``x``, or None if they can."""
     q, v, visible = x["q"], x["v"], scores.grid.visible
     if (visible.causal or visible.window is not None) and (visible.offset or scores.grid.m != visible.n):
         return (
@@ -155,7 +155,7 @@ class KernelRows:
     def second(
         self, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the tangents of the cotangents of :meth:`adjoint`, for the tangents ``d`` and ``du``."""
+        """Return the tangents of the cotangents that :meth:`adjoint` returns."""
         x, (mean, lse), d = self.x, self.kept, self._filled(d)
         do, mu = self._tangent(d)
         # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
