@@ -41,7 +41,7 @@ class BoundsTable(Result, PrintedTable):  # type: ignore[misc]
 
     @property
     def table(self) -> pd.DataFrame:
-        """The rows with the bounded quantity as a column."""
+        """The rows of the table, with the bounded quantity as a column."""
         return pd.DataFrame(self).reset_index()
 
     @property

@@ -50,14 +50,14 @@ _NEEDS_OF_PAPER = (VALUES_ARE_TOKENS, *_NEEDS)
 
 @dataclass(frozen=True, eq=False)
 class TwoAtoms(Problem):
-    """A problem in which the caller places the atoms, by the arguments of ``two_dirac``."""
+    """The problem of :func:`two_dirac`, in which the caller chooses the masses and positions of two atoms."""
 
     weight: float | None = None
     choice: str = "paper"
 
 
 def measures(attention: object, radius: object) -> Problem:
-    """Prepare a statement about measures on a ball.
+    """Return the problem of bounding the W_2-Lipschitz constant of attention for measures on a ball.
 
     Other Parameters
     ----------------
@@ -76,7 +76,7 @@ def measures(attention: object, radius: object) -> Problem:
 def placed_atoms(
     attention: object, radius: object, *, weight: object = None, cluster: object = "paper"
 ) -> Problem:
-    """Prepare a statement about a measure with two given atoms.
+    """Return the problem of bounding the Lipschitz constant of attention at a measure with two given atoms.
 
     Other Parameters
     ----------------
@@ -188,8 +188,8 @@ class _Case:
 
 
 def _log_two_dirac(case: _Case, log_a: np.ndarray) -> float:
-    """Return the log of the lower bound of :func:`two_dirac` without its factor |Vu|, the norm of the value
-    matrix times the eigenvector u, for atoms with the weights a.
+    """Return the log of the lower bound of :func:`two_dirac` without the factor |Vu|. ``log_a`` are the logs
+    of the masses of the two atoms.
     """
     s, gap = np.array([1.0, case.ratio]), 1 - case.ratio
     # Log odds of the second against the first atom in each row of P.

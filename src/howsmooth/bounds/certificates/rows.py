@@ -22,7 +22,9 @@ _SMALLEST_TAU = 1e-14
 
 
 def by_rows(at: HeadsAt, iterations: int) -> Enclosed:
-    """Bound the norm of the Jacobian of one head by Theorem R, with weights from so many search steps."""
+    """Bound the norm of the Jacobian of a head by Theorem R. A search of ``iterations`` steps finds
+    weights.
+    """
     head, W, n = at.heads[0], at.outer, at.n
     diagonal, _ = _diagonal_squares(head)
     q = torch.ones(n, dtype=torch.float64)
@@ -69,7 +71,7 @@ def _blocks(head: HeadAt) -> list[slice]:
 
 
 def _moved_values(head: HeadAt, rows: slice) -> Float[Tensor, "rows n value_dim"]:
-    """Return g_ij w_ij with g_ij = M_ij / P_ij, the derivative of the soft cap."""
+    """Return the vectors g_ij w_ij, where g_ij = M_ij / P_ij is the derivative of the soft cap."""
     P, moving = head.P[rows], head.moving[rows]
     slope = torch.where(P > 0, moving / P, 0.0)
     return slope[..., None] * (head.v[None] - head.o[rows, None])
@@ -96,7 +98,9 @@ def _terms(head: HeadAt) -> Iterator[tuple[slice, Tensor, Tensor]]:
 def _row_squares(
     head: HeadAt, q: Float[Tensor, " n"], terms: Terms | None = None
 ) -> Float[Tensor, "n value_dim value_dim"]:
-    """Return Σ_j P_ij q_j N_ij N_ijᵀ for each i, N_ij N_ijᵀ = V Vᵀ + s_ij g_ij w_ijᵀ + g_ij w_ij s_ijᵀ."""
+    """Return Σ_j P_ij q_j N_ij N_ijᵀ for all i, with N_ij N_ijᵀ = V Vᵀ + s_ij g_ij w_ijᵀ + g_ij w_ij
+    s_ijᵀ.
+    """
     VV = head.V @ head.V.mT
     squares = torch.empty(len(q), *VV.shape, dtype=q.dtype)
     for rows, w, beside in terms or _terms(head):
@@ -118,7 +122,7 @@ def _slack(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def _diagonal_squares(head: HeadAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return F_i Q Qᵀ F_iᵀ for each row i, and bounds on the rounding errors."""
+    """Return F_i Q (F_i Q)ᵀ for the diagonal block F_i Q of each row i, and bounds on the rounding errors."""
     k, d = head.Q.shape
     size = torch.linalg.matrix_norm(head.F).square() * head.Q.square().sum()
     return head.F @ (head.Q @ head.Q.mT) @ head.F.mT, up(gamma(d + 2 * k + 20) * size)
