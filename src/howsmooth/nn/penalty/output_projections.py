@@ -50,7 +50,7 @@ class OutputProjections:
             self._watch.attach()
 
     def detach(self) -> None:
-        """End it, and forget the outputs of the last forward pass."""
+        """Stop the tracking, and forget the outputs of the last forward pass."""
         self._watch.detach()
         self._forget()
 
