@@ -137,7 +137,7 @@ def row_blocks(n: int) -> Iterator[slice]:
 
 
 def largest_distance(x: Tensor) -> float:
-    """Return the largest distance between two rows of x (n, d), from differences of rows, rounded up."""
+    """Return an upper bound on the distances between rows of x (n, d), computed from their differences."""
     exact, scaled = "donot_use_mm_for_euclid_dist", normalised(x)  # squares of large entries overflow
     blocks = (torch.cdist(scaled[rows], scaled, compute_mode=exact) for rows in row_blocks(len(x)))
     return _size(x) * above(max(float(distances.amax()) for distances in blocks), 2 * x.shape[1] + 4)
@@ -359,7 +359,7 @@ class Parameters:
         return self.folded(0)
 
     def folded(self, h: int) -> Head:
-        """Return head ``h`` with the value matrix W_h V_h, which has its output map multiplied in."""
+        """Return head ``h`` with its output map multiplied into its value matrix, which becomes W_h V_h."""
         head, output = self.heads[h], self.outputs[h]
         identity = torch.eye(*output.shape, dtype=output.dtype)
         return head if torch.equal(output, identity) else head.with_values(output, *head.V_factors)
@@ -383,7 +383,7 @@ class SiteLike(Protocol):
 
 
 def opened(source: object) -> tuple[object, Tensor | None, object]:
-    """Return map, tokens and norm layer of a captured site; of another object, the object, None and None."""
+    """Return the map, tokens and norm layer of a captured site. Other objects are returned with two None."""
     if isinstance(source, SiteLike) and not isinstance(source, TokenMap):
         return source.map, source.x, source.norm
     return source, None, None

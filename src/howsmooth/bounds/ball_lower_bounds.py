@@ -219,12 +219,12 @@ def _folded(p: Problem) -> list[Head]:
 
 
 def _under(p: Problem, masking: Masking) -> Parameters:
-    """Return the parameters of the attention, but with the masking for which a statement holds."""
+    """Return the parameters of the attention, but with ``masking`` in place of its own mask."""
     return replace(p.parameters, masking=masking, mask=None, window=None, causal=False)
 
 
 def _two_clusters(p: Problem, masking: Masking) -> Log:
-    """Return the larger lower bound at the two-cluster inputs for the largest and least real eigenvalue."""
+    """Return the larger lower bound at two-cluster inputs for the largest and least real eigenvalue of A."""
     both = (two_cluster_points(p.head, p.radius, choice) for choice in ("max", "min"))
     return _largest(_under(p, masking), p.n, (points for points in both if points is not None))
 

@@ -35,7 +35,6 @@ class BoundsTable(Result, PrintedTable):  # type: ignore[misc]
         return PrintedTable  # a part of the rows is no result
 
     def _repr_html_(self) -> str:
-        """Return all rows as HTML, for notebooks."""
         words: str = self.to_html()
         return words
 

@@ -106,7 +106,7 @@ class HeadMatrices:
 
     @property
     def blocks(self) -> Float[Tensor, "heads d_out value_dim"]:
-        """The output maps W_h."""
+        """The output maps W_h of all heads."""
         blocks: Tensor = self.output.unflatten(1, self.value.shape[:2])
         return blocks.transpose(0, 1)
 
@@ -117,7 +117,7 @@ class HeadMatrices:
 
     @cached_property
     def whole(self) -> Float[Tensor, ""]:
-        """‖W_O‖."""
+        """The spectral norm ‖W_O‖ of the output projection."""
         return norms(self.output)
 
     def longest(self, part: str, radius: float, eps: float | None = None) -> Float[Tensor, " heads"]:
@@ -176,12 +176,13 @@ def query_key_norm_layer(
 
 
 def _of_rows(layer: HeadMatrices, rows: VisibleRows, moved: Tensor, rho: Tensor) -> Tensor:
-    """Bound a layer by M, :meth:`HeadMatrices.together`, of two bounds on each head: s = ``moved`` (heads,)
-    on part of its Jacobian, and ρ = ``rho`` (heads, rows) on the squared norms of the block rows of the rest.
+    """Bound a layer from two bounds on each head: s = ``moved`` (heads,) on one part of its Jacobian, and ρ =
+    ``rho`` (heads, rows) on the squared norms of the block rows of the rest.
 
     It is the smaller of M(s + √(max_j Σ ρ_i)) and M(s) + √(max_j Σ (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)), summed
-    over the rows i that see j. The second splits each block row into its mean over the m_i visible keys and
-    the remainder, which needs a known mask. If every row sees one key only, s is left out.
+    over the rows i that see j, with M of :meth:`HeadMatrices.together`. The second splits each block row into
+    its mean over the m_i visible keys and the remainder, which needs a known mask. If every row sees one key
+    only, s is left out.
     """
     moved = moved if rows.several else torch.zeros_like(moved)
     bound = layer.together(moved + rows.heaviest(rho).sqrt())

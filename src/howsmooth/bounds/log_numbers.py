@@ -1,4 +1,4 @@
-"""Numbers >= 0 stored as logarithms: values may overflow, and lengths may have hundreds of digits."""
+"""Numbers >= 0 stored as logarithms, which may lie far outside the range of floats."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ def weighted_two_atom_lower_bound(p: Problem) -> Log:
 
 @statement(placed_atoms, side="lower", quantity=Quantity.MEAN_FIELD, source=_PAGE, masks="none", needs=_NEEDS)
 def two_dirac(p: Problem) -> Log:
-    """Bound the W_2-Lipschitz constant of attention from below by its local Lipschitz constant at a measure
-    with two atoms, the one of Proposition 3.6 of the paper.
+    """Bound the W_2-Lipschitz constant of attention from below by its local Lipschitz constant at the measure
+    with two atoms of Proposition 3.6 of the paper.
 
     The local constant along the eigenvector u is max(‖M‖, |γ|v_1, |γ|v_2) · |Vu| with M_ij = √(a_i/a_j) [P_ij
     (1 + γ s_i (s_j − m_i)) + δ_ij γ v_i]. Here s_i u are the positions of the atoms, a_i their weights,

@@ -106,7 +106,7 @@ def _seen(f: SelfAttention, n: int) -> Visibility:
 
 
 def _group(f: SelfAttention, h: int) -> int:
-    """Return the key and value head of query head ``h``."""
+    """Return the index of the key and value head that query head ``h`` uses."""
     return h // (f.heads // f.kv_heads)
 
 

@@ -1,4 +1,4 @@
-"""An upper bound on ‖D_X f‖ for any number of heads, the sum of bounds on three parts of it (Theorem N)."""
+"""An upper bound on ‖D_X f‖ for any number of heads, by bounds on three parts of D_X f (Theorem N)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def averages(at: HeadsAt) -> Enclosed:
 
 
 def moving_keys(at: HeadsAt, weights: Weights) -> Enclosed:
-    """Bound the norm of the part of the Jacobian that differentiates the scores by the keys (Theorem N)."""
+    """Bound the part of the Jacobian that arises because the scores depend on the keys (Theorem N)."""
     q, n = weights.q, at.n
     relative = up(gamma(n + 8))
     sums = []
@@ -82,8 +82,8 @@ def moving_keys(at: HeadsAt, weights: Weights) -> Enclosed:
 
 
 def diagonal(at: HeadsAt) -> Enclosed:
-    """Bound the norm of the block-diagonal part of the Jacobian, which differentiates the scores by the
-    queries: it is max_i ‖Σ_h W_h F_i^h Q_h‖.
+    """Bound the part of the Jacobian that arises because the scores depend on the queries. It is block
+    diagonal, and its norm is max_i ‖Σ_h W_h F_i^h Q_h‖.
     """
     Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
     W, Qs = _outer(at), Q.chunk(len(at.heads))
@@ -139,7 +139,7 @@ def _traces(squares: Float[Tensor, "n k k"]) -> Float[Tensor, " n"]:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The positive weights in the bound of Theorem N, of tokens and, for each head, of pairs of tokens.
+    """The positive weights in the bound of Theorem N: for tokens, and for pairs of tokens in each head.
 
     ``a`` and ``b`` have products of at least M², up to four roundings. ``c`` and ``nu_square`` estimate c_i
     and ν² for these weights.
@@ -153,7 +153,7 @@ class Weights:
 
 
 def search(at: HeadsAt, iterations: int) -> Weights:
-    """Search for weights that make the bound on ν of Theorem N small.
+    """Search for weights that make the bound of :func:`moving_keys` small.
 
     The weights of pairs are chosen by the sizes of the blocks. The iteration q_j ← q_j (Φ_j(q)/q_j)^0.8 ends
     when ν² hardly falls, and the best weights are taken. Eigenvalues are estimated by Lanczos steps, which
@@ -217,9 +217,10 @@ def search(at: HeadsAt, iterations: int) -> Weights:
 
 
 def pair_weights(at: HeadsAt) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights a_ij = M_ij r_ij and b_ij = M_ij/r_ij of each head, with r_ij near |W w_ij|/|y_ij|.
+    """Return the weights of pairs of tokens in Theorem N: two matrices a and b (n, n) for each head.
 
-    A factor of a whole row of all heads changes nothing, so the largest ratio of each row is one.
+    They are a_ij = M_ij r_ij and b_ij = M_ij / r_ij, with r_ij near |W w_ij| / |y_ij|. A factor of a whole
+    row of all heads changes nothing, so the largest ratio of each row is one.
     """
     ratios = []
     for head, W in zip(at.heads, at.W, strict=True):

@@ -140,7 +140,7 @@ def _dominating(outer: Float[Tensor, "rows m"]) -> tuple[Float[Tensor, "m m"], F
 
 
 def _groups(sizes: list[float], capacity: float) -> list[list[int]]:
-    """Divide the indices of ``sizes`` into groups, whose sizes each sum to at most ``capacity``.
+    """Divide the indices of ``sizes`` into groups, such that no group's sizes sum to more than ``capacity``.
 
     The largest numbers are assigned first.
     """

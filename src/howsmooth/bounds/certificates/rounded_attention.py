@@ -118,9 +118,7 @@ class HeadsAt:
 
     @cached_property
     def outer(self) -> Float[Tensor, "rows m"]:
-        """The output maps of all heads side by side. If it has fewer rows, a triangular matrix from
-        :func:`shrink` that has at least the same norms takes their place.
-        """
+        """The output maps of all heads side by side, or a smaller triangular matrix that bounds them."""
         return shrink(torch.cat(self.W, dim=1))
 
 
@@ -424,9 +422,10 @@ class _After:
         return matrix - matrix.mean(dim=1, keepdim=True) if self.centred else matrix
 
     def rounding(self, size: Tensor, matrix: Float[Tensor, "k d"]) -> Tensor:
-        """Bound what the rounding of D and 1/s_j adds to a part of the Jacobian, whose block for token j has
-        norm ``size`` times ``matrix``. There are d + 6 roundings of |W g| and of its mean, and two of 1/s_j.
+        """Bound what rounding the derivative of the norm layer adds to a part of the Jacobian, namely
+        ``matrix`` times blocks of norms ``size``.
         """
+        # There are d + 6 roundings of |W g| and of its mean, and two of 1/s_j.
         found: Tensor = (size * self.columns).norm() * (matrix * self.gain).norm()
         return 2 * gamma(len(self.gain) + 8) * found
 

@@ -211,7 +211,7 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        """Return the Lipschitz bound of the layer without the division, differentiable in the weights.
+        """Return a Lipschitz bound of the layer before its output is divided, differentiable in the weights.
 
         It may be too small by the roundings of a formula in numbers >= 0. ``rows`` says how many keys each
         query sees under the layer's masks, ``radius`` is the largest norm of a token, possibly infinite, and
@@ -265,7 +265,7 @@ class LipschitzAttention(LipschitzModule):
         return above(largest, _ROUNDINGS)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Check a number of tokens and a radius, and return them. A layer that clips lowers the radius."""
+        """Check a length and a radius, and return them. If the layer clips, larger radii become its own."""
         n = check_length(length)
         # An infinite radius stands for all tokens, for a layer that clips or whose bound needs no radius.
         everywhere = radius == math.inf and (self.radius is not None or not self._needs_radius)
@@ -288,7 +288,7 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return log(bound / constant), computed again only if a weight or a setting has changed."""
+        """Return the log of the output's divisor, which is cached until a weight or a setting changes."""
         return self._log_divisor_of(
             weights, self._divisor_key, lambda: self._log_quotient(log_value(self._log, weights))
         )
@@ -332,7 +332,7 @@ class LipschitzAttention(LipschitzModule):
         return math.inf if self.radius is None else self.radius
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode. Evaluation mode caches the divisor, for graphs to be recorded."""
+        """Set training or evaluation mode. In evaluation mode the divisor is cached for recorded graphs."""
         super().train(mode)
         _remember_divisor(self)
         return self
@@ -390,7 +390,7 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _undivided(self, x: Tensor, added: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Return the undivided output for tokens x (batch, n, d), and the attention weights."""
+        """Return the output for tokens x (batch, n, d) before its division, and the attention weights."""
         q, k, v = self._queries_keys_values(x, weights)
         probabilities = self._probabilities(q, k, v, added, weights)
         attended = (probabilities @ v).transpose(1, 2).flatten(2)
@@ -433,7 +433,6 @@ class LipschitzAttention(LipschitzModule):
         return like.new_empty((), dtype=torch.float64 if far else like.dtype)
 
     def _by_head(self, t: Tensor) -> Tensor:
-        """Split a tensor (batch, n, heads · k) into (batch, heads, n, k)."""
         heads: Tensor = t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         return heads
 

@@ -41,7 +41,7 @@ class CachedNumber:
         self._number = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the number. It is computed again if a weight has changed, or ``key``."""
+        """Return the number, which is computed again if a weight or ``key`` has changed."""
         tensors = [weight.detach() for weight in weights.values()]
         if not self._fits(tensors, key) or not all(map(torch.equal, tensors, self._weights)):
             self._value = compute()

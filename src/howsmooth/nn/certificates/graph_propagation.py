@@ -170,7 +170,7 @@ class _Follower(fx.Interpreter):
         return found
 
     def _row(self, node: fx.Node, gate: fx.Node) -> tuple[ModuleRow, ...]:
-        """Return the row of the map from ``gate`` to ``node``, or none if it changes no bound."""
+        """Return the table row for the map from ``gate`` to ``node``, or none if it changes no bound."""
         first, last = self._states[gate], self._states[node]
         if (first.constant, first.radius) == (last.constant, last.radius):
             return ()

@@ -137,11 +137,9 @@ def lightning_callback(monitor: LipschitzMonitor, penalty: SpectralPenalty | Non
             self._last = trainer.global_step
 
         def state_dict(self) -> dict[str, Any]:
-            """Return the state of the penalty for a checkpoint."""
             return {} if penalty is None else penalty.state_dict()
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Restore the state of the penalty from a checkpoint."""
             if penalty is not None:
                 penalty.load_state_dict(state_dict)
 
@@ -172,7 +170,7 @@ def _check_arguments(monitor: object, penalty: object) -> None:
 
 
 def _check_model(monitor: LipschitzMonitor, model: nn.Module, trained: nn.Module) -> None:
-    """Check that the monitor belongs to this model. Tell the monitor the wrapped model if that is sharded."""
+    """Check that the monitor measures this model, and give it the wrapped model if parameters are sharded."""
     own = any(without_wrappers(module) is monitor.model for module in model.modules())
     got = f"a monitor of another {type(monitor.model).__name__}"
     remedy = "Build it with the model that is given to the trainer, as trainer.model has it."

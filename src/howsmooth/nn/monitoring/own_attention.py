@@ -57,7 +57,7 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Return whether this call equals one sequence of the call ``padded`` at its real tokens."""
+        """Return whether this call has the tokens and output of one sequence of ``padded`` at real tokens."""
 
         def same(whole: Tensor | None, alone: Tensor | None) -> bool:
             if whole is None or alone is None or whole.shape[:2] != padding.real.shape:

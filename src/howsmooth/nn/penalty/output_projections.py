@@ -109,7 +109,6 @@ class _Projected(nn.Module):
         self.layer, self.projection = layer, projection
 
     def forward(self, **given: Any) -> Tensor:
-        """Call the layer with keyword arguments, and return its output after the output projection."""
         output: Tensor = self.projection(first_output(self.layer(**given)))
         return output
 
