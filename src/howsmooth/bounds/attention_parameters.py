@@ -379,7 +379,7 @@ class SiteLike(Protocol):
 
     @property
     def norm(self) -> object:
-        """The norm layer whose output X is, or None."""
+        """The norm layer whose output is X, or None."""
 
 
 def opened(source: object) -> tuple[object, Tensor | None, object]:

@@ -69,7 +69,7 @@ class Products(NamedTuple):
 
     @property
     def lengths(self) -> Tensor:
-        """The norms of products that are vectors, (*batch, m, 1), rounded up.
+        """The norms of products that are column vectors, (*batch, m, 1), rounded up.
 
         The derivative is zero where they are zero, as biases are in the beginning.
         """
@@ -85,7 +85,7 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HeadMatrices:
-    """The matrices and biases of an attention layer with H heads, in float64 on the CPU for a bound.
+    """The matrices and biases of an attention layer with H heads. Bounds need them in float64 on the CPU.
 
     Queries and keys are (H, k, d), values (H, value_dim, d), the output is (d_out, H · value_dim). The biases
     are (H, k) or (H, value_dim), that of the output is (d_out,), and each may be None. O_h is W_h V_h.
@@ -179,10 +179,10 @@ def _of_rows(layer: HeadMatrices, rows: VisibleRows, moved: Tensor, rho: Tensor)
     """Bound a layer from two bounds on each head: s = ``moved`` (heads,) on one part of its Jacobian, and ρ =
     ``rho`` (heads, rows) on the squared norms of the block rows of the rest.
 
-    It is the smaller of M(s + √(max_j Σ ρ_i)) and M(s) + √(max_j Σ (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)), summed
-    over the rows i that see j, with M of :meth:`HeadMatrices.together`. The second splits each block row into
-    its mean over the m_i visible keys and the remainder, which needs a known mask. If every row sees one key
-    only, s is left out.
+    The bound is the smaller of M(s + √(max_j Σ ρ_i)) and M(s) + √(max_j Σ (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
+    The sums go over the rows i that see j, and M is :meth:`HeadMatrices.together`. The second splits each
+    block row into its mean over the m_i visible keys and the remainder, which needs a known mask. If every
+    row sees one key only, s is left out.
     """
     moved = moved if rows.several else torch.zeros_like(moved)
     bound = layer.together(moved + rows.heaviest(rho).sqrt())

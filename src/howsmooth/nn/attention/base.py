@@ -313,7 +313,7 @@ class LipschitzAttention(LipschitzModule):
         return self._bound(self.masking.rows_at(length), radius, scaled).log() + size.log()
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return log(bound / constant), rounded up, from the computed logarithm of the bound."""
+        """Return the log of the output's divisor, bound / constant, rounded up, from the log of the bound."""
         assert self.constant is not None
         log = self._named_bound(log_formula, self._bound_radius).log_value
         if not abs(log) < _LARGEST_LOG:

@@ -147,7 +147,7 @@ class LipschitzLayerNorm(_SmoothedNorm):
 
 
 class LipschitzRMSNorm(_SmoothedNorm):
-    """:class:`LipschitzLayerNorm` without the subtraction of the mean, so h = x, and without a shift."""
+    """A :class:`LipschitzLayerNorm` that does not subtract the mean, so h = x, and that has no shift."""
 
     centred = False
 

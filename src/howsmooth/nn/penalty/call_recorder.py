@@ -41,7 +41,7 @@ class LayerCall:
 
     @classmethod
     def of(cls, call: watching.Call) -> LayerCall:
-        """Return the recorded form of a call that is about to begin."""
+        """Record a call that is about to begin."""
         layer, arguments = call.module, call.arguments()
         for key, parameter in inspect.signature(layer.forward).parameters.items():
             named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -184,7 +184,7 @@ class Penalty:
         return f"{type(self).__name__}({model}, {layers} layers, {self._settings}, {attached})"
 
     def attach(self) -> Self:
-        """Start the recording of the inputs of the layers in the forward passes of the model."""
+        """Start to record the inputs of the layers in each forward pass of the model."""
         self._watch.attach()
         if self._projections is not None:
             self._projections.attach()
