@@ -110,7 +110,7 @@ class Statement(Generic[T]):
         return self.quantity if isinstance(self.quantity, Quantity) else self.quantity(problem)
 
     def at(self, problem: T, side: Side | None = None) -> Bound:
-        """Evaluate the bound for a problem, rounded outwards, and its hypotheses."""
+        """Evaluate the bound and its hypotheses for a problem, and round the bound outwards."""
         if isinstance(problem, Problem) and self.heads == "one" and len(problem.parameters.heads) > 1:
             problem.parameters.one_head(self.name)  # raises an error
         hypotheses = [condition.of(problem) for condition in self.needs]

@@ -232,7 +232,7 @@ class LipschitzAttention(LipschitzModule):
         return hull_radius(self._parts(weights), radius)
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
-        """Return :attr:`map` for these weights, with its output multiplied by ``scale``."""
+        """Return the layer with these weights as a map of tokens, with its output multiplied by ``scale``."""
         return _LayerMap(self, scaled_weights(weights, scale))
 
     # ---- the constant
