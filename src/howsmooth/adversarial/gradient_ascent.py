@@ -603,8 +603,8 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
 
 
 def _extends_to_more_tokens(f: TokenMap) -> bool:
-    """Return whether f is causal attention for every number of tokens, whose first outputs stay the same when
-    tokens follow.
+    """Return whether ``f`` is causal attention for every number of tokens, so that further tokens leave the
+    first outputs unchanged.
     """
     return isinstance(f, SelfAttention) and f.causal and f.mask is None and f.score_bias is None
 

@@ -151,7 +151,7 @@ def _checked(attention: object, X: object) -> tuple[SelfAttention, Float64[Tenso
 
 
 def _sizes(name: str, size: object, like: Float64[Tensor, "kv_heads n dim"]) -> Tensor | None:
-    """Return limits on the norms of errors (kv_heads, n), or on their entries (kv_heads, n, dim)."""
+    """Return an argument as limits on norms (kv_heads, n) or on entries (kv_heads, n, dim) of errors."""
     if size is None:
         return None
     heads, n, dim = like.shape

@@ -133,7 +133,7 @@ def certificate(attention: object, X: object = None, *, iterations: int = 30) ->
 
 
 def forms(at: HeadsAt) -> Mapping[str, Form]:
-    """Return the forms that may be the sharpest for the Jacobian of these heads, by name."""
+    """Return the functions, by name, that may give the sharpest bound on the Jacobian of these heads."""
     if is_small(at):
         return {"the whole matrix": by_whole}
     if len(at.heads) > 1:
