@@ -1,4 +1,4 @@
-"""Where the name of a model leads: to a built-in model, or to a local folder whose files are checked.
+"""Find the folder that the name of a model stands for, and check the files in it.
 
 PyTorch and transformers are not imported here, so that a wrong name is told at once.
 """
@@ -163,7 +163,7 @@ def stated_sizes(folder: Path) -> dict[str, int]:
 
 
 def check_positions(lengths: Collection[int], most: int, label: str) -> None:
-    """Raise ArgumentError if one of the ``lengths`` exceeds the number of positions of a model, ``most``."""
+    """Raise ArgumentError if one of the ``lengths`` exceeds ``most``, the number of positions of a model."""
     if lengths and max(lengths) > most:
         raise ArgumentError(
             "lengths",

@@ -172,7 +172,7 @@ class AutodiffJacobian(LinearOperator):
             self._check_derivatives(y, start)
 
     def _refuse_other_outputs(self, again: Tensor | None) -> None:
-        """Raise ArgumentError if f gives two outputs for x; ``again`` is a second output, or None."""
+        """Raise ArgumentError if two outputs of f at x differ; ``again`` is the second output, or None."""
         # Where derivatives are computed too, the same operations may round otherwise; then values decide.
         if again is not None and torch.equal(self._kept.y, again):
             return
@@ -509,8 +509,8 @@ def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
 
 
 def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float = _ALLOWED) -> Tensor:
-    """Estimate the relative rounding error of each member of a product ``je`` (batch, ...): ``allowed`` times
-    its largest relative difference from repetitions ``moved`` that round differently.
+    """Estimate the relative rounding error of each member of a product ``je`` (batch, ...). It is ``allowed``
+    times the largest relative difference from repetitions ``moved``, which round differently.
     """
     exponents = np.zeros(len(je), dtype=np.int64)
     if je.dtype == torch.float64:  # squares of float32 numbers are in range
@@ -630,9 +630,11 @@ def check_against_differences(
 def _differences(
     f: Callable[[Tensor], Tensor], x: Tensor, at: Tensor, e: Tensor, steps: Sequence[float]
 ) -> tuple[Tensor, list[Tensor], float] | None:
-    """Return a direction, finite differences of ``f`` along it for several step lengths, and how far the
-    forward and backward ones of the first step differ; or None if ``f`` refuses all inputs near ``x``. The
-    direction is ``e`` if ``f`` accepts inputs along it. ``at`` is f(x).
+    """Compute finite differences of ``f`` at ``x`` along a direction, for several step lengths. Return the
+    direction, the differences, and how far the one-sided differences of the first step disagree, or None if
+    ``f`` refuses all inputs near ``x``.
+
+    The direction is ``e`` unless ``f`` refuses inputs along it. ``at`` is f(x).
     """
     try:
         sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]

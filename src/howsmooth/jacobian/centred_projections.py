@@ -46,7 +46,7 @@ class Operands:
         scale: float,
         features: ScoreFeatures,
     ) -> Operands:
-        """Scale given queries, and subtract their means from given keys and values."""
+        """Scale given queries, and centre given keys and values by subtracting their means."""
         key_shift, value_shift = k.mean(dim=2, keepdim=True), v.mean(dim=2, keepdim=True)
         if features.softcap is not None:
             key_shift = torch.zeros_like(key_shift)

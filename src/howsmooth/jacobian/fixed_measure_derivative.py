@@ -36,8 +36,10 @@ Rows = Callable[[slice], Tensor]
 def frozen_derivatives(
     f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
 ) -> Iterator[Float[Tensor, "block d_out d"]]:
-    """Yield the derivatives of x ↦ Γ_μ(x) of a float64 map ``f`` at the float64 atoms of μ, for one block of
-    atoms at a time. Raise ArgumentError if the map does not act on such a measure.
+    """Yield the derivatives of x ↦ Γ_μ(x) at the atoms of μ, for one block of atoms at a time. ``f`` is the
+    map that moves x to Γ_μ(x); it and the atoms are float64.
+
+    Raise ArgumentError if the map does not act on such a measure.
     """
     n = x.shape[0]
     rows = _rows(f, x, weighting)

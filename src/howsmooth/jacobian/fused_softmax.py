@@ -113,7 +113,9 @@ class FusedDerivative(StreamedDerivative):
     def gram(
         self, dq: OfQueries, dk: OfKeys, dv: OfValues, through: Through
     ) -> tuple[OfQueries, OfKeys, OfValues]:
-        """Return Jᵀ(T(J(dq, dk, dv))) with T = ``through``, which is called once for each sequence."""
+        """Return Jᵀ(T(J(dq, dk, dv))) for the derivative J of softmax attention. The function T, ``through``,
+        is called once for each sequence.
+        """
         # The kernels keep no tiles, so the product is completed before the adjoint begins.
         do = self.product(dq, dk, dv).view(self.mean.shape)
         rows = slice(0, self.q.shape[2])

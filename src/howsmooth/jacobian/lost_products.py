@@ -174,8 +174,8 @@ def _times(t: Any, exponent: int) -> Any:
 def _lost_in(
     node: Any, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], *, digits: bool
 ) -> bool:
-    """Return True if numbers underflow to zero in a step of an autograd graph that made ``made`` of
-    ``given``; with ``digits``, also if numbers lose digits below the smallest normal number.
+    """Return True if numbers underflow to zero in a step of an autograd graph from ``given`` to ``made``.
+    With ``digits``, also return True if they lose digits below the smallest normal number.
     """
     numbers = [g for g in given if g is not None and g.numel()]
     largest = max((float(g.abs().max()) for g in numbers), default=0.0)

@@ -23,9 +23,9 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return the largest number of bytes that n × n tensors take at one time, with kept probabilities, and
-    the bytes of autograd graphs of layers written as PyTorch code. Float32 results are checked in float64
-    while the float32 operator is in memory, so both are counted.
+    """Return how many bytes of n × n tensors are in memory at one time at most, if attention probabilities
+    are kept. Autograd graphs of layers written as PyTorch code count, too, and so does the float64 operator
+    that checks a float32 one.
     """
     single = dtype.itemsize if dtype != torch.float64 else 0
     found = 0
@@ -112,7 +112,7 @@ def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, devic
 
 
 def _entries(shape: CoreShape) -> tuple[int, int, int, int]:
-    """Return the numbers of entries of queries, of keys, of queries, keys and values, and of outputs."""
+    """Return how many entries the queries, the keys, these with the values, and the outputs have."""
     heads, kv_heads = shape.lead * shape.heads * shape.m, shape.lead * shape.kv_heads * shape.n
     queries, keys = heads * shape.key_dim, kv_heads * shape.key_dim
     return queries, keys, queries + keys + kv_heads * shape.value_dim, heads * shape.value_dim

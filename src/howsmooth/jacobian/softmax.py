@@ -40,7 +40,7 @@ class Sink:
     away: Float[Tensor, "b *rows value_dim"]
 
     def each(self, one: Callable[[Tensor], Tensor]) -> Sink:
-        """Return a copy with the function ``one`` applied to every tensor."""
+        """Return a copy of the sinks, with the function ``one`` applied to every tensor."""
         return Sink(one(self.p), one(self.k), one(self.away))
 
     def of_rows(self, heads: slice, rows: slice) -> Sink:

@@ -84,7 +84,8 @@ class Tile:
     def scores_adjoint(
         self, u: OfOutputs, common: Float[Tensor, "b m 1"], memory: Tensor | None = None
     ) -> tuple[Float[Tensor, "b m n"], Float[Tensor, "b m n"]]:
-        """Return the cotangents of the scores, D∘G, for the queries and for the keys; ``common`` is ⟨U, O⟩.
+        """Return the cotangent D∘G of the scores, once for the queries and once for the keys, given the row
+        sums ⟨U, O⟩ as ``common``.
 
         The two differ at a measure only. The first is written to ``memory`` if that is given.
         """
@@ -220,7 +221,7 @@ class WholeRows:
         return _sum(ds, _products(self.x["q"], d["k"])) if "k" in d else ds
 
     def _dp(self, d: Mapping[str, Tensor], ds: Tensor | None) -> Tensor | None:
-        """Return the tangent dP of the probabilities, or None if it is zero; ``ds`` is that of q kᵀ."""
+        """Return the tangent dP of probabilities, or None if it is zero; ``ds`` is the tangent of q kᵀ."""
         ds = None if ds is None else self._sloped(ds)
         for name in ("mask", "bias"):
             if name in d:

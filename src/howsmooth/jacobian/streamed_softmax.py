@@ -432,7 +432,7 @@ class _Tiles:
 
 
 def streamed_derivative(operands: Operands, visibility: Visibility, dtype: torch.dtype) -> StreamedDerivative:
-    """Return attention's derivative at float64 queries, keys and values, with streamed products in ``dtype``.
+    """Return attention's derivative at float64 queries, keys and values; products in ``dtype`` recompute P.
 
     Every query must see a key or have a sink.
     """

@@ -74,7 +74,7 @@ def parts_for_threads(kv_heads: int, device: torch.device) -> int:
 
 
 def shifted(rows: slice, by: int) -> slice:
-    """Return ``rows`` shifted by ``by``."""
+    """Return the range ``rows`` moved by ``by`` positions."""
     return slice(rows.start + by, rows.stop + by)
 
 
@@ -92,7 +92,7 @@ class RowBlock:
 
     @property
     def length(self) -> int:
-        """The number of query rows."""
+        """The number of query rows in this block."""
         return int(self.rows.stop - self.rows.start)
 
     @property
@@ -116,7 +116,7 @@ class RowBlock:
         return t if self.batches == 1 else t.expand(self.batches, -1, -1)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "heads group rows width"]:
-        """Give rows from :meth:`of_rows` the axes (heads, group, rows, width) again."""
+        """Reshape matrices of :meth:`of_rows` to the axes (heads, group, rows, width)."""
         return t.view(self.heads.stop - self.heads.start, group, self.length, t.shape[-1])
 
     def part_of(self, t: Tensor, block: RowBlock) -> Tensor:
@@ -124,7 +124,9 @@ class RowBlock:
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return which matrices of a batched product use which keys of the sequence, for a range of keys."""
+        """Return the places of a batched product in the whole sequence, as pairs: some matrices of the batch,
+        and the keys to which they belong. ``keys`` is a range of keys of this block.
+        """
         return [(slice(self.batches), keys)]
 
 
@@ -155,7 +157,7 @@ class DiagonalSquares(RowBlock):
         return self._strips(t, self.heads.start * start, self.origin, keys, row, entry)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
-        """Insert an axis for the query heads that share a key head, of which there is one."""
+        """Insert an axis of length one for query heads, because squares have a single query head."""
         return t.unsqueeze(1)
 
     def part_of(self, t: Tensor, block: RowBlock) -> Tensor:
@@ -187,7 +189,7 @@ class Piece:
 
     @property
     def pairs(self) -> int:
-        """The number of probabilities that are computed for one head."""
+        """The number of probabilities that are computed for one head of this piece."""
         squares = self.block.batches if isinstance(self.block, DiagonalSquares) else 1
         return int(squares * self.block.length * sum(keys.stop - keys.start for keys in self.keys))
 
@@ -213,7 +215,7 @@ class Tiling:
 
     @cached_property
     def columns(self) -> int:
-        """The most keys of a tile. Tiles are cut at multiples of it, and where the visible keys end."""
+        """The largest number of keys in a tile. Tiles end at its multiples, and where visible keys end."""
         return _tile_shape(1, self.n, self.itemsize, self.device)[2]
 
     @property

@@ -198,9 +198,9 @@ class _AttentionBlocks:
         return found
 
     def _read(self, i: Tensor, j: Tensor) -> tuple[Int[Tensor, " pairs"], Float[Tensor, "owners heads d"]]:
-        """Return the index of each pair's gradients in a list, and the list: the gradients b_ij of every
-        head's score with respect to token j. Without rotary positions and key norms, b_ij is the same for all
-        j.
+        """Return for each pair (i, j) an index into a list of gradients, and the list. A gradient b_ij is
+        that of all heads' scores with respect to token j; without rotary positions and key norms it is the
+        same for all j.
         """
         f = self._f
         if f.rotary is None and f.key_norm is None:

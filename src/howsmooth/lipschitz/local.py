@@ -184,7 +184,7 @@ def _by_batch(parts: Sequence[Part], lead: torch.Size) -> dict[str, Any]:
 
 
 def _by_sequence(parts: Sequence[Part], lengths: Sequence[int]) -> dict[str, Any]:
-    """Join the results for several sequences, which come sorted by length, in the order of the sequences."""
+    """Join results that come sorted by the lengths of sequences, in the original order of the sequences."""
     rows = {i: (found, row) for numbers, found in parts for row, i in enumerate(numbers)}
     found: dict[str, Any] = {}
     for name, field in FIELDS.items():

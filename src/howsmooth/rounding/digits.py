@@ -10,8 +10,8 @@ __all__ = ["COLUMNS_IN_DIGITS", "interval_in_digits", "limit_in_digits"]
 
 
 def limit_in_digits(value: float, digits: int, *, upper: bool) -> str:
-    """Format a limit with a given number of significant digits, an upper limit rounded up and a lower limit
-    rounded down.
+    """Format a limit with a given number of significant digits. An upper limit is rounded up, a lower limit
+    down.
     """
     rounding = decimal.ROUND_CEILING if upper else decimal.ROUND_FLOOR
     rounded = decimal.Context(prec=digits, rounding=rounding).create_decimal(value)

@@ -232,8 +232,7 @@ class Triangles(NamedTuple):
 def product_norms_above(
     left: Float[Tensor, "*batch m k"], right: Float[Tensor, "*batch k d"]
 ) -> Float[Tensor, "*batch"]:
-    """Return tight upper bounds on the spectral norms of the products of ``left`` and ``right``, float64
-    matrices.
+    """Return tight upper bounds on the spectral norms of the products left @ right of float64 matrices.
 
     Only matrices of the smallest of the three sizes are decomposed. Where the product nearly cancels, the
     bound stays above some 10^-13 of the product of the Frobenius norms. Gradients are those of

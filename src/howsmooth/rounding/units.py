@@ -80,12 +80,12 @@ def below(value: Number, operations: int) -> Number:
 
 
 def log_above(log: Number) -> Number:
-    """Round up the computed logarithm of a formula, by ``LOG_MARGIN`` plus 32 u times its size."""
+    """Round up the computed logarithm of a formula, by ``LOG_MARGIN`` and 32 unit roundoffs of its size."""
     return log + _log_allowance(log)
 
 
 def log_below(log: Number) -> Number:
-    """Round down the computed logarithm of a formula, by ``LOG_MARGIN`` plus 32 u times its size."""
+    """Round down the computed logarithm of a formula, by ``LOG_MARGIN`` and 32 unit roundoffs of its size."""
     return log - _log_allowance(log)
 
 

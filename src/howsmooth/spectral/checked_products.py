@@ -77,7 +77,7 @@ class CheckedProducts(LinearOperator):
         return e
 
     def judged(self, found: LeadingTriplet, gram: Tensor | None, rtol: float) -> LeadingTriplet:
-        """Compute with float64 products the values and intervals of what was ``found`` in float32.
+        """Check the float32 results ``found`` by float64 products, and return their values and intervals.
 
         The argument ``gram`` is JᵀJ v for the right vectors v, as computed from the recurrence of the solver.
         Its difference from the exact product is the rounding error of all steps. If it is None, it is
@@ -137,7 +137,7 @@ class CheckedByAdjoint(CheckedProducts):
     """
 
     def judged(self, found: LeadingTriplet, gram: Tensor | None, rtol: float) -> LeadingTriplet:
-        """Compute with float64 products the values and intervals of what was ``found`` in float32."""
+        """Check the float32 results ``found`` by float64 products, and return their values and intervals."""
         if gram is not None:
             image = self.single.product(found.right)
             right, left = _unit(found.right.double()), _unit(image.double())

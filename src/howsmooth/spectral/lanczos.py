@@ -230,7 +230,7 @@ class _Run:
         return bool(self._running.any())
 
     def ask(self) -> tuple[LinearOperator, Tensor]:
-        """Return the vectors v_k of the next step, preceded by the operator that must multiply them."""
+        """Return the operator of the next Lanczos step, and the vectors v_k that it must multiply."""
         assert self._z is not None
         # v_k is written over z, because a further vector may not fit in memory.
         self._v, self._z = self._z.mul_(inverse(self._gamma).to(self._z.dtype)[:, None]), None

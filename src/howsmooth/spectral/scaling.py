@@ -107,8 +107,8 @@ class Scaled(LinearOperator):
 
 
 def in_range(operator: LinearOperator, e: Tensor, image: Tensor) -> tuple[PowersOfTwo, Tensor]:
-    """Choose powers of two that bring the norms of an operator's maps near to one. Only those maps get one
-    whose squares leave the range of the dtype, or whose product is zero or not finite.
+    """Choose powers of two that bring the norms of an operator's maps near to one. Maps are not scaled if
+    their squares stay in the range of the dtype, and their products are finite and not zero.
 
     The argument ``image`` is the product with Gaussian vectors ``e``; the second result is that of the scaled
     operator. Maps in the ordinary range are left as they are.
@@ -167,8 +167,8 @@ def times_power(t: Tensor, exponents: _Exponents) -> Tensor:
 
 
 def _before(product: _Product, vectors: Tensor, made: Tensor) -> tuple[_Exponents, Tensor]:
-    """Choose powers of two by which ``vectors`` are multiplied before a product, which without them is
-    ``made``. Return their exponents and the new product.
+    """Choose powers of two by which ``vectors`` are multiplied before a product. Return their exponents and
+    the new product; ``made`` is the product without them.
     """
     reach = _binary_exponents(vectors.dtype) * 3 // 4
     sizes = _sizes(made)
@@ -190,7 +190,7 @@ def _before(product: _Product, vectors: Tensor, made: Tensor) -> tuple[_Exponent
 
 
 def out_of_range(t: Tensor) -> _Exponents:
-    """Return the binary exponent of each member of a batch, and 0 if its size is in the ordinary range."""
+    """Return the binary exponent of each member of a batch, or 0 if its size is in the ordinary range."""
     sizes = _sizes(t)
     smallest, largest = _ordinary(t.dtype)
     ordinary = (sizes == 0.0) | ~np.isfinite(sizes) | ((sizes >= smallest) & (sizes <= largest))
