@@ -117,8 +117,8 @@ def closed_form_jacobian(
 def closed_form_jacobians(
     f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype], **form: Any
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return the Jacobians of ``f`` at several batches ``xs`` (batch, n, d), whose lengths n may differ, in
-    several dtypes. The further arguments are those of :func:`closed_form_jacobian`.
+    """Return the Jacobians of ``f`` in several dtypes at several batches ``xs`` (batch, n, d), whose lengths
+    n may differ. The further arguments are those of :func:`closed_form_jacobian`.
 
     Jacobians of one dtype share their projections, and each batch is linearised once for all dtypes.
     """

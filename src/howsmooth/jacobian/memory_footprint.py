@@ -119,5 +119,5 @@ def _entries(shape: CoreShape) -> tuple[int, int, int, int]:
 
 
 def _exact(entries: int, dtype: torch.dtype) -> int:
-    """Return the bytes of float64 queries and keys, which products in narrower dtypes also keep."""
+    """Return the bytes of the float64 queries and keys that products in a narrower dtype also keep."""
     return 0 if dtype == torch.float64 else entries * _DOUBLE

@@ -247,7 +247,7 @@ class AttentionRounding:
     # ---- probabilities
 
     def score_off(self) -> Float[Tensor, "batch kv_heads group n"]:
-        """Return for each query a bound on the rounding errors of its scores that are not negligible."""
+        """Return a bound on the rounding errors of each query's scores that are not negligible."""
         f, at = self.f, self.at
         q, keys = torch.linalg.vector_norm(at.q, dim=-1), self.keys(shifted=f.sinks is None)
         longest = torch.linalg.vector_norm(at.score_keys, dim=-1).amax(dim=-1)[..., None, None]

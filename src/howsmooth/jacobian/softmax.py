@@ -235,7 +235,7 @@ def outputs_and_sink(
 
 
 def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
-    """Return κ = max|q| max|k| of each sequence's heads, float64 on the CPU. No score is larger."""
+    """Return the largest max|q| max|k| of each sequence's heads, a bound κ on its scores (float64, CPU)."""
     longest_q, longest_k = (
         torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).flatten(1).amax(dim=-1).view(batch, -1)
         for t in (q, k)

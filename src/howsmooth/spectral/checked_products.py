@@ -128,8 +128,8 @@ class CheckedProducts(LinearOperator):
 
 
 class CheckedByAdjoint(CheckedProducts):
-    """Checked products for Jacobians by automatic differentiation. Their float64 products J v take longer
-    than products Jᵀu, so they are computed only where rounding is not negligible.
+    """Checked products for Jacobians by automatic differentiation. In float64 a product J v takes longer than
+    Jᵀu there, so J v is computed only where rounding is not negligible.
 
     With unit vectors u and v, ⟨v, Jᵀu⟩ is the value, and at most ‖J‖. The product Jᵀu in float32 shows the
     rounding of adjoint products. The products J v are assumed to be off by as much. That is accepted only if
