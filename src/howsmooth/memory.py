@@ -44,7 +44,7 @@ def memory_budget(memory: object, device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the number of free bytes on ``device``, which on a CPU respects the memory limit of a
+    """Return the number of free bytes on ``device``. On a CPU this respects the memory limit of a
     container.
     """
     if device.type == "cuda":

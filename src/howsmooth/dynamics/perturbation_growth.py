@@ -119,7 +119,7 @@ class Growth(Result):
 
     @property
     def table(self) -> pd.DataFrame:
-        """The growth with its interval and bounds, a row for each time.
+        """A table of the growth factors with their intervals and bounds, one row for each time.
 
         Its columns are ``time``, ``value``, ``lower``, ``upper``, ``converged``, ``iterations``, ``product``
         and ``exponential``.

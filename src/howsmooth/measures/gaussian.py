@@ -1,5 +1,4 @@
-"""Gaussian measures, which unmasked attention maps to Gaussian measures, because it acts on them as an affine
-map.
+"""Gaussian measures. Unmasked attention acts on them as an affine map, so their images are Gaussian, too.
 
 Proof: documentation page "Maps on measures", section "Gaussian measures".
 """

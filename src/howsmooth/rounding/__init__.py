@@ -1,4 +1,4 @@
-"""What float64 rounding may do to a number, said once.
+"""Bounds on rounding errors in float64: units, spectral norms, and tensors that carry their errors.
 
 ``units`` has the constants and what moves a number past its errors, ``spectral_norms`` proved norms.
 Tensors of ``rounded_tensor`` and ``entry_bounds`` carry bounds on their own errors, and

@@ -76,7 +76,7 @@ class Rounded(Tensor):
 def compute(
     rules: Mapping[str, Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Any:
-    """Compute an operation by the rule of its name. An attribute is an operation with the name of its own."""
+    """Compute a PyTorch operation by the rule with its name; an attribute counts as an operation."""
     name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
     rule = rules.get(name)
     if rule is None:
@@ -86,7 +86,7 @@ def compute(
 
 
 def made(value: Tensor, error: float, size: float | None = None, peak: float | None = None) -> Rounded:
-    """Attach an error bound, and what else is known of the computed numbers, to a tensor."""
+    """Attach an error bound to a tensor, with bounds on its Frobenius norm and its largest entry if known."""
     with torch._C.DisableTorchFunctionSubclass():
         found: Rounded = plain(value).as_subclass(Rounded)
     found.error, found._size, found._peak = error * STEP, size, peak
@@ -111,9 +111,7 @@ def plain(value: Tensor) -> Tensor:
 
 
 def along(function: Callable[[Tensor], Tensor], slope: float, x: Tensor) -> Tensor:
-    """Apply a function to each entry of a rounded tensor, where ``slope`` bounds the derivative of the
-    function.
-    """
+    """Apply a function, whose derivative is at most ``slope``, to each entry of a rounded tensor."""
     if not isinstance(x, Rounded):
         return function(x)
     value, error = settled(function(exact(plain(x))))
@@ -403,8 +401,7 @@ def _joined(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> 
 
 
 def _elementary(slope: Callable[[Tensor, float], float]) -> Any:
-    """Return the rule by which PyTorch's entrywise functions, such as exp, are evaluated on a tensor with an
-    error bound.
+    """Return the rule that evaluates an entrywise PyTorch function, such as exp, on a rounded tensor.
 
     The error bound of the result is the error of the argument times ``slope``, which bounds the derivative of
     the function within this error, plus the rounding of the function.
@@ -450,9 +447,7 @@ def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _amax(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds on the exact maxima along an axis of a tensor with an error bound. The result is a
-    tensor without error bound.
-    """
+    """Return upper bounds, as a plain tensor, on the exact maxima of a rounded tensor along an axis."""
     found: Tensor = func(plain(x), *args, **kwargs) + x.error * STEP
     return found
 

@@ -19,8 +19,8 @@ _PIECE_ELSEWHERE = 1 << 20
 
 
 def pieces(size: int, device: torch.device) -> list[slice]:
-    """Divide the indices 0 to ``size`` − 1 of a vector into ranges, which are converted to float64 one at a
-    time.
+    """Divide the indices of a vector of length ``size`` into ranges that are short enough to be converted to
+    float64 one at a time.
     """
     length = PIECE if device.type == "cpu" else _PIECE_ELSEWHERE
     return [slice(low, low + length) for low in range(0, size, length)]
