@@ -431,7 +431,7 @@ def _rows(
     bits: Sequence[int],
     quantisers: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the table's rows for one layer. Of quantisers that act alike on this layer, use the first."""
+    """Yield the table's rows for one layer. If quantisers act alike on the layer, only the first has rows."""
     f, x = at.attention()
     q, *operands = f.projections(x)
     heads, size = _heads(f, q, *operands), float(torch.linalg.vector_norm(f(x)))

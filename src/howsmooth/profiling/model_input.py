@@ -210,8 +210,8 @@ class InputResult(Result):
 def layers_of(
     given: GivenInputs, layers: Layers, on_layer: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield the index of each self-attention layer of a model, and the layer, or the error if it cannot be
-    captured. Tell ``on_layer`` how many layers are done, and of how many (0 if not known yet).
+    """Yield the index of each self-attention layer of a model, with the layer or, if it cannot be captured,
+    the error. Tell ``on_layer`` how many layers are done, and of how many (0 if not known yet).
     """
     if layers is None or isinstance(layers, str | slice):
         every = (given.model.layers or 0) if isinstance(given.model, LoadedModel) else 0

@@ -329,7 +329,7 @@ def influence(
 def influence_at(
     site: Any, words: Sequence[str] | None, place: str, output: str = "", **options: Any
 ) -> Influence:
-    """Measure the influence in a part of a model; add the tokens' texts if there is one for each."""
+    """Measure how far tokens move outputs in a part of a model; add the tokens' texts if all are known."""
     found = influence(site, **options)
     known = tuple(words or ()) if len(words or ()) == found.value.shape[1] else ()
     return replace(found, words=known, place=place, output=output)

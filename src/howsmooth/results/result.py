@@ -120,7 +120,7 @@ class Result:
         return {self.NAME: self.plot()}
 
     def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
-        """Return the HTML parts of the page, at most ``most`` rows long; ``images`` are data URLs by name."""
+        """Return the HTML parts of the page, with at most ``most`` rows; ``images`` are data URLs by name."""
         from howsmooth.results.page import frame, parts
 
         picture = parts().picture(images[self.NAME], f"{self.title}; the numbers are in the table.")

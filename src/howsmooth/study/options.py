@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """How the command line presents an option. Several of one option are merged, field by field."""
+    """How the command line presents an option. Several ``Told`` of one option are merged, field by field."""
 
     metavar: str = ""  #: The placeholder for the value; by default the choices, or the name of the type.
     panel: str = ""  #: The heading above it; by default that of its dataclass, ``PANEL``.

@@ -63,7 +63,7 @@ class Subject:
     starts: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the input out when pickled, since each task carries its own sequences."""
+        """Leave the input out of the pickled state, since each task carries its own sequences."""
         return vars(self) | {"feed": None, "starts": {}}
 
 

@@ -66,7 +66,7 @@ class ConstantsTask(SequenceTask):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """The number of missing constants that the task measures."""
+        """How many constants the task measures: those that the store does not have yet."""
         return len(self.missing) + sum(part.size for part in self.longer)
 
     @property

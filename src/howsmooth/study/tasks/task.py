@@ -108,7 +108,7 @@ class SequenceTask(Task):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """The number of missing rows that the task computes."""
+        """How many rows the task computes: those that the store does not have yet."""
         return len(self.missing)
 
     @property
