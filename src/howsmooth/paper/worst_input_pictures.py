@@ -1,4 +1,4 @@
-"""Draw and describe the constants of Section 5.2: at the paper's worst inputs, on text, and found."""
+"""Draw and describe the constants of Section 5.2: at the paper's worst inputs, on text, and from a search."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _NAMES = {
 
 
 def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Values:
-    """Combine what is known of one head in one ball at one length, from constants and bounds (``rows``) and
-    the converged measurements on text.
+    """Combine the constants and bounds of one head, in one ball at one length, into one row. ``rows`` are
+    those in the ball, ``text`` the converged measurements on text.
 
     The constants are ``paper`` at the paper's tokens, ``wrong slices`` at the published code's, ``as
     published`` as that code computes it, and after a search ``found``, the largest known, ``found by`` the
