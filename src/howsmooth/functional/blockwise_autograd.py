@@ -64,7 +64,7 @@ class ScoreBlock:
         return torch.nn.functional.pad(t, [size for pair in reversed(around) for size in pair])
 
     def _place(self, shape: Shape, part: Part) -> tuple[slice, ...]:
-        """Return the slices that :meth:`cut` takes of the last five axes. Axes of length 1 are kept whole."""
+        """Return this block's slices of the last five axes of a tensor. Axes of length 1 are kept whole."""
         every = slice(None)
         by_part = {
             "queries": (self.rows, every),
@@ -168,11 +168,11 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: ScoreBlock, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return the shapes of the summands of one block, with the axes ``extra`` in front."""
+        """Return the shapes of one block's contributions to the results, with the axes ``extra`` in front."""
         return tuple((*extra, *self.extra, *block.cut_shape(shape, part)) for part, shape in self.outputs)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute the results and the tensors that a kernel keeps, without recording them for autograd."""
+        """Compute the results, and after them what a kernel keeps. Nothing is recorded for autograd."""
         device = tensors[0].device
         dtype = next(t.dtype for t in tensors if t.is_floating_point())
         wide = torch.promote_types(dtype, torch.float32)

@@ -65,12 +65,6 @@ def _store(p, tile, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WID
 
 @_jit
 def _plus_dot(acc, a, b, PRECISION: tl.constexpr):
-    """Return the sum of ``acc`` and the matrix product a b.
-
-    The matrix units truncate their sums instead of rounding them. In float32 a sum over many tiles would
-    drift, so the product of each tile begins at zero on the units and is added outside of them. It is added
-    by ``fma`` because the compiler moves a plain sum into the units.
-    """
     if a.dtype == tl.float32:
         acc = tl.fma(tl.dot(a, b, input_precision=PRECISION), 1.0, acc)
     else:

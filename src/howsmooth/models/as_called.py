@@ -165,7 +165,7 @@ def _difference(called: Any, measured: Any, real: Tensor | None = None) -> float
 
 
 def _tensors(output: Any) -> dict[str, Tensor]:
-    """Return the floating-point outputs of a model by name. Of a tuple, only the first tensor is returned."""
+    """Return the floating-point outputs of a model by name. Of a tuple, return only the first tensor."""
     if isinstance(output, tuple | list):
         output = next((t for t in output if isinstance(t, Tensor)), None)
     found = {"": output} if isinstance(output, Tensor) else output

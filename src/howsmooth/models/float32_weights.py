@@ -35,8 +35,8 @@ _Place = tuple[dict[str, Any], str, Tensor]
 
 
 def stored_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which the weights of a module are stored. If they differ, it is the first half
-    precision among them, else the dtype of the first weight.
+    """Return the dtype in which the weights of a module are stored. If there are several, return the first
+    half precision among them or, if none is, the dtype of the first weight.
     """
     found = [p.dtype for p in module.parameters() if p.is_floating_point()]
     return next((dtype for dtype in found if dtype in HALF), found[0] if found else torch.float32)
@@ -69,8 +69,8 @@ def fingerprint(
     model: nn.Module, *, settings: bool = True, without: Collection[str] = (), more: str = ""
 ) -> str:
     """Return a SHA-256 hash of the settings and the weights of a model, and of the text ``more``. Weights
-    named in ``without`` are left out. If ``settings`` is False, the configuration is hashed instead of the
-    settings.
+    named in ``without`` are left out. If ``settings`` is False, only the transformers configuration and the
+    weights are hashed with ``more``.
 
     Numbers that float32 holds exactly are hashed in float32, so that a model loaded in a wider dtype than its
     file has the same hash. Weights that accelerate keeps elsewhere are loaded one module at a time.
@@ -232,9 +232,9 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the parts of a model that are converted or loaded as a whole: the members of module lists, and
-    outside of them embeddings, linear maps, attention in the layout of torch.nn, and modules that accelerate
-    loads. Of nested lists, the members of the innermost count, because a list is never called.
+    """Yield the parts of a model that are converted or loaded as a whole. These are the members of module
+    lists, or of the innermost list if lists are nested. Outside of lists, these are embeddings, linear maps,
+    attention in the layout of torch.nn, and modules that accelerate loads.
     """
     if _in_torch_layout(module):
         return
@@ -249,5 +249,5 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _in_torch_layout(module: nn.Module) -> bool:
-    """Return True if an attention module, like nn.MultiheadAttention, never calls its output projection."""
+    """Return True for attention like nn.MultiheadAttention, which never calls its output projection."""
     return hasattr(module, "in_proj_weight")

@@ -111,10 +111,9 @@ def check_one_sequence(given: ModelCall) -> None:
 
 
 def without_padding(padding: Padding, sequence: int) -> Iterator[ModelCall]:
-    """Yield the model inputs for the real tokens of one sequence of a padded batch, in one or two variants.
-
-    The first variant leaves positions to the model. The second, if the model takes ``position_ids``, gives
-    the real tokens the positions that they have in the padded sequence.
+    """Yield the model inputs for one sequence of a padded batch, without its padding. If the model takes
+    ``position_ids`` and was given none, yield the inputs again with the tokens' positions in the padded
+    sequence.
     """
     real = padding.real[sequence]
     given = padding.whole.named

@@ -1,5 +1,4 @@
-"""A record of the softmax attentions of a model on one input. It also gives the model's logits for other keys
-and values.
+"""A record of a model's softmax attentions on one input, and the model's logits for other keys and values.
 
 Keys and values are meant as the softmax takes them: after norm layers and rotary positions, and expanded from
 their latent in latent attention.
@@ -62,7 +61,7 @@ class RecordedSoftmax:
     kv_heads: int
 
     def by_head(self, t: Float[Tensor, "*lead heads n dim"]) -> Float[Tensor, "kv_heads copies n dim"]:
-        """Reshape keys or values to (kv_heads, copies, n, dim): one axis for heads, one for their copies."""
+        """Reshape keys or values to (kv_heads, copies, n, dim). Some models repeat each head as copies."""
         return t.reshape(self.kv_heads, -1, *t.shape[-2:])
 
     def attention(self) -> tuple[SelfAttention, Float64[Tensor, "n n"]]:
@@ -213,8 +212,9 @@ class RecordedModel:
         return output
 
     def _ends(self, call: Call) -> None:
-        """Note whether the called module is an embedding table of token ids or the output projection. Modules
-        that are given the heads may wrap the projection, so they count only if all return the same.
+        """Note whether the called module is an embedding table of token ids or the output projection. If
+        nested modules are given the heads, the innermost is the projection if it is linear and all return the
+        same.
         """
         given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)]
         if len(given) != 1:
@@ -279,14 +279,14 @@ class RecordedModel:
 
 
 def _computed(softmax: SoftmaxCall) -> Tensor | None:
-    """Compute a softmax attention from its queries, keys and values. Return None if they are not known."""
+    """Compute a softmax attention from its operands. Return None if the queries or keys are not known."""
     if softmax.obstacle or softmax.query is None or softmax.key is None:
         return None
     return plain_attention(softmax)
 
 
 def _different(operands: list[Tensor]) -> int:
-    """Return the number of heads of keys and values (heads, n, dim), counting equal neighbours once."""
+    """Return how many heads keys and values (heads, n, dim) have, if equal neighbours count once."""
     heads = len(operands[0])
     for number in (number for number in range(1, heads) if heads % number == 0):
         groups = [t.unflatten(0, (number, -1)) for t in operands]

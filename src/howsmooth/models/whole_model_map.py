@@ -58,7 +58,7 @@ _EARLIER = 4
 
 
 class _PassedBy(CaptureError):  # noqa: N818 - says what was found
-    """The error for a part of a model whose output also depends on tokens that bypass its first point."""
+    """The error for a part of a model whose output also depends on tokens that bypass its beginning."""
 
 
 class ModelParts:

@@ -27,7 +27,7 @@ _NAMES = {"n": "sequence length", "radius_mean": "mean radius"}
 
 
 def measure(bench: Bench) -> list[list[LengthGrowth]]:
-    """Measure how the constant grows with the length. Return a list for each layer, with an item a text."""
+    """Measure how the constant grows with the length. Return a list for each layer, with an item per text."""
     return growths(models_of(bench))
 
 

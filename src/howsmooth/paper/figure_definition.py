@@ -97,8 +97,9 @@ class Request:
         return self.options.samples or self.figure.samples
 
     def layer_count(self) -> int:
-        """Return the number of layers to measure in all models. If all layers of a model are chosen and its
-        folder does not state their number, it counts as one. A layer that a model lacks raises ArgumentError.
+        """Return the number of layers to measure in all models together. If all layers of a model are chosen
+        but its folder does not state how many it has, count one. Raise ArgumentError for a layer that a model
+        lacks.
         """
         if (asked := self.options.layers) is None:
             return len(self.models)
@@ -121,8 +122,8 @@ class Request:
 
 @dataclass(frozen=True)
 class TasksLeft:
-    """How many tasks of a figure are left, or why it cannot be made (``refused``). For each model in
-    ``unknown``, which must be loaded to know its number of layers, one layer is counted.
+    """How many tasks of a figure are left, or why it cannot be made (``refused``). Models in ``unknown`` are
+    counted with one layer, because their number of layers is known only after loading.
     """
 
     name: str

@@ -37,8 +37,8 @@ _MOST_ROWS = 300
 
 @dataclass(frozen=True, eq=False)
 class Reproduction:
-    """The path of the HTML page and, by the name of each figure, its finding, the seconds that it took, or
-    the reason why it could not be made (``refused``).
+    """The path of the HTML page, and dictionaries from the name of a figure to its finding, to the seconds it
+    took, and to the reason why it was refused.
     """
 
     page: Path

@@ -40,7 +40,8 @@ _CURVES = {
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DepthProfile(ResultWithInfluence):
-    """The constants of each stage of a model at one input, of the model up to this stage, and of the rest.
+    """Lipschitz constants at one input: of each stage of a model, of the model up to the end of this stage,
+    and of the rest of the model.
 
     A stage is what comes before the first block (``embeddings``), a block, or what comes after the last one
     (``output``: the last norm layer and the output layer).

@@ -257,8 +257,9 @@ class Precision(InputResult):
 
     @styled
     def plot(self) -> Figure:
-        """Draw the predicted effect of the fewest bits and the first quantiser on each head, and real against
-        predicted effects. Effects are divergences or changes of the attention's output.
+        """Draw heatmaps of the predicted effect of quantising each head's keys and values to the fewest bits,
+        and a scatter plot of real against predicted effects. An effect is a divergence or a change of the
+        output.
         """
         predicted, real = ("predicted_kl", "kl") if self.has_kl else ("predicted", "change")
         what = "divergence (nats)" if self.has_kl else "change of the output"

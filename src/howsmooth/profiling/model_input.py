@@ -52,8 +52,8 @@ _LONGEST_PATH = 1024
 def shown_progress(
     on_step: Callable[..., None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[..., None]]:
-    """Yield the function to call with the numbers of finished and of all steps: ``on_step`` or, if it is
-    None, a function that moves a progress bar.
+    """Yield a function of the numbers of finished and of all steps that shows the progress: ``on_step`` or,
+    if it is None, a function that moves a progress bar.
     """
     if on_step is not None:
         yield on_step
@@ -211,7 +211,7 @@ def layers_of(
     given: GivenInputs, layers: Layers, on_layer: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
     """Yield the index of each self-attention layer of a model, with the layer or, if it cannot be captured,
-    the error. Tell ``on_layer`` how many layers are done, and of how many (0 if not known yet).
+    the error. Call ``on_layer`` with the numbers of finished and of all layers; 0 if these are not yet known.
     """
     if layers is None or isinstance(layers, str | slice):
         every = (given.model.layers or 0) if isinstance(given.model, LoadedModel) else 0

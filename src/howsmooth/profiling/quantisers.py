@@ -40,7 +40,7 @@ def checked_bits(bits: object) -> tuple[int, ...]:
 
 
 def group_of(quantiser: str, dim: int) -> str:
-    """Return the quantiser's name, or "token" if its groups have all ``dim`` channels of a token."""
+    """Return the quantiser's name, or "token" if a group would hold all ``dim`` channels of a token."""
     return "token" if _SIZES.get(quantiser, 0) >= dim else quantiser
 
 
@@ -69,8 +69,8 @@ Place = tuple[int, int, str]
 
 
 def simulated_kl(whole: RecordedModel, bits: Mapping[Place, int], quantiser: str) -> float:
-    """Return the mean KL divergence of a model's predictions if keys or values are quantised, with ``bits``
-    for each place. A layer's keys and values are computed from the quantised layers before it.
+    """Return the mean KL divergence of a model's predictions if some keys or values are quantised; ``bits``
+    says which, and to how many bits. Quantised layers also change the keys and values of later layers.
     """
     renew_threads()
 

@@ -324,7 +324,7 @@ def _class_name(module: nn.Module, label: int | None) -> str:
 
 
 def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row with the largest radius, its attack replaced by the smallest attack of all rows."""
+    """Return the row with the largest radius, but with the smallest attack found in all rows."""
     found = [row["attack"] for row in rows if row["attack"] is not None]
     return max(rows, key=lambda row: float(row["radius"])) | {"attack": min(found, default=None)}
 
@@ -336,7 +336,7 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 
 
 def _kept(file: Path | None, key: str) -> dict[tuple[int | None, int], dict[str, Any]]:
-    """Read the rows that earlier calls wrote to a file, by position and order."""
+    """Read the rows with the given key from a file, by position and order of the expansion."""
     rows = {}
     lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
     for line in lines:

@@ -225,7 +225,7 @@ class ResultWithInfluence(InputResult):
 def as_last_step(
     on_step: Callable[[float, int], None] | None, steps: int
 ) -> Callable[[float, int], None] | None:
-    """Return a callback that reports the progress of an influence as one step after ``steps`` others."""
+    """Return a progress callback that counts an influence as one further step after ``steps`` others."""
     if on_step is None:
         return None
     return lambda done, total: on_step(steps + done / total, steps + 1)
@@ -329,7 +329,7 @@ def influence(
 def influence_at(
     site: Any, words: Sequence[str] | None, place: str, output: str = "", **options: Any
 ) -> Influence:
-    """Measure how far tokens move outputs in a part of a model; add the tokens' texts if all are known."""
+    """Measure how far tokens move outputs in a part of a model. Add the tokens' texts if all are known."""
     found = influence(site, **options)
     known = tuple(words or ()) if len(words or ()) == found.value.shape[1] else ()
     return replace(found, words=known, place=place, output=output)

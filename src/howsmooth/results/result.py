@@ -108,7 +108,7 @@ class Result:
         return self.TITLE
 
     def _in_latex(self) -> tuple[pd.DataFrame, str]:
-        """Return the table that ``to_latex`` writes, and the sentence of its caption without a full stop."""
+        """Return the table that ``to_latex`` writes, and its caption without the final full stop."""
         return self.table, self.title
 
     def _tables(self) -> dict[str, pd.DataFrame]:

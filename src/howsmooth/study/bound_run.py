@@ -231,7 +231,7 @@ def search_ball(
 
 
 def _given(one: Target, f: SelfAttention, n: int, radius: float) -> Iterator[tuple[str, Tensor]]:
-    """Yield the given tokens if they lie in the ball up to rounding, then those of known constructions."""
+    """Yield the given tokens if they lie in the ball up to rounding, then tokens of known constructions."""
     x = one.x.double()
     excess = x.norm(dim=-1, keepdim=True) / radius
     x = torch.where((excess > 1) & (excess < 1 + _ROUNDING_OF_MODEL), x / excess, x)

@@ -60,9 +60,9 @@ def draw_all(
     *,
     overviews: bool = False,
 ) -> list[Picture]:
-    """Draw the constants of each layer or head as a figure, and an overview for each model, text and scope.
-    With ``overviews``, draw only one figure for each model: of its first text, in the scope ``attention`` if
-    that was measured. ``kinds`` maps the name of an input to its kind.
+    """Draw a figure for each layer or head, and an overview for each model, text and scope. With
+    ``overviews``, draw only one figure for each model: of its first text, in the scope ``attention`` if that
+    was measured. ``kinds`` maps the name of an input to its kind.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

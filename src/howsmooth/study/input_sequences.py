@@ -277,7 +277,7 @@ def arrange(
 
 
 def draw_distinct(samples: int, count: int, generator: random.Random) -> list[int]:
-    """Draw ``samples`` distinct integers below ``count`` at random; more ``samples`` only append others."""
+    """Draw ``samples`` distinct integers below ``count`` at random. Longer draws begin with the same ones."""
     # The first steps of a Fisher-Yates shuffle that stores only the moved entries. Python guarantees only for
     # `Random.random` that a seed gives the same numbers in all versions, which continued studies need.
     moved: dict[int, int] = {}
@@ -348,7 +348,7 @@ def _choose(
 def _lay_out(
     start: int, room: int, windows: Sequence[tuple[int, int]], longest: int, generator: random.Random
 ) -> dict[tuple[int, int], int]:
-    """Lay windows of tokens out in one gap: in a few groups, with random numbers of tokens between them."""
+    """Place windows of tokens in one gap of a text: in a few groups, at random distances from each other."""
     spare = room - sum(n for n, _ in windows)
     runs = min(len(windows), spare // (_ROOM * longest))
     # Split `spare` into runs + 1 parts, uniformly among all ways; the last part lies after the last run.

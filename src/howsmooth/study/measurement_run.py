@@ -1,5 +1,5 @@
-"""Run a plan of measurements: constants first, then values of the published code if asked for, then bounds.
-Or only count what a run would measure, and predict the memory that it would need.
+"""Carry out a plan of measurements: first constants, then values of the published code if asked for, then
+bounds. A dry run only counts what is left to measure, and predicts the memory that this needs.
 """
 
 from __future__ import annotations
@@ -89,12 +89,13 @@ def run(
 
 
 def _most_bytes(plan: Plan) -> float:
-    """Return an upper limit of the bytes that the first model's weights need in memory. It follows from the
-    size of its files, where a number has at least two bytes; infinity without files.
+    """Return an upper limit, from the size of its files, for the bytes of memory that the first model's
+    weights need. Without files, return infinity.
     """
     first = plan.models[0]
     folder = builtin_folder(first.name) if first.name in BUILTIN_MODELS else Path(first.name).expanduser()
     size = 0 if first.random_init else sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    # A file stores each number in at least two bytes.
     return size * getattr(torch, plan.dtype).itemsize / 2 or math.inf
 
 

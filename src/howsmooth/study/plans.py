@@ -113,7 +113,7 @@ def _one_word(value: Any, info: Any) -> str | None:
 
 
 def _whole_size(value: Any) -> Any:
-    """Quote a size of which pydantic's ByteSize would read only a part, so that it is refused."""
+    """Return a size such as "2 GiB" unchanged. Quote any other string, so that pydantic refuses it."""
     return value if not isinstance(value, str) or re.fullmatch(r"\s*[\d.]+\s*\w*\s*", value) else shown(value)
 
 

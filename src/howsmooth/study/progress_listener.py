@@ -20,7 +20,7 @@ class Listener:
         """Receive the finished and the total amount of work and, if known, the seconds that are ``left``."""
 
     def counter(self, noun: str) -> Callable[[float, int], None]:
-        """Return a function of the numbers of finished and of all steps, which reports them as ``noun``."""
+        """Return a function (done, total) that reports progress, such as "layer 3 of 12" for noun "layer"."""
         return lambda done, total: self.advance(done, float(total), f"{noun} {math.ceil(done)} of {total}")
 
 

@@ -275,8 +275,8 @@ CORRECTED, PUBLISHED = "corrected", "as published"
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the variants of a constant to measure, by name. Each has some deviations (``items``) of the
-    published code from the definition: none (the corrected constant), a single one, or all.
+    """Return the variants of a constant to measure. A variant includes some deviations of the published code
+    from the definition: none (the corrected constant), a single one of ``items``, or all.
     """
     single = {f"only {item}": (item,) for item in items} if len(items) > 1 else {}
     return {CORRECTED: (), **single, PUBLISHED: tuple(items)}

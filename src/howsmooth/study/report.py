@@ -229,7 +229,7 @@ def scatter_data(
     measurements: pd.DataFrame, exponents: pd.DataFrame, published: pd.DataFrame, compared: pd.DataFrame
 ) -> dict[str, Any] | None:
     """Return the points and fits of the page's plot of constants against length or radius; None without
-    points. ``groups`` has an entry for each fit, and ``total`` counts the points before thinning.
+    points. The entry ``groups`` describes each fit, and ``total`` is the number of points before thinning.
     """
     ours = {"quantity": _MEASURED, "items": ""}
     theirs = {"scope": "attention", "head": None}

@@ -90,7 +90,7 @@ class Runner:
                     told.advance(task, 0 if found is None else self._write(task, found), ended=found is None)
 
     def finish(self, began: float | None = None) -> Outcome:
-        """Record that the run reached its end, and return its outcome. ``began`` is the time of its start."""
+        """Record the end of the run that started at time ``began``, and return the outcome of the run."""
         # A run that wrote nothing has no number, and leaves no trace in the store.
         if self._number is not None:
             self._store.finish_run(self._number)

@@ -128,9 +128,7 @@ class Store:
                 )
 
     def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Create the store if it does not exist. Record the settings of a kind of work, if there are none
-        yet.
-        """
+        """Create the store if needed. Record the settings of a kind of work if it has none yet."""
         if self._late:
             self._connection.close()
             self._connection, self._lock = connected(self.path.parent, _STATEMENTS, write=True)
@@ -183,7 +181,7 @@ class Store:
                 self._held = False
 
     def _make_good(self, rows: Sequence[Row]) -> None:
-        """Delete the recorded failures of the given rows, also those recorded for a whole text or model."""
+        """Delete recorded failures to compute the given rows, also failures of their whole text or model."""
         # Almost always there are no failures, and this is called for every step.
         if self._query("SELECT 1 FROM failures LIMIT 1").fetchone() is None:
             return

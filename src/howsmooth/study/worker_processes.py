@@ -31,8 +31,8 @@ def available_cores() -> int:
 
 
 def prepared_processes(constants: int, device: str, how: Execution) -> int:
-    """Return with how many processes so many constants are measured fastest; 1 means this process alone. If
-    there are several, start to import what they need in the background.
+    """Return the number of processes that measure ``constants`` constants fastest; 1 means this process
+    alone. If there are several, start to import what they need in the background.
 
     Processes with a thread each do not wait for each other, whatever else the machine does. Who sets a number
     of threads means this process.

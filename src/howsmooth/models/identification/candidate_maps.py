@@ -1,4 +1,4 @@
-"""Candidates for the map that a traced attention layer computes. They are found by tensors, not by names.
+"""Candidates for the map of a traced attention layer. They are found from recorded values, not names.
 
 There are three hypotheses, from the most to the least explicit: a map whose every parameter is known; the
 softmaxes in closed form inside the model's own code; the whole module, differentiated by PyTorch. Each fits
@@ -152,8 +152,8 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, masking: Masking) -> S
 def _staged(
     trace: LayerTrace, part: CopiedModule, output: AttentionOutput, *, causal: bool
 ) -> StagedAttention:
-    """Return a map that runs the copied module, with a SoftmaxCore in place of each softmax. The Jacobian of
-    a SoftmaxCore has a closed form.
+    """Return a map that runs the copied attention module. Each softmax in it is replaced by a SoftmaxCore,
+    which has a Jacobian in closed form.
     """
     cores, dtype = [], trace.x.dtype
     for softmax in trace.softmaxes:
@@ -204,7 +204,7 @@ def _sinks(softmax: SoftmaxCall, dtype: torch.dtype) -> Tensor | None:
 
 
 def _matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
-    """Return the linear module that is given the heads: the output projection itself or a part of it."""
+    """Return the linear module that multiplies the heads: the output projection, or a module inside it."""
     heads, parts = heads_of(trace), set(projection.module.modules())
     for call in trace.after:
         if heads is not None and call.module in parts and is_linear(call.module) and is_given(call, heads):

@@ -105,8 +105,8 @@ class VerifiedCrossLayer:
     stored: torch.dtype
 
     def map(self, side: str) -> tuple[ReplayedAttention, Tensor]:
-        """Return the layer as a map of ``side``, and the tokens (n, d) that this side was given. The sides
-        are "queries", "memory" (the sequence that gives the keys and values) and "joint".
+        """Return the layer as a map of one side, and the tokens (n, d) of this side. The side is "queries",
+        "memory" (the sequence that gives the keys and values) or "joint" (both).
         """
         part = _OneArgument(self.copied, side)
         return ReplayedAttention(part, d_out=self.d_out, heads=self.heads, causal=False), part.x
@@ -163,13 +163,13 @@ def read_cross_layer(traced_layer: TracedLayer) -> VerifiedCrossLayer:
 
 
 def _memory_of(call: ModuleReplay) -> Tensor:
-    """Return the memory that a module call was given, in the shape (n, d_memory)."""
+    """Return the tokens (n, d_memory) from which a recorded module call computes its keys and values."""
     assert call.memory is not None
     return call.memory.reshape(-1, call.memory.shape[-1])
 
 
 def _find(traced_layer: TracedLayer) -> SelfAttentionModule:
-    """Find the module of a traced layer that takes the query tokens and the memory as two arguments."""
+    """Find the module of a traced layer that takes the query tokens and the key tokens as two arguments."""
     layer, reasons = traced_layer.layer, list[str]()
     roles: dict[int, dict[str, SelfAttentionModule]] = {}
     for tried in tried_arguments(traced_layer, reasons):
@@ -192,8 +192,8 @@ def _find(traced_layer: TracedLayer) -> SelfAttentionModule:
 
 
 def _with_memory(found: SelfAttentionModule, memory: Tensor) -> SelfAttentionModule:
-    """Return a cross-attention module whose call can be repeated with another memory too. Raise CaptureError
-    if the tokens or the memory determine which keys a query sees.
+    """Return a cross-attention module whose recorded call can also be repeated with other tokens for keys and
+    values. Raise CaptureError if the values of the tokens decide which keys a query sees.
     """
     replay, before = ModuleReplay(found.call, found.replay.x, 1, memory), found.softmaxes
     check_finite_outputs(found.layer, replay.x, before)
@@ -204,7 +204,7 @@ def _with_memory(found: SelfAttentionModule, memory: Tensor) -> SelfAttentionMod
 
 
 def _masking(trace: LayerTrace) -> str:
-    """Describe in words which tokens of the memory the masks of a cross-attention layer hide."""
+    """Describe in words which keys the masks of a cross-attention layer hide."""
     found = []
     for softmax in trace.softmaxes:
         visible, _ = split_mask(trace.layer, softmax.mask)

@@ -56,7 +56,7 @@ class VerifiedLayer:
 
     @cached_property
     def _by_head(self) -> Candidate:
-        """A less explicit map, which can be split into heads even if a norm acts on all heads together."""
+        """A map that can be split into heads even if one norm acts on all heads together."""
         return next(self.others, self.found)
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
@@ -179,7 +179,7 @@ def _verified(
 
 
 def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
-    """Return True if every token in ``x`` may be an output of ``norm``, which was found from one sequence."""
+    """Return True if there is a norm, and each token in ``x`` may be an output of it, up to rounding."""
     if norm is None:
         return False
     # transformers' norms compute in float32 for every dtype of the model, so that entries may be off by that.

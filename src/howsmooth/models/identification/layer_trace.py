@@ -33,7 +33,7 @@ _SAME = 1e-2
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """A completed call of a module, with its input and output, each (1, n, d), if they are needed."""
+    """A completed call of a module. Its input and output, each (1, n, d), are kept if they are needed."""
 
     name: str
     module: nn.Module
@@ -77,8 +77,8 @@ def whole_layer(traced_layer: TracedLayer) -> ModuleReplay:
 
 
 def recorded_trace(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> LayerTrace | None:
-    """Make the trace of the layer around a self-attention module from the record of the model's forward pass.
-    Return None if there is no record, or if it does not fit the module's own run.
+    """Build the trace of the layer around a self-attention module from what was recorded in the model's
+    forward pass. Return None if nothing usable was recorded.
     """
     if not traced_layer.events or not all(event.unchanged() for event in traced_layer.events):
         return None
@@ -167,7 +167,7 @@ class _Tracer:
         return self.trace
 
     def _call(self, call: Call, heads: Tensor | None) -> ModuleCall:
-        """Return the record of a module call, with those tokens that the identification may need."""
+        """Describe a module call, and keep only the tokens that the identification may need."""
         module, output, tokens = call.module, call.output, call.inputs
         first = _first(output)
         given = sum(v is not None for v in (*call.args, *call.kwargs.values()))

@@ -66,14 +66,14 @@ class NonSoftmaxTracer:
         return watched(numbered, self._starts, self._ends)
 
     def on_layer(self, layer: AttentionLayer) -> None:
-        """Note that softmax attention has run inside all modules that are running."""
+        """Note for each running module that softmax attention has run inside it."""
         self._attention += 1
         for running in self._running:
             running.has_softmax = True
             running.is_attention_layer |= running.call.name == layer.root_name
 
     def find(self, batch: int) -> Iterator[NonSoftmaxLayer]:
-        """Run each collected layer by itself, and yield those that mix tokens. Skip those that raise."""
+        """Run each collected layer alone, and yield those that mix tokens. Skip layers that raise errors."""
         for call, after in self._candidates:
             x = call.inputs
             try:

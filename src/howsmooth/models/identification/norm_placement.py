@@ -63,7 +63,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class _Factors:
-    """The factors α of the residual and λ of the branch in their sum, (d,) or (). None stands for 1."""
+    """The factors α and λ, (d,) or (), of a residual connection α∘X + λ∘f(X). None stands for 1."""
 
     base: Tensor | None = None
     branch: Tensor | None = None
@@ -92,7 +92,7 @@ _PLAIN = _Factors()
 
 @dataclass(frozen=True, eq=False)
 class _Target:
-    """A tensor of a traced layer that may be the sum of a residual and a branch."""
+    """A tensor of a traced layer that may be the result X + f(X) of a residual connection."""
 
     value: Tensor
     reading: ValueLocation
@@ -102,7 +102,7 @@ class _Target:
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """A tensor of a traced layer that is the weighted sum of a residual and a branch."""
+    """A tensor of a traced layer that is the result α∘X + λ∘f(X) of a residual connection."""
 
     target: _Target
     total: _Factors
@@ -153,7 +153,7 @@ def adds_up_with_a_residual(trace: LayerTrace, output: ModuleCall) -> bool:
 def _arranged(
     trace: LayerTrace, attention: TokenMap, found: _Sum, later: list[ModuleCall], before: _Before
 ) -> Block:
-    """Return the attention half of a layer as a map, given the tensor that sums residual and attention."""
+    """Return the attention half of a layer as a map, given where the layer adds attention and residual."""
     target, total, n2, pre = found.target, found.total, found.branch_norm, before.norm
     branch = attention if n2 is None else Compose(_known_norm(n2), attention)
     following = target.call if target.call is not None and is_norm(target.call.module) else None
@@ -246,8 +246,8 @@ def _residual_sums(trace: LayerTrace, output: ModuleCall) -> Iterator[_Sum]:
 def _sums(
     trace: LayerTrace, later: list[ModuleCall], branch: Tensor, bases: list[Tensor], *, scaled: bool
 ) -> Iterator[_Sum]:
-    """Yield the tensors of a layer that are the sum of a residual (one of ``bases``) and the branch. The
-    branch may have passed a norm. Weighted sums come last.
+    """Yield the tensors of a layer that equal a residual (one of ``bases``) plus the attention output
+    ``branch``, or plus a norm of it. Weighted sums come last.
     """
     targets = list(_targets(trace, later, branch))
     branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None)]
@@ -284,7 +284,7 @@ def _targets(trace: LayerTrace, later: list[ModuleCall], branch: Tensor) -> Iter
 
 
 def _is_sum(target: _Target, base: Tensor, branch: Tensor, total: _Factors = _PLAIN) -> bool:
-    """Return True if a tensor equals residual + branch up to rounding, but not the residual alone."""
+    """Return True if a tensor equals residual + branch, but differs from the residual, up to rounding."""
     terms = [base if total.base is None else total.base * base]
     if target.less is not None:
         terms.append(target.less)
@@ -347,7 +347,7 @@ def _two_numbers(root: nn.Module, target: _Target, base: Tensor, branch: Tensor)
 
 
 def _like(tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Reshape tokens as ``x`` is shaped, since a model may flatten them. Return None if they do not fit."""
+    """Reshape tokens, which a model may flatten, to the shape of ``x``. Return None if that is impossible."""
     if tokens is None or tokens.shape == x.shape:
         return tokens
     fits = tokens.ndim > 0 and tokens.shape[-1] == x.shape[-1] and tokens.numel() == x.numel()

@@ -99,7 +99,7 @@ def _what_lies_between(trace: LayerTrace, call: ModuleCall, *, outside: bool) ->
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Return True if a module repeats its recorded output when its input is reshaped to (1, n, d)."""
+    """Return True if a module acts on each token alone: it repeats its output for input shaped (1, n, d)."""
     if call.inputs is None or call.output is None:
         return False
     again, own = (t.flatten() for t in (first_tensor(call.module(call.inputs)), call.output))

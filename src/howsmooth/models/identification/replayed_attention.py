@@ -1,4 +1,4 @@
-"""An attention module of a model as a map of tokens. Given functions may replace its softmaxes.
+"""An attention module of a model as a map of tokens. Its softmaxes can be replaced by other functions.
 
 The module is copied with the arguments that the model gave it for one sequence, so that later training does
 not change the copy, and a conversion of the copy does not change the model.
@@ -43,7 +43,7 @@ class Tail:
     width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return a copy of this description whose projection has another dtype or device."""
+        """Return a copy of this description with the projection in another dtype or on another device."""
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 

@@ -49,8 +49,8 @@ class _Stateful(CaptureError):  # noqa: N818 - says what was found
 
 @dataclass(frozen=True, eq=False)
 class SelfAttentionModule:
-    """A module around the softmaxes of a layer, with a recorded call of it. The call can be repeated with
-    other tokens in place of one argument.
+    """A module that contains the softmaxes of a layer, and a recorded call of this module. The call can be
+    repeated with other tokens in place of one argument.
     """
 
     layer: AttentionLayer
@@ -104,7 +104,8 @@ def find_self_attention(traced_layer: TracedLayer) -> SelfAttentionModule:
 
 def tried_arguments(traced_layer: TracedLayer, reasons: list[str]) -> Iterator[SelfAttentionModule]:
     """Run each module around a layer's softmaxes, the innermost first, with one argument changed at a time.
-    Yield which operands of the softmaxes change. Add to ``reasons`` why an argument cannot be tried.
+    Yield each module with the operands of the softmaxes that changed. Add to ``reasons`` why an argument
+    cannot be tried.
     """
     layer = traced_layer.layer
     for call in reversed(traced_layer.calls):
@@ -147,8 +148,8 @@ def attention_run(call: ModuleReplay, x: Tensor, implementation: str | None) -> 
 
 
 def _repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, Any, list[SoftmaxCall]]:
-    """Repeat a module call with its own tokens. Return ``implementation`` (None if the module does not use
-    the attention interface of transformers), the output, and the softmaxes that ran.
+    """Repeat a module call with its own tokens. Return three things: ``implementation``, or None if the
+    module does not use the attention interface of transformers; the output; and the softmaxes that ran.
     """
     returned, seen = attention_run(call, call.x, implementation)
     if any(softmax.kind == "interface" for softmax in seen):

@@ -68,7 +68,7 @@ def own_values(call: ModuleReplay, output: AttentionOutput, x: Tensor) -> OwnVal
 
 
 def _attention_of(call: ModuleReplay, output: AttentionOutput, returned: Tensor) -> Tensor | None:
-    """Return the attention output, or None if ``returned``, the module's output, contains more than it."""
+    """Compute the attention output from the module's output ``returned``. Return None if impossible."""
     if output.outside:
         width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
         return first_tensor(output.call.module(call.rows(returned).reshape(call.batch, -1, width)))
@@ -108,7 +108,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
 
 
 def _compare_attention(layer: AttentionLayer, found: Candidate, own: OwnValues, tol: float) -> None:
-    """Raise CaptureError unless the map, whose heads were checked, has the model's attention output too."""
+    """Raise CaptureError unless map and model have the same attention output. Their heads agree already."""
     f, heads, attention = found.map, own.inner, own.attention
     if not isinstance(f, SelfAttention) or f.output is None:
         check_same_output(layer, "its attention", f(own.x), attention, tol)
@@ -190,8 +190,9 @@ def verify_block(
 def _half_layer(
     attention: ModuleReplay, output: nn.Module, block: Block, at: ValueLocation, run: Callable[[], object]
 ) -> dict[str, Tensor]:
-    """Run a layer, and return copies of up to three tensors: the input H of its attention half (``hidden``),
-    the tensor ``at`` the end of this half (``value``), and the branch to subtract from it (``less``).
+    """Run a layer, and return copies of tensors by name: the input H of its attention half (``hidden``), the
+    tensor that contains the output of this half (``value``), and what to subtract from it, if anything
+    (``less``).
     """
     pre, seen = block.pre_norm, dict[str, Tensor]()
     began = reached = False  # whether the attention has begun, and whether its output is there

@@ -1,4 +1,4 @@
-"""Checks of the inputs of a model, which are then returned as named arguments on the model's device."""
+"""Functions that check the inputs of a model, and return them as named arguments on its device."""
 
 from __future__ import annotations
 

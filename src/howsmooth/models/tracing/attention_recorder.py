@@ -81,7 +81,7 @@ class Event(NamedTuple):
     versions: list[int]  # PyTorch's version counters of the tensors
 
     def unchanged(self) -> bool:
-        """Return True if no tensor was changed in place since, as PyTorch's version counters tell."""
+        """Return True if no tensor was changed in place after the event, by PyTorch's version counters."""
         return self.versions == list(map(_version, self.tensors))
 
 

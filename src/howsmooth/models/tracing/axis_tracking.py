@@ -39,9 +39,7 @@ Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the smallest known factors of an axis length, without factors equal to 1. A factor that has been
-    split is replaced by its parts.
-    """
+    """Return the factors of an axis length that have not been split further. Factors equal to 1 are omitted."""
     found: list[Factor] = []
     for factor in axis:
         if factor.parts is not None:
@@ -58,13 +56,13 @@ def length(axis: Axis) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor with its axes. It may have length 1 along an axis that is longer, and is then broadcast."""
+    """A tensor, and the axes to which it is broadcast: along each axis it has the full length or length 1."""
 
     tensor: Tensor
     axes: Axes
 
     def factors(self) -> list[Factor]:
-        """Return the factors along which the tensor varies."""
+        """Return the factors of the axes along which the tensor has a length greater than 1."""
         sizes = zip(self.axes, self.tensor.shape, strict=True)
         return [factor for axis, size in sizes if size > 1 for factor in leaves(axis)]
 
@@ -119,7 +117,7 @@ def regroup(axes: Axes, shape: Sequence[int]) -> Axes:
 
 def broadcast(axes: Axes, other: Tensor) -> tuple[Axes, Operand]:
     """Broadcast a tensor of given axes with the tensor ``other``. Return the axes of the result, and
-    ``other`` with its axes among them.
+    ``other`` as an Operand on these axes.
     """
     rank = max(len(axes), other.ndim)
     mine = ((),) * (rank - len(axes)) + axes

@@ -49,7 +49,7 @@ def _labelled(left: Tensor, right: Tensor, terms: tuple[Labels, Labels, Labels],
 
 
 def contraction_of(func: Any, args: Any, kwargs: Any) -> Contraction | None:
-    """Describe the product of two tensors that a torch function computes. Return None if it computes none."""
+    """Describe the product of two tensors that a torch function computes, or return None if there is none."""
     if func is torch.einsum:
         operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
         return _einsum(args[0], *operands) if isinstance(args[0], str) and len(operands) == 2 else None
@@ -97,7 +97,7 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
 
 
 def product_scores(c: Contraction) -> ScoreRecord | None:
-    """Describe a product of two tensors as attention scores. Return None for others, as in linear layers."""
+    """Describe a product as attention scores. Return None for others, such as that of a linear layer."""
     left, right = c.left.tensor, c.right.tensor
     if any(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in (left, right)):
         return None  # the product with a parameter or a view of one is a linear layer

@@ -58,7 +58,7 @@ class ModuleReplay:
         return args, kwargs
 
     def with_memory(self, memory: Tensor) -> ModuleReplay:
-        """Return the same module call with another memory (n, d_memory), for one sequence."""
+        """Return the same call, for one sequence, with other tokens (n, d_memory) for the keys and values."""
         other, own = copy.copy(self), self.memory
         other.memory = memory if own is None else memory.reshape(own.shape)
         if own is not None:

@@ -26,7 +26,7 @@ Known = ScoreRecord | Opaque
 
 
 class Applied:
-    """A call of a torch function. Some of its arguments may have records as attention scores.
+    """A call of a torch function. Some of its arguments may hold attention scores.
 
     ``args`` begins with the tensors of the call, also if they were passed by name.
     """
@@ -56,12 +56,12 @@ class Applied:
 
     @property
     def other(self) -> Any:
-        """For a function of two tensors, the argument that is not the first one with a record."""
+        """For a function of two tensors, the operand beside the attention scores."""
         return self.args[1] if self.leads else self.args[0]
 
     def record(self, known: Known, result: Any) -> tuple[Any, Known | None]:
-        """Return the tensor that the call computed or changed, and its new record. ``known`` is the first
-        record among the arguments.
+        """Return the tensor that the call computed or overwrote, and a record of how it follows from queries
+        and keys. ``known`` is the record of the first argument that has one.
         """
         self.result = result
         changed = self.args[0] if result is None else result
@@ -192,7 +192,7 @@ def _chosen(known: ScoreRecord, call: Applied) -> Known | None:
 
 
 def _overwritten(known: ScoreRecord, pairs: Tensor, value: Any) -> Known:
-    """Return the record after the entries where ``pairs`` is True were set to ``value``."""
+    """Return a record of the scores after the entries where ``pairs`` is True were set to ``value``."""
     if known.probabilities:
         # The probabilities of hidden keys are zero already; if they are not, the check of all rows fails.
         return replace(known, approximate=True)
@@ -202,7 +202,7 @@ def _overwritten(known: ScoreRecord, pairs: Tensor, value: Any) -> Known:
 
 
 def _unknown(known: Known, call: Applied) -> Known | None:
-    """Return the record after a function that has no rule. Raise Unreadable if it changed scores in place."""
+    """Return what is known after a function without a rule. Raise Unreadable if it overwrote scores."""
     if call.result is not None and call.result is not call.args[0]:
         return None
     if isinstance(known, Opaque):
@@ -231,7 +231,7 @@ def _refused(known: ScoreRecord, call: Applied, what: str = "") -> Known:
 
 
 def _mixed(known: Known, call: Applied) -> Known | None:
-    """Return an Opaque record after a function that mixes or changes scores, and None after a second one."""
+    """Describe scores that a function, such as a sort, has mixed. Return None if they were mixed before."""
     if isinstance(known, Opaque):
         return None if known.mixed else replace(known, mixed=True)
     return Opaque(str(known.unreadable(f"go through {call.name}")), known.probabilities, mixed=True)

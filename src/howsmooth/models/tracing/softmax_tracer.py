@@ -99,7 +99,7 @@ class SoftmaxTracer(TorchFunctionMode):
         return result
 
     def known(self, tensor: Any) -> Known | None:
-        """Return the record of a tensor. Return None if it holds neither attention scores nor weights."""
+        """Return the record of a tensor of attention scores or weights. Return None for any other tensor."""
         return self._known.get(tensor) if isinstance(tensor, Tensor) else None
 
     def _note(self, tensor: Any, known: Known | None) -> None:
@@ -107,9 +107,10 @@ class SoftmaxTracer(TorchFunctionMode):
             self._known[tensor] = known
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a torch function that calls further torch functions, so that this tracer sees each of them. To
-        this end its ``has_torch_function`` returns False.
+        """Run a torch function that calls other torch functions, so that this tracer sees each of these
+        calls.
         """
+        # If ``has_torch_function`` were True, it would hand the whole call to this tracer again.
         seen = {**func.__globals__, "has_torch_function": lambda _: False}
         body = python_types.FunctionType(
             func.__code__, seen, func.__name__, func.__defaults__, func.__closure__
@@ -242,7 +243,7 @@ class SoftmaxTracer(TorchFunctionMode):
 
 
 def _sums_over_keys(known: Known, summed: Axis, value: Tensor) -> bool:
-    """Return True if a product with attention weights sums over their keys, as far as the keys are known."""
+    """Return True if a product with attention weights may be a sum over the keys."""
     if isinstance(known, Opaque):
         return not isinstance(value, nn.Parameter)  # values are computed from tokens
     # Queries and keys each have an axis of their own; what both have counts sequences, windows and heads.

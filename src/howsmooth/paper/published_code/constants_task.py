@@ -1,5 +1,5 @@
-"""Define the task of measuring constants with differences (items) between the published code and the
-definition: with none (the correct constant), with each single one, and with all.
+"""Define the task of measuring a constant with differences between the published code and the definition:
+with no difference (the correct constant), with each one alone, and with all.
 """
 
 from __future__ import annotations

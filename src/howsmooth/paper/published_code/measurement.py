@@ -81,9 +81,11 @@ def power_iteration(
 
 @dataclass(frozen=True, eq=False)
 class PublishedLayer:
-    """One layer of a model, as the published code measures it. ``block`` is the whole block of a post-norm
-    layer, ``rates`` has the dropout rates of attention weights and outputs, and ``training_x`` the tokens
-    (batch, n, d) that the layer receives in training mode. Each is None if there is none.
+    """One layer of a model, with what is needed to measure it as the published code does.
+
+    ``block`` is the whole block of a post-norm layer, ``rates`` are the dropout rates of attention weights
+    and outputs, and ``training_x`` are the tokens (batch, n, d) that the layer receives in training mode.
+    Each is None if there is none.
     """
 
     attention: Site
@@ -157,8 +159,8 @@ def _training_tokens(
 def items_that_apply(
     layer: PublishedLayer, asked: Iterable[str] | None = None, *, untrained: bool = False
 ) -> tuple[str, ...]:
-    """Return the published code's differences (items) that apply to a layer, in the order of ``ITEMS``: those
-    asked for, or all.
+    """Return the differences between the published code and the definition (items) that apply to a layer:
+    all, or those in ``asked``. Their order is that of ``ITEMS``.
 
     A model that was built from its configuration, ``untrained``, is in training mode by default, so that the
     item ``dropout`` applies if the model has dropout; to trained models it applies if ``asked`` names it.

@@ -38,7 +38,7 @@ _TASKS_EACH = 6
 
 
 class _Item(NamedTuple):
-    """One constant to measure: of a layer or head at one sequence, which has place ``slot`` in its batch."""
+    """One constant to measure, of a layer or head at one sequence. ``slot`` is its index in the batch."""
 
     task: ConstantsTask
     site: Any
@@ -53,7 +53,7 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ConstantsTask(SequenceTask):
-    """The task of measuring constants at sequences of one length, joined with tasks of longer sequences."""
+    """The task of measuring constants at sequences of one length or, if tasks were joined, of several."""
 
     longer: tuple[ConstantsTask, ...] = ()
 
@@ -84,9 +84,8 @@ class ConstantsTask(SequenceTask):
         return replace(super().packed(), longer=tuple(part.packed() for part in self.longer))
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Measure the missing constants, and yield their rows, layer by layer. If one call for all sequences
-        of a layer fails, try fewer. Errors of layers that cannot be captured come last: they may end the
-        study.
+        """Measure the missing constants, and yield their rows, layer by layer. If measuring a layer at all
+        sequences at once fails, measure fewer at once. Layers that cannot be captured come last, as failures.
         """
         failures: list[Failed] = []
         groups: dict[tuple[int | None, ...], list[_Item]] = {}

@@ -27,7 +27,7 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
-        """Make rows that record an error at the given places, such as (model, text); None means all."""
+        """Make a row that records an error for each place, such as (model, text), where None means all."""
         told: dict[str, Any] = {
             "kind": type(error).__name__,
             "error": encodable(" ".join(str(error).split())) or "no reason given",
