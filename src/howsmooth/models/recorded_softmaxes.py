@@ -213,8 +213,8 @@ class RecordedModel:
 
     def _ends(self, call: Call) -> None:
         """Note whether the called module is an embedding table of token ids or the output projection. If
-        nested modules are given the heads, the innermost is the projection if it is linear and all return the
-        same.
+        nested modules take the heads as input, the innermost is the projection if it is linear and all return
+        the same.
         """
         given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)]
         if len(given) != 1:

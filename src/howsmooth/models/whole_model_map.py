@@ -226,8 +226,8 @@ class ModelParts:
         return replace(self.blocks[0], side="input")
 
     def _takes_tokens(self, block: Place) -> bool:
-        """Return True if a block is given embedded tokens. Only a whole model that counts as one block may be
-        given token ids instead.
+        """Return True if a block takes embedded tokens as input. Only a whole model that counts as one block
+        may take token ids instead.
         """
         return bool(block.module) or any(
             isinstance(t, Tensor) and t.is_floating_point() for t in self.given[0].named.values()
@@ -394,7 +394,7 @@ class ModelParts:
 
 
 def _equal(ids: object, given: Tensor | None) -> bool:
-    """Return True if an embedding table was given the model's token ids, in any shape."""
+    """Return True if the input of an embedding table was the model's token ids, in any shape."""
     if not isinstance(ids, Tensor) or given is None or ids.numel() != given.numel():
         return False
     return bool((ids.flatten() == given.flatten()).all())

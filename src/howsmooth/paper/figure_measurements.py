@@ -110,8 +110,8 @@ class Bench(Request):
         return self.means.models
 
     def kept(self, units: Iterable[Unit]) -> pd.DataFrame:
-        """Compute the units whose rows the store lacks. Return the rows of all units as one table, whose
-        first columns are the entries of the units' keys.
+        """Compute the units of work whose rows the store lacks. Return the rows of all units as one table,
+        whose first columns are the entries of the units' keys.
         """
         units = list(units)
         known = self.store.keys(FigureRow, ("unit",))

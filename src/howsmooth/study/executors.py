@@ -36,7 +36,7 @@ def opened_executor(how: Execution) -> AbstractContextManager[Executor | None]:
 
 
 def are_worth_it(processes: int, constants: int, model: float) -> bool:
-    """Return True if so many processes measure the constants faster and fit into half of the free memory."""
+    """Return True if several processes are faster than one, and fit into half of the free memory."""
     fit = processes * (model + _PROCESS) <= SHARE * free_memory(torch.device("cpu"))
     return processes > 1 and constants >= WORTH and fit
 

@@ -316,7 +316,7 @@ def _scaled_sum(trace: LayerTrace, target: _Target, base: Tensor, branch: Tensor
 
 
 def _two_numbers(root: nn.Module, target: _Target, base: Tensor, branch: Tensor) -> _Factors | None:
-    """Return numbers α and λ, not both 1, such that a tensor equals α·residual + λ·branch, or None."""
+    """Return two numbers α and λ, not both 1, with α·residual + λ·branch equal to a tensor, else None."""
     terms = torch.stack([base.double().flatten(), branch.double().flatten()], dim=1)
     wanted = target.value.double().flatten()
     if terms.shape[0] < 8:  # too few entries to confirm a fit of two numbers

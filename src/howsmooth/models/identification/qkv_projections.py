@@ -47,7 +47,7 @@ class Projections(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """The outputs of all linear modules that are given the tokens X, side by side, with their parameters."""
+    """The outputs of all linear modules with input X, side by side, and the parameters of these modules."""
 
     values: Float[Tensor, "n columns"]
     weights: Float[Tensor, "columns d"]

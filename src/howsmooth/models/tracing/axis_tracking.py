@@ -39,7 +39,7 @@ Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the factors of an axis length that have not been split further. Factors equal to 1 are omitted."""
+    """Return the factors of an axis length that have not been split further, without factors equal to 1."""
     found: list[Factor] = []
     for factor in axis:
         if factor.parts is not None:
