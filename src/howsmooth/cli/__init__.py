@@ -58,7 +58,7 @@ app = typer.Typer(
 
 
 def _told(flag: str, help: str, words: str) -> Any:
-    """Return an option that prints ``words`` and exits. In them, VERSION stands for howsmooth's version."""
+    """Return an option that prints ``words``, in which VERSION stands for howsmooth's version, and exits."""
 
     def tell(wanted: bool) -> None:
         if wanted:

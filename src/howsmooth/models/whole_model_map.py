@@ -273,7 +273,7 @@ class ModelParts:
 
     def _end(self, output: str) -> Place:
         """Return the point of the forward pass at which a map to this output ends: where a module returns the
-        hidden states, or the logits, from which a margin is computed.
+        hidden states or, for logits and margins, the logits.
         """
         end: Any = self.model
         if output == "hidden" and isinstance(end, PreTrainedModel) and not self._returns_hidden:
@@ -490,8 +490,8 @@ class _Run:
 
 
 def _refuse_state(found: ModelMap, written: list[str]) -> None:
-    """Raise CaptureError if a model writes into tensors that it stores and reads them again. A later run then
-    spoils the derivative of an earlier one.
+    """Raise CaptureError if a model overwrites tensors that it stores, and reads them later. Each run then
+    spoils the derivative of the run before it.
     """
     if not written:
         return

@@ -156,7 +156,7 @@ def sizes_of(spec: ModelSpec) -> dict[str, int]:
 
 
 def task_of(key: Mapping[str, Any]) -> str:
-    """Return the name of the task to which a unit of work belongs. All heads and scopes of a layer share one."""
+    """Return the name of the task that includes a unit of work. All heads and scopes of a layer share one."""
     return json.dumps({name: key[name] for name in sorted(key) if name not in ("head", "scope")})
 
 

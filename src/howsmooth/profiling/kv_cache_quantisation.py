@@ -202,7 +202,7 @@ class Precision(InputResult):
 
     @property
     def citation(self) -> str:
-        """One line to cite, with divergences if all keys and values are quantised, and rank correlations."""
+        """One line to cite, with the divergences for all keys and values quantised, and rank correlations."""
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
             f"Quantised keys and values at the softmax of {self.model} at {self.input} (n = {self.n}):"

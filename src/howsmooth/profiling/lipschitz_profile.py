@@ -199,7 +199,9 @@ class Profile(ResultWithInfluence):
         return body
 
     def _sides(self, layer: int, head: int | None) -> Markup:
-        """Return all tokens as HTML twice: shaded by where a change matters, and by where it shows."""
+        """Return the tokens as HTML twice: shaded by how much a change of each matters, and by how each
+        changes.
+        """
         rows = self._tokens_of(layer, head)
         words = [visible_token(word) for word in self.words] or [f" {i} " for i in rows["position"]]
         sides = []
