@@ -391,9 +391,7 @@ class StagedAttention(TokenMap):
         return tuple(found)
 
     def _value_dim(self, scope: str) -> int:
-        """Return the dimension of the values of the layer's softmax. Raise ArgumentError if the layer has
-        several softmaxes, or if its softmax acts on windows.
-        """
+        """Return the dimension of the values of the only softmax; refuse several softmaxes, and windows."""
         first, *others = self.core_shapes()
         kind, got = "a layer of several softmaxes", f"{len(self.cores)} softmaxes"
         if not others:
@@ -434,9 +432,7 @@ class _UpToCore:
 
 
 def _grouped(name: str, given: Tensor, whole: tuple[int, ...], kv_heads: int) -> Tensor:
-    """Reshape a mask or bias as ScoreFeatures needs it, with the axis of heads split into (kv_heads, group).
-    It must broadcast to ``whole``, the shape (*lead, heads, m, n) of the scores.
-    """
+    """Split the heads of a mask or bias that broadcasts to ``whole``, the shape (*lead, heads, m, n)."""
     t = given
     while t.ndim > len(whole) and t.shape[0] == 1:
         t = t[0]

@@ -114,7 +114,6 @@ class Visibility:
             t.masked_fill_(~self.mask[rows, keys], 0.0)
 
     def _positions(self, rows: slice) -> slice:
-        """Convert a range of queries to the range of keys at the same positions."""
         return slice(rows.start + self.offset, rows.stop + self.offset)
 
 

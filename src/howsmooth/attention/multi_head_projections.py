@@ -83,17 +83,14 @@ class HeadsAttention(TokenMap):
         return f"{type(self).__name__}({self.describe()}, {sizes})"
 
     def _project(self, X: Float[Tensor, "*batch n d"]) -> tuple[InHeads, Keys, Values]:
-        """Return the queries, keys and values of tokens X, biases included."""
         queries = in_heads(X, self.query, self.query_bias)
         keys = in_heads(X, self.key, self.key_bias)
         return queries, keys, in_heads(X, self.value, self.value_bias)
 
     def _grouped(self, q: Tensor) -> Tensor:
-        """Reshape queries (..., heads, n, key_dim) to (..., kv_heads, group, n, key_dim)."""
         return q.reshape(*q.shape[:-3], self.kv_heads, self.heads // self.kv_heads, *q.shape[-2:])
 
     def _projected(self, heads: Outputs) -> Float[Tensor, "*batch m d_out"]:
-        """Concatenate the head outputs, and multiply them by the output projection if there is one."""
         rows = heads.flatten(-4, -3).movedim(-3, -2).flatten(-2)
         if self.output is None:
             return rows
@@ -110,5 +107,4 @@ def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _optional(name: str, given: Tensor | None, shape: tuple[int | str, ...], like: Tensor) -> Tensor | None:
-    """Return None if the value is None, and otherwise the checked parameter from :func:`as_parameter`."""
     return None if given is None else as_parameter(name, given, shape, like=like)

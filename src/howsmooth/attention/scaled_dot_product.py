@@ -221,7 +221,6 @@ def attend(
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor | None, *, causal: bool
 ) -> Float[Tensor, "lead group m value_dim"]:
-    """Compute the result of :func:`attend` by PyTorch's flash attention kernel for the CPU."""
     # The kernel wants keys and values of one dimension: zeros change neither scores nor the kept outputs.
     width, value_dim = max(k.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = (pad(t, (0, width - t.shape[-1])) for t in (q, k, v))

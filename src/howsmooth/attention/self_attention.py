@@ -238,7 +238,6 @@ class SelfAttention(HeadsAttention):
         return self._placed(in_heads(X, self.query, self.query_bias), in_heads(X, self.key, self.key_bias))
 
     def _placed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the norm layers and the rotary positions of the attention, if any, to queries and keys."""
         q, k = _normed(q, self.query_norm), _normed(k, self.key_norm)
         return (q, k) if self.rotary is None else (self.rotary.rotate(q), self.rotary.rotate(k))
 
@@ -297,7 +296,6 @@ class SelfAttention(HeadsAttention):
 
 
 def _normed(t: InHeads, norm: LayerNorm | RMSNorm | None) -> InHeads:
-    """Apply a norm layer to queries or keys, either to each head or to the concatenated heads."""
     if norm is None:
         return t
     if norm.d == t.shape[-1]:
@@ -307,7 +305,6 @@ def _normed(t: InHeads, norm: LayerNorm | RMSNorm | None) -> InHeads:
 
 
 def _check_mask(mask: object, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """Return the mask after checking that it is boolean and square and that every query sees a key."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
         got = (
             f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__

@@ -157,10 +157,7 @@ def attention(
 
 
 def _autocast(first: object, *others: object) -> tuple[object, ...]:
-    """Convert the arguments to the dtype of ``torch.autocast``, if it is enabled on the device of ``first``.
-
-    As in PyTorch, float64 tensors and tensors of booleans or integers are left as they are.
-    """
+    """Convert floating-point arguments, but float64, to the dtype of ``torch.autocast`` if it is enabled."""
     every = (first, *others)
     if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
         return every
@@ -172,7 +169,6 @@ def _autocast(first: object, *others: object) -> tuple[object, ...]:
 
 
 def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool = False) -> Tensor:
-    """Return ``t`` after checking that it is a tensor of the dtype of ``like`` (or bool, if ``boolean``)."""
     if not isinstance(t, Tensor):
         raise ArgumentError(name, expected="a torch.Tensor", got=type(t).__name__)
     if like is None and t.dtype not in _DTYPES:
@@ -186,7 +182,6 @@ def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool =
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """Check that queries, keys and values fit together, and return the broadcast shape of leading axes."""
     if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
         expected = (
             f"keys of the {q.shape[-1]} entries of the queries" if q.shape[-1] else "entries in queries"

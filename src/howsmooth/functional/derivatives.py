@@ -105,7 +105,6 @@ def _map(
         return _map(scores, kernels, inputs, found, sought)
 
     def chosen(flags: Flags) -> tuple[Names, Names]:
-        """Return the names that ``flags`` marks: first those in ``scores.names``, then those in ``more``."""
         return _chosen(names[:first], flags[:first]), _chosen(more, flags[len(names) - len(more) :])
 
     # There are no kernels for tangents and cotangents of a mask or bias.

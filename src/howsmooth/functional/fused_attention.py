@@ -171,7 +171,6 @@ class KernelRows:
         return found
 
     def _cotangents(self, name: str, operands: tuple[Tensor, ...], which: Sequence[str]) -> dict[str, Tensor]:
-        """Compute the cotangents that ``which`` names, by the kernels whose names begin with ``name``."""
         found = {
             of: torch.empty(self.x[of].shape, dtype=torch.float32, device=self.x[of].device) for of in "qkv"
         }
@@ -195,7 +194,6 @@ class KernelRows:
         return out, mu
 
     def _filled(self, d: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tangents ``d``, with zeros for the tensors that have none."""
         names = (name for name in ("q", "k", "v", "sinks") if name in self.x)
         return {name: d[name] if name in d else torch.zeros_like(self.x[name]) for name in names}
 

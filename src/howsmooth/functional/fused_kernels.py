@@ -43,10 +43,7 @@ def _jit(function: Callable[..., object]) -> Any:
 
 @_jit
 def _load(p, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Load a tile of LENGTH rows of a matrix, starting at row ``start``, padded with zeros.
-
-    Rows from ``end`` on and columns from ENTRIES on are zero.
-    """
+    """Load LENGTH rows from ``start`` on; rows from ``end`` on and columns from ENTRIES on are zero."""
     i = (start + tl.arange(0, LENGTH))[:, None]
     j = tl.arange(0, WIDTH)[None, :]
     inside = i < end
@@ -57,7 +54,6 @@ def _load(p, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.
 
 @_jit
 def _store(p, tile, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Write a tile to LENGTH rows of a matrix, starting at row ``start``."""
     i = (start + tl.arange(0, LENGTH))[:, None]
     j = tl.arange(0, WIDTH)[None, :]
     tl.store(p + i.to(tl.int64) * ENTRIES + j, tile, mask=(i < end) & (j < ENTRIES))
@@ -147,10 +143,7 @@ def _keys_of(
     start, m, n, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return the range of keys that at least one row of a block of query rows sees.
-
-    The range begins at a multiple of KEYS.
-    """
+    """Return the keys that some row of a block of query rows sees, from a multiple of KEYS on."""
     low, high = 0, n
     last = min(start + ROWS, m)
     if CAUSAL:
@@ -166,10 +159,7 @@ def _rows_of(
     start, m, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return the range of query rows that see at least one key of a block of keys.
-
-    The range begins at a multiple of ROWS.
-    """
+    """Return the query rows that see some key of a block of keys, from a multiple of ROWS on."""
     low, high = 0, m
     if CAUSAL:
         low = start // ROWS * ROWS

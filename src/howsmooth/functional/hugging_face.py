@@ -104,7 +104,6 @@ def _hide_unselected(mask: Tensor | None, chosen: Tensor) -> Tensor:
 
 
 def _check_supported(rest: dict[str, Any]) -> None:
-    """Raise ArgumentError if a layer asks for an option that howsmooth's attention does not support."""
     if rest.get("output_attentions"):
         raise ArgumentError(
             "output_attentions",

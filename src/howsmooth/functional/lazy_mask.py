@@ -177,10 +177,7 @@ def _rule(function: Any, local_size: int | None) -> tuple[bool, int | None] | No
 
 
 class _Position:
-    """The expression a q + b k + c in the positions q of a query and k of a key.
-
-    The result of a comparison is a :class:`_Bounds`.
-    """
+    """The expression a q + b k + c in the positions q of a query and k of a key; comparisons give _Bounds."""
 
     def __init__(self, *terms: int) -> None:
         self.terms = terms
@@ -232,5 +229,4 @@ class _Bounds:
         return _Bounds(*self.terms, *other.terms)
 
     def to(self, _: object) -> _Bounds:
-        """Return the conditions unchanged, because they lie on no device."""
         return self

@@ -123,7 +123,6 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def _ordered(s: Tensor, visible: Visibility, block: ScoreBlock) -> Tensor:
-    """Set the scores of a block to −∞ where causal order or a window hides the key, if possible in place."""
     first = block.keys.start
     if visible.triangle:
         # In causal order all rows of the block see the keys before its first row.

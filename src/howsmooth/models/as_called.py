@@ -68,10 +68,7 @@ class _Forgetting(DynamicCache):  # type: ignore[misc]
 
 
 def _compared(given: ModelCall, wanted: Sequence[int] | None, training: bool) -> ModelCall:
-    """Check that measuring a model does not change its outputs, and return the inputs to measure it with.
-
-    A model that raises an error as it is called has nothing to be compared with.
-    """
+    """Check that measuring a model does not change its outputs; return the inputs to measure it with."""
     model = given.model
     known, modules = isinstance(model, PreTrainedModel), list(model.modules())
     named, padding, trained = given.named, padding_of(given), any(m.training for m in modules)
@@ -150,7 +147,6 @@ def _compared(given: ModelCall, wanted: Sequence[int] | None, training: bool) ->
 
 
 def _difference(called: Any, measured: Any, real: Tensor | None = None) -> float:
-    """Return the largest relative difference of two model outputs without padding. It may be infinite."""
     errors, wanted = [0.0], _tensors(measured)
     for name, t in _tensors(called).items():
         pair = [t, wanted.get(name, t)]
@@ -165,7 +161,6 @@ def _difference(called: Any, measured: Any, real: Tensor | None = None) -> float
 
 
 def _tensors(output: Any) -> dict[str, Tensor]:
-    """Return the floating-point outputs of a model by name. Of a tuple, return only the first tensor."""
     if isinstance(output, tuple | list):
         output = next((t for t in output if isinstance(t, Tensor)), None)
     found = {"": output} if isinstance(output, Tensor) else output

@@ -138,7 +138,6 @@ def _captured(
     output: str,
     last_token: bool,
 ) -> list[Site]:
-    """Capture the layers of a PyTorch module. The arguments are those of :func:`capture`."""
     if side not in (None, *SIDES) or (side is not None and scope not in (CROSS_SCOPE, "model")):
         got = repr(side) if scope in (CROSS_SCOPE, "model") else f"{side!r} with scope {scope!r}"
         expected = f"one of {', '.join(SIDES)}, with scope {CROSS_SCOPE!r}, or 'model' of an encoder-decoder"
@@ -164,7 +163,6 @@ def _captured(
 
 
 def _cross_sites(given: ModelCall, wanted: _Indices, side: str) -> Iterator[CrossSite]:
-    """Yield the selected cross-attention layers, captured for each sequence of a batch in turn."""
     if padding_of(given) is not None and given.named.get("decoder_input_ids") is given.named.get(
         "input_ids", given
     ):
@@ -204,9 +202,6 @@ def _part(
     last_token: bool,
     side: str | None,
 ) -> Site:
-    """Capture a range of Transformer blocks or a whole model as a map. The arguments are those of
-    :func:`capture`.
-    """
     if heads is not None:
         got = f"{heads!r} with scope {scope!r}"
         raise ArgumentError("heads", expected="None unless scope is 'head'", got=got)
@@ -242,7 +237,6 @@ def model_parts(
 
 
 def _ends(layers: object, count: int) -> tuple[int, int]:
-    """Return the first and the last layer of a selection such as ``(2, 5)``, as indices counted from 0."""
     if layers in (None, "all"):
         return 0, count - 1
     pair = (layers, layers) if isinstance(layers, int) else layers
@@ -282,10 +276,6 @@ def module_of(model: object) -> nn.Module:
 
 
 def _captured_without_padding(padding: Padding, wanted: _Indices, scope: str, heads: _Indices) -> list[Site]:
-    """Capture the layers for each sequence of a padded batch separately, without its padding.
-
-    It raises CaptureError if the tokens of a layer then differ from the tokens in the padded batch.
-    """
     _, traced_layer = trace_forward_pass(padding.whole, _traced(wanted))
     sites: list[Site] = []
     for sequence in range(padding.whole.batch):
@@ -329,10 +319,6 @@ def self_attention_layers(
 
 
 def _verified(given: ModelCall, wanted: _Indices) -> Iterator[VerifiedLayer]:
-    """Verify the map of each selected layer, and yield it. Raise the error of the first layer that fails.
-
-    All sequences of the batch have the same length.
-    """
     for _, layer in _layers(given, wanted):
         if isinstance(layer, CaptureError):
             raise layer
@@ -340,11 +326,7 @@ def _verified(given: ModelCall, wanted: _Indices) -> Iterator[VerifiedLayer]:
 
 
 def _layers(given: ModelCall, wanted: _Indices) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Verify the map of each selected layer. Yield the index of the layer, and the verified layer or the
-    error that says why it cannot be captured.
-
-    If ``wanted`` is None, layers of cross-attention are left out.
-    """
+    """Yield each selected layer, verified or with its error; without ``wanted``, none of cross-attention."""
     seen, kept = given.record or trace_forward_pass(given, _traced(wanted))
     if not seen:
         raise CaptureError(_nothing_seen(given))
@@ -392,10 +374,7 @@ def _nothing_seen(given: ModelCall) -> str:
 
 
 def _traced(wanted: _Indices) -> Sequence[int] | None:
-    """Return the indices of the layers to trace in the forward pass, or None for all layers.
-
-    For a slice it returns None: the number of layers is not known before the run.
-    """
+    """Return the layers to trace, None for all: before the run, a slice cannot be resolved."""
     return None if isinstance(wanted, slice) else wanted
 
 

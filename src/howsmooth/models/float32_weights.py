@@ -94,9 +94,7 @@ def fingerprint(
 
 
 def _settings(model: nn.Module) -> Iterator[str]:
-    """Yield texts that describe what the weights of a model do not determine: the classes of its modules, and
-    attributes such as numbers, words, functions or transformers configurations.
-    """
+    """Yield what weights do not determine: classes, and attributes such as numbers or configurations."""
     configurations = set[int]()
     for path, module in model.named_modules():
         yield f"{path} {type(module).__module__}.{type(module).__qualname__}"

@@ -171,7 +171,6 @@ def _inspected(given: ModelCall, on_layer: Callable[[int, int], None]) -> Inspec
 
 
 def _site(traced_layer: TracedLayer, refused: list[Refusal]) -> InspectedSite:
-    """Capture one layer in every scope, and return its description. Append the failures to ``refused``."""
     layer = traced_layer.layer
     plain = InspectedSite(layer.index, layer.name, type(layer.module).__name__, heads=layer.heads)
     try:
@@ -196,7 +195,6 @@ def _site(traced_layer: TracedLayer, refused: list[Refusal]) -> InspectedSite:
 
 
 def _cross_site(traced_layer: TracedLayer, plain: InspectedSite, refused: list[Refusal]) -> InspectedSite:
-    """Capture a cross-attention layer, and return its description. Append a failure to ``refused``."""
     plain, layer = replace(plain, kind=_CROSS), traced_layer.layer
     try:
         if traced_layer.model.batch > 1:  # it is read for one sequence
@@ -259,10 +257,7 @@ def _positions(attention: object) -> str:
 
 
 def _unreached(model: nn.Module, paths: list[str]) -> tuple[str, ...]:
-    """Return the submodels in which no layer that mixes tokens was seen, each with its kind of input.
-
-    The result is empty if no such layer was seen in any submodel.
-    """
+    """Return the submodels without a layer that mixes tokens; none if no submodel has one."""
     parts = named_parts(model)
     seen = {part for part in parts if any(path.startswith(f"{part}.") for path in paths)}
     return tuple(f"{part} ({takes})" for part, takes in parts.items() if part not in seen) if seen else ()
@@ -286,7 +281,6 @@ def _plain(message: str, layer: AttentionLayer) -> str:
 
 
 def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
-    """Group the refused layers by their reason, so that each reason is given once."""
     said: dict[str, str] = {}
     scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
     for one in refused:

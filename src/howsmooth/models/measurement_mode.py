@@ -99,10 +99,7 @@ def set_permanently(model: nn.Module, attention: str | None = None) -> None:
 
 @contextlib.contextmanager
 def _changed(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Return a context manager that sets attributes of objects and restores them at the end.
-
-    Each change is an object, the name of the attribute and its value.
-    """
+    """Return a context manager that sets attributes (object, name, value), and restores them at its end."""
     before = [(target, name, getattr(target, name)) for target, name, _ in changes]
     try:
         for target, name, value in changes:

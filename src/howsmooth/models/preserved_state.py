@@ -36,8 +36,6 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
 
 
 class _Buffers:
-    """Copies of the buffers of a model, with the modules that hold them."""
-
     def __init__(self, model: nn.Module) -> None:
         self._tables = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
         self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
@@ -47,7 +45,6 @@ class _Buffers:
                     self._copies[id(buffer)] = (buffer, buffer.detach().clone(), buffer._version)
 
     def restore(self) -> None:
-        """Restore the buffers that have been written to or replaced since they were copied."""
         for buffer, copy, version in self._copies.values():
             # PyTorch counts in-place changes, but not those of batch norm; ``.data`` keeps this copy itself
             # from being counted.

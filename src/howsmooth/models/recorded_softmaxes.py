@@ -212,10 +212,7 @@ class RecordedModel:
         return output
 
     def _ends(self, call: Call) -> None:
-        """Note whether the called module is an embedding table of token ids or the output projection. If
-        nested modules take the heads as input, the innermost is the projection if it is linear and all return
-        the same.
-        """
+        """Note embedding tables of ids, and of nested modules given the heads the innermost, the projection."""
         given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)]
         if len(given) != 1:
             return
@@ -253,8 +250,6 @@ class RecordedModel:
     # ---- other keys and values
 
     def _changed(self, change: Change) -> Float[Tensor, "rows classes"]:
-        """Return the model's logits with the keys and values that ``change`` returns."""
-
         def attend(layer: AttentionLayer, softmax: SoftmaxCall) -> Tensor | None:
             if softmax.key is None:
                 return None
@@ -266,10 +261,7 @@ class RecordedModel:
         return logits
 
     def _rows(self, output: Any) -> Float[Tensor, "rows classes"] | None:
-        """Return the logits in a model's output, one row for each prediction, or None if there are none.
-
-        They are named so, or an output without names has a number for each token of the vocabulary.
-        """
+        """Return the logits, one row a prediction; unnamed ones have one for each token of a vocabulary."""
         named = getattr(output, "logits", None)
         logits = named if isinstance(named, Tensor) else first_tensor(output)
         if logits.ndim < 2 or logits.shape[-1] < 2:
@@ -279,7 +271,6 @@ class RecordedModel:
 
 
 def _computed(softmax: SoftmaxCall) -> Tensor | None:
-    """Compute a softmax attention from its operands. Return None if the queries or keys are not known."""
     if softmax.obstacle or softmax.query is None or softmax.key is None:
         return None
     return plain_attention(softmax)
@@ -296,7 +287,6 @@ def _different(operands: list[Tensor]) -> int:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors have rows of one length, with bitwise equal entries in the same order."""
     if a.dtype != b.dtype or a.shape[-1:] != b.shape[-1:] or a.numel() != b.numel():
         return False
     return torch.equal(a.flatten(), b.flatten())

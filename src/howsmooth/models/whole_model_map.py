@@ -204,12 +204,7 @@ class ModelParts:
         return isinstance(self.model, PreTrainedModel)
 
     def _embeddings(self) -> Place:
-        """Return the point of the forward pass where the embedded tokens are.
-
-        They are the argument that is given as embedded tokens, or the output of the table for token ids, or
-        else (images, audio) the input of the first block. In an encoder-decoder they are the output of the
-        table of one side.
-        """
+        """Return where the embedded tokens are: an argument, a table's output, or before the first block."""
         if self.side is not None:
             return self._embeddings_of_side()
         named = self.given[0].named
@@ -226,15 +221,12 @@ class ModelParts:
         return replace(self.blocks[0], side="input")
 
     def _takes_tokens(self, block: Place) -> bool:
-        """Return True if a block takes embedded tokens as input. Only a whole model that counts as one block
-        may take token ids instead.
-        """
+        """Return True if a block takes embedded tokens: a whole model as one block may take ids instead."""
         return bool(block.module) or any(
             isinstance(t, Tensor) and t.is_floating_point() for t in self.given[0].named.values()
         )
 
     def _input(self, block: Place) -> Place:
-        """Return the point of the forward pass before a block. Raise CaptureError if there are no tokens."""
         if self._takes_tokens(block):
             return replace(block, side="input")
         raise CaptureError(
@@ -243,7 +235,6 @@ class ModelParts:
         )
 
     def _embeddings_of_side(self) -> Place:
-        """Return the point of the forward pass where the tokens of the encoder or decoder are embedded."""
         given, model = self.given[0].named, self.model
         parts = [
             part for name in ("get_encoder", "get_decoder") if callable(part := getattr(model, name, None))
@@ -261,20 +252,14 @@ class ModelParts:
         return Place(self._path(module), "output", call)
 
     def _fixed_encoder(self) -> Place | None:
-        """Return the point of the forward pass where the encoder's output is held fixed, or None if it is
-        not.
-
-        It is held fixed if the map is a function of the decoder's tokens and the encoder ran exactly once.
-        """
+        """Return the encoder's output if the map is one of the decoder's tokens, and the encoder ran once."""
         if self.side != "queries" or not callable(part := getattr(self.model, "get_encoder", None)):
             return None
         encoder = part()
         return Place(self._path(encoder), "output") if self._calls.get(encoder) == 0 else None
 
     def _end(self, output: str) -> Place:
-        """Return the point of the forward pass at which a map to this output ends: where a module returns the
-        hidden states or, for logits and margins, the logits.
-        """
+        """Return where a map to this output ends: where a module returns the hidden states, or the logits."""
         end: Any = self.model
         if output == "hidden" and isinstance(end, PreTrainedModel) and not self._returns_hidden:
             base: Any = end.base_model
@@ -299,12 +284,7 @@ class ModelParts:
         last: int | None,
         words: str,
     ) -> Site:
-        """Return a part of the model, between two points of its forward pass, as a verified map with its
-        tokens.
-
-        The part has the layers from ``first`` to ``last``. The blocks before them return what they returned
-        in the forward pass. If ``first`` is None, the part begins at the embeddings, and all blocks run.
-        """
+        """Return a verified part; blocks before ``first`` are held fixed, None begins at the embeddings."""
         end_layer = len(self.layers) if last is None else last + 1
         own = None if first is None or start in self.blocks else self.blocks[first]
         before = [place for place in dict.fromkeys(self.blocks[: first or 0]) if place != own]
@@ -344,9 +324,7 @@ class ModelParts:
         )
 
     def _check_cut(self, run: _Run, output: Output) -> None:
-        """Raise CaptureError if the output also depends on inputs of the model that bypass the first point of
-        the part, such as through a residual connection.
-        """
+        """Raise _PassedBy if the output also depends on inputs that bypass the first point of the part."""
         try:
             embeddings = self._embeddings()
         except CaptureError:
@@ -374,7 +352,6 @@ class ModelParts:
             )
 
     def _map(self, passage: Passage, runs: list[_Run], x: Tensor, depth: int) -> tuple[ModelMap, str | None]:
-        """Return the verified map of a part of the model, and the name of its attention implementation."""
         dtype, device = computing_dtype(self.model), device_of(self.model)
         refused: list[str] = []
         for attention in _attentions(self.model, x.shape[1]):
@@ -394,14 +371,12 @@ class ModelParts:
 
 
 def _equal(ids: object, given: Tensor | None) -> bool:
-    """Return True if the input of an embedding table was the model's token ids, in any shape."""
     if not isinstance(ids, Tensor) or given is None or ids.numel() != given.numel():
         return False
     return bool((ids.flatten() == given.flatten()).all())
 
 
 def _in_words(output: Output) -> str:
-    """Describe an output of a model in words. If the model does not name the output, give its shape."""
     if output.kind == "margin":
         return "margin, the largest logit minus the second"
     if output.unnamed:
@@ -416,14 +391,6 @@ def _of_tokens(last: bool) -> str:
 
 
 def _sequences_of(given: ModelCall) -> list[ModelCall]:
-    """Split a batch of model inputs into the inputs of its sequences.
-
-    Raises
-    ------
-    ArgumentError
-        If a sequence is padded.
-
-    """
     if padding_of(given) is not None:
         raise ArgumentError(
             "inputs",
@@ -435,12 +402,7 @@ def _sequences_of(given: ModelCall) -> list[ModelCall]:
 
 
 def _attentions(model: nn.Module, n: int) -> list[str | None]:
-    """Return the attention implementations, such as "sdpa", to try in a copy of the model, in order. None
-    stands for that of the original model.
-
-    PyTorch differentiates its own attention in memory proportional to n². The implementation of howsmooth
-    takes memory proportional to n, and more time at small n.
-    """
+    """Return the implementations to try, None for the model's own; PyTorch's need memory of order n²."""
     if not isinstance(model, PreTrainedModel):
         return [None]
     own: list[str | None] = [None] if implementation(model) in ("sdpa", "eager") else ["sdpa"]
@@ -469,9 +431,7 @@ class _Run:
         self.tokens = rows(first_tensor(found[0]))
 
     def moved(self, x: Tensor) -> Any:
-        """Run the model with tokens ``x`` (n, d) at the first point of a part, and return the tensor at its
-        last point.
-        """
+        """Return the tensor at the last point if the first one has the tokens ``x`` (n, d)."""
         with replaced(self.given.model, self.start, x):
             return self._ended()
 
@@ -490,9 +450,7 @@ class _Run:
 
 
 def _refuse_state(found: ModelMap, written: list[str]) -> None:
-    """Raise CaptureError if a model overwrites tensors that it stores, and reads them later. Each run then
-    spoils the derivative of the run before it.
-    """
+    """Refuse a model that reads tensors it overwrites: each run spoils the derivative of the one before."""
     if not written:
         return
     try:
@@ -507,11 +465,7 @@ def _refuse_state(found: ModelMap, written: list[str]) -> None:
 
 
 def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
-    """Raise CaptureError unless a map agrees with the model, on the tokens of each sequence and on others.
-
-    Rounding errors of each of the ``depth`` layers grow on their way to the output. How much is seen from
-    what the output does if the tokens move by one machine epsilon.
-    """
+    """Compare a map with the model; errors of ``depth`` layers grow as a move of x by one epsilon does."""
     # A margin may be close to zero, so that its logits are compared.
     output = (
         replace(found.own.passage.output, kind="logits")

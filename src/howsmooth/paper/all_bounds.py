@@ -103,7 +103,6 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
-    """Draw a row of dots for each bound, its ratios to measured constants; sort rows by kind and median."""
     drawn = rows[(rows["holds"] | (rows["name"] == AS_CODED)) & np.isfinite(rows["log_ratio"])]
     drawn = drawn.assign(decades=drawn["log_ratio"] / math.log(10)).set_index(["kind", "name"])
     middle = drawn.groupby(level=["kind", "name"])["decades"].median().sort_values(kind="stable")

@@ -167,7 +167,6 @@ def count_left(request: Request, folder: str | os.PathLike[str]) -> int:
 
 
 def _done(request: Request, folder: Path) -> int:
-    """Count the tasks of a request whose results are already in the store in a folder."""
     from howsmooth.study.store_file import store_there
 
     if not store_there(folder):

@@ -143,7 +143,6 @@ def growths(models: Sequence[ModelWithTexts]) -> list[list[LengthGrowth]]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the published code's values, each with its ratio to the correct constant."""
     place = ["layer", "text", "n", "sample"]
     right = rows[rows["quantity"] == CORRECTED].set_index(place)["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(place)[["lipschitz"]]

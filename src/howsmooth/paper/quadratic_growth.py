@@ -76,7 +76,6 @@ def _of_layer(model: ModelWithTexts, layer: int, n: int) -> Iterator[Unit]:
 
 
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
-    """Yield a row for each radius R: the constant of a head, and logarithms of upper bounds on the ball."""
     n, parameters = int(key["n"] or 0), parameters_of(f)
     head = parameters.one_head("quadratic growth")
     norm, tokens = head.A_norm, balanced_direction(head)

@@ -102,7 +102,6 @@ def make(
 
 
 def _write_page(made: Reproduction, options: FigureOptions, folder: Path, command: str) -> None:
-    """Write the page with the figures of this call and of earlier calls in this folder."""
     sections = []
     for figure in figure_definition.FIGURES:
         path = folder / figure.name / _SECTION

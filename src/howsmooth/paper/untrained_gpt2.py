@@ -92,7 +92,6 @@ def _picture(layers: Sequence[list[LengthGrowth]], folder: Path) -> plotting.Pic
 
 
 def _panels(layer: Sequence[LengthGrowth]) -> tuple[Panel, Panel]:
-    """Return two panels of one layer against n: its constants and its token norms. Each text has a colour."""
     constants, norms, above, below = list[Curve](), list[Curve](), [f"layer {layer[0].layer}"], list[str]()
     for each, (colour, mark) in zip(layer, cycle(plotting.LOOKS), strict=False):
         rows, theirs, text = each.rows, each.published, literal(readable(each.text, 24))

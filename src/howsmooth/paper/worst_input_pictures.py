@@ -133,7 +133,6 @@ def _panel(rows: pd.DataFrame) -> Panel:
 
 
 def _result_sentences(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on each ball of one layer, on the published code, and on unconverged values."""
     said = [_ball_words(ball) for ball in _balls(rows)]
     papers = rows.pivot_table(index="R", columns="n", values="paper")
     moves = ((papers / papers.max() - 1).abs() > _SATURATED).any(axis=1)

@@ -89,7 +89,6 @@ def measure(bench: Bench) -> pd.DataFrame:
 
 
 def _layers(model: ModelWithTexts, lengths: list[int]) -> Iterator[_Layer]:
-    """Yield the layers of a model, captured at one sequence of the first text for each length."""
     subject = model.subjects[0]
     captured = {n: model.sites(subject, n, samples=1) for n in model.plan.lengths}
     inner = getattr(model.study.models.load_for(subject), "model", None)
@@ -127,10 +126,7 @@ def _units(one: _Layer, radius: float, n: int) -> Iterator[Unit]:
 def _at_papers_tokens(
     f: SelfAttention | None, head: SelfAttention, radius: float, n: int, seed: int
 ) -> Iterator[Values]:
-    """Yield the constants of all heads at the paper's two clusters, and two upper bounds for one head.
-
-    Without ``f``, the layer whose scores the paper treats, there is howsmooth's bound only.
-    """
+    """Yield constants and bounds at the paper's two clusters; without ``f``, howsmooth's bound only."""
     uppers = {"upper": best(head, length=n, radius=radius)}
     if f is not None:
         biased = f.query_bias is not None

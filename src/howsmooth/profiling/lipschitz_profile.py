@@ -199,9 +199,6 @@ class Profile(ResultWithInfluence):
         return body
 
     def _sides(self, layer: int, head: int | None) -> Markup:
-        """Return the tokens as HTML twice: shaded by how much a change of each matters, and by how each
-        changes.
-        """
         rows = self._tokens_of(layer, head)
         words = [visible_token(word) for word in self.words] or [f" {i} " for i in rows["position"]]
         sides = []

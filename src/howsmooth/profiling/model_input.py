@@ -168,7 +168,6 @@ class InputResult(Result):
 
     @property
     def _made_by(self) -> str:
-        """The end of a citation: dtypes, versions of the libraries, and hashes of weights and table."""
         versions = made_by("torch", "transformers")
         return f"{self.precision}; {versions}; weights {self.fingerprint[:12]}, digest {self.digest}."
 
@@ -334,7 +333,6 @@ def _ids(inputs: object) -> Tensor:
 
 
 def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
-    """Check a span; return the index of its first token, and the index after its last token."""
     expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
     remedy = f"Give 0:{min(length, most)}, for example."
     if span is None:

@@ -135,7 +135,6 @@ def _tell(listener: Listener, done: int, total: float, words: str, share: float)
 
 
 def _with_worst(rows: pd.DataFrame, worst: Worst) -> pd.DataFrame:
-    """Add the largest constant found by a search to the lower bounds in a table of bounds on a ball."""
     upper = (rows.index != LOCAL) & (rows["side"] == "upper").to_numpy()
     place = int(upper.argmax()) if upper.any() else len(rows)
     source = f"howsmooth.adversarial, {worst.by}, {worst.estimate.confidence:.4g} confidence"

@@ -87,7 +87,6 @@ def _ignore_interrupts() -> None:
 
 
 def _present(client: Client) -> int:
-    """Return how many workers a Dask cluster has now; 1 if its scheduler does not answer."""
     try:
         return len(client.nthreads())
     except (OSError, RuntimeError):

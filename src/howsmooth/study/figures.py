@@ -106,8 +106,6 @@ def _figures(measurements: pd.DataFrame, kinds: Mapping[str, str], *, overviews:
 
 
 class _Part(NamedTuple):
-    """The rows of a table that belong to one layer or one head, and the exponent fitted to them."""
-
     layer: int
     head: int | None
     rows: pd.DataFrame
@@ -197,7 +195,6 @@ def _draw_overview(parts: Sequence[_Part], kind: str, title: str) -> Figure:
 
 
 def _guides(fit: Exponent, label: str) -> list[Curve]:
-    """Return the line of a fitted power law, and lines of slope 1/4 and 1/2 through its middle."""
     if fit.note:
         return []
     ends = np.array([fit.n_min, fit.n_max], dtype=float)
@@ -212,7 +209,6 @@ def _guides(fit: Exponent, label: str) -> list[Curve]:
 def _points(
     group: pd.DataFrame, across: str, colour: str, norm: Normalize, size: float = 13.0
 ) -> list[Curve]:
-    """Return the constants as dots, coloured by a column; unconverged ones are hollow, with intervals."""
     positive = group[group["lipschitz"] > 0]
     curves = []
     for converged in (True, False):

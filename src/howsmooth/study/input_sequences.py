@@ -290,7 +290,6 @@ def draw_distinct(samples: int, count: int, generator: random.Random) -> list[in
 
 
 def _gaps(parts: Sequence[tuple[int, int]], held: Sequences) -> list[tuple[int, int]]:
-    """Return the free gaps between the sequences in ``held``, each as (first token, number of tokens)."""
     gaps = []
     windows = sorted((start, n) for (n, _), start in held.items())
     for first, tokens in parts:
@@ -326,9 +325,7 @@ def _fill(
 def _choose(
     gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random | None
 ) -> list[list[tuple[int, int]]] | None:
-    """Choose a free gap for each window of tokens: a random one, or without ``generator`` the tightest.
-    Return None if a window fits nowhere.
-    """
+    """Choose a gap for each window: a random one, or without ``generator`` the tightest; None if none fits."""
     inside: list[list[tuple[int, int]]] = [[] for _ in gaps]
     room = np.array([size for _, size in gaps], dtype=np.int64)
     for window in windows:

@@ -89,9 +89,7 @@ def run(
 
 
 def _most_bytes(plan: Plan) -> float:
-    """Return an upper limit, from the size of its files, for the bytes of memory that the first model's
-    weights need. Without files, return infinity.
-    """
+    """Bound the bytes of the first model's weights by the size of its files; infinity without files."""
     first = plan.models[0]
     folder = builtin_folder(first.name) if first.name in BUILTIN_MODELS else Path(first.name).expanduser()
     size = 0 if first.random_init else sum(file.stat().st_size for file in folder.glob("*.safetensors"))

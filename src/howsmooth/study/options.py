@@ -172,7 +172,6 @@ def _refusal(cls: type, error: ValidationError) -> HowsmoothError:
 
 
 def _item(value: Any) -> Any:
-    """Turn a NumPy number into a Python number; return anything else unchanged."""
     return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
 
 

@@ -113,7 +113,6 @@ class Runner:
         return self._number
 
     def _write(self, task: Task, found: Found) -> int:
-        """Write what a task has yielded, rows or a failure; return the number of results in it."""
         if isinstance(found, Failed):
             unloaded = {row.model for row in found.rows if row.text is None}
             # A model that cannot be loaded fails all of its tasks; record this failure once.
@@ -189,8 +188,6 @@ def load_early(executor: Executor, plan: Plan, threads: int | None) -> None:
 
 
 class _WorkProgress:
-    """Reports how many results of one kind are computed, and estimates the seconds left for the others."""
-
     def __init__(self, listener: Listener, work: Work, before: int, whole: int) -> None:
         self._listener, self._share, self._before, self._whole = listener, work.share, before, whole
         self._planned = sum(task.size for task in work.tasks)
@@ -237,7 +234,6 @@ _kept: tuple[Plan | None, Models | None] = (None, None)
 
 
 def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | None) -> list[Found]:
-    """Compute a task on a worker and return its results; the model stays loaded for the plan's next task."""
     here = version("howsmooth")
     if sent_by != here:
         raise WorkerError(
@@ -258,7 +254,6 @@ def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | N
 
 
 def _worker_models(plan: Plan | None, threads: int | None) -> Models | None:
-    """Return a worker's loader of the models of a plan, after setting the worker's number of threads."""
     global _kept
     if threads is not None and torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
@@ -280,7 +275,6 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _result(future: Future[list[Found]], task: Task) -> list[Found]:
-    """Return what a worker computed for a task; an error of the worker becomes a failure of the task."""
     try:
         return future.result()
     except (BrokenExecutor, CancelledError) as error:

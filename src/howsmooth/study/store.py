@@ -293,7 +293,6 @@ def now() -> str:
 
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
-    """Return two phrases: how a wanted setting differs from the stored one, and what the user can do."""
     option = f"--{name.replace('_', '-')}"
     made, now_ = (
         "its default" if value is None else str(value).removesuffix(".0") for value in (stored, wanted)
@@ -323,7 +322,6 @@ def _statements_of(kind: type[Row]) -> tuple[str, str]:
 
 
 def _insertion_of(kind: type[Row]) -> str:
-    """Return the SQL statement that inserts a row with the number of its run and its seal (a digest)."""
     names = [*kind.columns(), "run"]
     # Named parameters, because the seal is computed from the same values as the row.
     marks = [f":{name}" for name in names]

@@ -135,7 +135,6 @@ def _checked(path: Path, statements: Sequence[str], *, write: bool) -> sqlite3.C
 
 
 def _check(connection: sqlite3.Connection, path: Path, statements: Sequence[str], *, write: bool) -> None:
-    """Create the tables in an empty file, or check that the file is an undamaged store of howsmooth."""
     connection.execute("PRAGMA synchronous = FULL")
     connection.create_function("seal", -1, _seal, deterministic=True)
     application = connection.execute("PRAGMA application_id").fetchone()[0]

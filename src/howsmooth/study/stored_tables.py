@@ -63,7 +63,6 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
 
 
 def _readable(table: pd.DataFrame) -> pd.DataFrame:
-    """Give columns of text pandas' dtype for text, and drop the column ``run`` if it is empty."""
     text = pd.Series([""]).dtype
     mixed = [name for name in table if table[name].dtype == object]
     kinds = {name: {type(value) for value in table[name]} - {type(None)} for name in mixed}

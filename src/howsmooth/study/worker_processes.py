@@ -75,7 +75,6 @@ def _context() -> BaseContext:
 
 
 def _set_up() -> None:
-    """Set up a worker process: it ignores Ctrl-C, and exits when the process that started it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

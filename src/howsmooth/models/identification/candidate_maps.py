@@ -104,7 +104,6 @@ def hypotheses(
 
 
 def _explicit(trace: LayerTrace, output: AttentionOutput, masking: Masking) -> SelfAttention:
-    """Read all weights and options of an attention layer from its trace."""
     layer, x, n = trace.layer, trace.x, trace.x.shape[1]
     if len(trace.softmaxes) > 1:
         raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
@@ -152,9 +151,6 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, masking: Masking) -> S
 def _staged(
     trace: LayerTrace, part: CopiedModule, output: AttentionOutput, *, causal: bool
 ) -> StagedAttention:
-    """Return a map that runs the copied attention module. Each softmax in it is replaced by a SoftmaxCore,
-    which has a Jacobian in closed form.
-    """
     cores, dtype = [], trace.x.dtype
     for softmax in trace.softmaxes:
         visible, bias = split_mask(trace.layer, softmax.mask)
@@ -187,7 +183,6 @@ def _replayed(
     *,
     causal: bool,
 ) -> ReplayedAttention:
-    """Return a map that runs the copied module unchanged, so that PyTorch differentiates all of it."""
     heads, inner, projection = heads_in(trace), None, output.projection
     if projection is not None:
         width = width_of(projection.inputs, projection)
@@ -250,12 +245,10 @@ def heads_in(trace: LayerTrace) -> int:
 
 
 def _by_head(scores: Tensor, n: int) -> Tensor:
-    """Return a mask or a score bias in the shape (heads, n, n), or (1, n, n) if all heads share it."""
     return scores.broadcast_to(*scores.shape[:-2], n, n).reshape(-1, n, n)
 
 
 def _masking(layer: AttentionLayer, softmax: SoftmaxCall, self_attention: SelfAttentionModule) -> Masking:
-    """Describe the mask of one softmax, in words and by rules."""
     if softmax.obstacle:  # the zeros of the attention weights show the mask
         p = softmax.probabilities
         if p is None or p.shape[-1] != p.shape[-2]:

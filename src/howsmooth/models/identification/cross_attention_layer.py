@@ -63,7 +63,6 @@ class _OneArgument(CopiedModule):
 
     @property
     def x(self) -> Tensor:
-        """The argument as it was captured: the query tokens, the memory, or both."""
         x, memory = self.call.tokens()[0], _memory_of(self.call)
         if self.side != "joint":
             return (x if self.side == "queries" else memory).clone()
@@ -192,9 +191,6 @@ def _find(traced_layer: TracedLayer) -> SelfAttentionModule:
 
 
 def _with_memory(found: SelfAttentionModule, memory: Tensor) -> SelfAttentionModule:
-    """Return a cross-attention module whose recorded call can also be repeated with other tokens for keys and
-    values. Raise CaptureError if the values of the tokens decide which keys a query sees.
-    """
     replay, before = ModuleReplay(found.call, found.replay.x, 1, memory), found.softmaxes
     check_finite_outputs(found.layer, replay.x, before)
     _, moved = attention_run(replay.with_memory(moved_tokens(memory)), replay.x, found.implementation)
@@ -204,7 +200,6 @@ def _with_memory(found: SelfAttentionModule, memory: Tensor) -> SelfAttentionMod
 
 
 def _masking(trace: LayerTrace) -> str:
-    """Describe in words which keys the masks of a cross-attention layer hide."""
     found = []
     for softmax in trace.softmaxes:
         visible, _ = split_mask(trace.layer, softmax.mask)
@@ -222,7 +217,6 @@ def _masking(trace: LayerTrace) -> str:
 
 
 def _verify(found: VerifiedCrossLayer, output: AttentionOutput, condition: float) -> None:
-    """Raise CaptureError unless the copy agrees with the model, on the captured sequences and on others."""
     module = found.module
     call, memory = module.alone, _memory_of(module.alone)
     for of_queries, of_memory in ((False, False), (True, False), (False, True), (True, True)):

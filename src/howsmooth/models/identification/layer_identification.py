@@ -147,7 +147,6 @@ def read_layer(traced_layer: TracedLayer) -> VerifiedLayer:
 def _read(
     trace: LayerTrace, self_attention: SelfAttentionModule, call: ModuleReplay, stored: torch.dtype
 ) -> VerifiedLayer:
-    """Identify and verify the map of a layer, given a trace of the layer."""
     output = find_output(trace, self_attention)
     verified = _verified(trace, self_attention, output)
     found = next(verified)
@@ -158,9 +157,7 @@ def _read(
 def _verified(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[Candidate]:
-    """Yield the candidate maps that agree with the layer, the most explicit first. If none does, raise the
-    last error.
-    """
+    """Yield the candidates that agree with the layer, or raise the last error."""
     refused: list[CaptureError] = []
     none = True
     for found in hypotheses(trace, self_attention, output):

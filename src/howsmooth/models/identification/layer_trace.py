@@ -132,7 +132,6 @@ class _Tracer:
         self._runs = False  # whether it has not ended
 
     def starts(self, call: Call) -> None:
-        """Note that a module call begins."""
         given = (*call.args, *call.kwargs.values())
         self.trace.given += [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
         if call.module is not self.module or self._attention is not None:
@@ -146,14 +145,12 @@ class _Tracer:
             self.trace.before = list(self._ended)
 
     def softmax(self, softmax: SoftmaxCall) -> None:
-        """Add a softmax attention to the trace."""
         if self._runs and len(self.trace.softmaxes) < self.count:
             self.trace.softmaxes.append(softmax)
             if len(self.trace.softmaxes) == self.count:
                 self.trace.inside = self._ended[len(self.trace.before) :]
 
     def ends(self, call: Call) -> None:
-        """Add a completed module call to the trace."""
         self._runs = self._runs and call is not self._attention
         after = len(self.trace.softmaxes) == self.count
         self._ended.append(self._call(call, self.trace.softmaxes[0].output if after else None))
@@ -161,13 +158,11 @@ class _Tracer:
             self.trace.after.append(self._ended[-1])
 
     def ended(self, output: Any) -> LayerTrace:
-        """Complete the trace with the output of the layer, and return it."""
         first = _first(output)
         self.trace.output = _flat(first).clone() if isinstance(first, Tensor) else None
         return self.trace
 
     def _call(self, call: Call, heads: Tensor | None) -> ModuleCall:
-        """Describe a module call, and keep only the tokens that the identification may need."""
         module, output, tokens = call.module, call.output, call.inputs
         first = _first(output)
         given = sum(v is not None for v in (*call.args, *call.kwargs.values()))
@@ -192,7 +187,6 @@ class _Tracer:
 
 
 def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> ModuleCall | None:
-    """Return the call of the last norm before the attention module, for the first sequence of the batch."""
     replay = self_attention.replay
     norm = next((c.last_norm for c in traced_layer.calls if c.module is replay.module), None)
     if norm is None or norm.inputs is None:
@@ -206,5 +200,4 @@ def _first(output: Any) -> Any:
 
 
 def _flat(t: Tensor) -> Tensor:
-    """Return the tokens (..., d) of one sequence, reshaped to (1, n, d)."""
     return t.reshape(1, -1, t.shape[-1]) if t.ndim > 0 else t

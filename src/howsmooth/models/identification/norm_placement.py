@@ -76,7 +76,6 @@ class _Factors:
         return ", layer scale" if one else ", scaled residual"
 
     def around(self, branch: TokenMap) -> TokenMap:
-        """Return the map that sends X to α∘X + λ∘branch(X)."""
         # α∘X + λ∘f(X) = α∘(X + (λ/α)∘f(X))
         ones = torch.ones(branch.d, dtype=branch.dtype, device=branch.device)
         factor = None
@@ -153,7 +152,6 @@ def adds_up_with_a_residual(trace: LayerTrace, output: ModuleCall) -> bool:
 def _arranged(
     trace: LayerTrace, attention: TokenMap, found: _Sum, later: list[ModuleCall], before: _Before
 ) -> Block:
-    """Return the attention half of a layer as a map, given where the layer adds attention and residual."""
     target, total, n2, pre = found.target, found.total, found.branch_norm, before.norm
     branch = attention if n2 is None else Compose(_known_norm(n2), attention)
     following = target.call if target.call is not None and is_norm(target.call.module) else None
@@ -220,7 +218,6 @@ def _in_parallel(trace: LayerTrace, pre: ModuleCall, later: list[ModuleCall]) ->
 
 
 def _obstacle(later: list[ModuleCall], branch: Tensor, before: _Before) -> str:
-    """Return a phrase that says why no sum of residual and attention was found in a layer."""
     following = next((c for c in later if is_norm(c.module) and c.inputs is not None), None)
     if following is None:
         return "no norm follows its attention, and its output is not the sum of residual and attention"
@@ -246,9 +243,7 @@ def _residual_sums(trace: LayerTrace, output: ModuleCall) -> Iterator[_Sum]:
 def _sums(
     trace: LayerTrace, later: list[ModuleCall], branch: Tensor, bases: list[Tensor], *, scaled: bool
 ) -> Iterator[_Sum]:
-    """Yield the tensors of a layer that equal a residual (one of ``bases``) plus the attention output
-    ``branch``, or plus a norm of it. Weighted sums come last.
-    """
+    """Yield tensors that equal one of ``bases`` plus ``branch`` or a norm of it; weighted sums come last."""
     targets = list(_targets(trace, later, branch))
     branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None)]
     for call in later:
@@ -295,16 +290,12 @@ def _is_sum(target: _Target, base: Tensor, branch: Tensor, total: _Factors = _PL
 
 
 def _adds_up(terms: list[Tensor], value: Tensor) -> bool:
-    """Return True if the sum of given tensors equals another tensor in every entry, up to rounding."""
     allowed = one_operation(lowest_epsilon(value.dtype)) * torch.stack(terms).abs().sum(dim=0)
     return bool(((sum(terms[1:], terms[0]) - value).abs() <= allowed).all())
 
 
 def _scaled_sum(trace: LayerTrace, target: _Target, base: Tensor, branch: Tensor) -> _Factors | None:
-    """Return factors α and λ such that a tensor equals α·residual + λ·branch. Return None if there are none.
-
-    One factor is a parameter of the layer and the other equals 1, or both are numbers.
-    """
+    """Find α and λ with target = α·base + λ·branch: one a parameter and the other 1, or both numbers."""
     root, d = trace.layer.root, base.shape[-1]
     for parameter in root.parameters():
         if parameter.numel() == d and bool((parameter != 0).all()):
@@ -355,7 +346,6 @@ def _like(tokens: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:
-    """Return True if two tensors hold the same tokens, bit for bit."""
     tokens = _like(a, b)
     return tokens is not None and torch.equal(tokens, b)
 

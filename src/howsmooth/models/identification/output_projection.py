@@ -81,9 +81,7 @@ def find_output(trace: LayerTrace, self_attention: SelfAttentionModule) -> Atten
 
 
 def _what_lies_between(trace: LayerTrace, call: ModuleCall, *, outside: bool) -> str:
-    """Return "" if a layer adds a module's output unchanged to the residual. Otherwise return an error
-    message that names what lies between.
-    """
+    """Return "" if the output is added unchanged to the residual, else what lies between, as an error."""
     around = (c for c in trace.after if c is not call and _holds(c.module, trace.layer.module))
     returned = any(_alike(t, call.output) for t in (trace.output, *(c.output for c in around)))
     if (returned or adds_up_with_a_residual(trace, call)) and (not outside or _by_token(call)):
@@ -123,7 +121,6 @@ def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
 
 
 def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
-    """Return True if the entries of the attention module's output are those of its heads, in any order."""
     heads, output = output_of(trace.softmaxes[-1]).flatten(), own.output
     if output is None or output.numel() != heads.numel() or len(trace.softmaxes) > 1:
         return False
@@ -131,12 +128,10 @@ def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
 
 
 def _outermost(trace: LayerTrace, call: ModuleCall) -> ModuleCall:
-    """Return the call of the outermost module that contains the called module and has the same input."""
     return [c for c in trace.after if _holds(c.module, call.module) and is_given(c, call.inputs)][-1]
 
 
 def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
-    """Return the call of the output projection and "". If there is none, return None and the reason."""
     unclear = f"The output projection of {trace.layer} cannot be identified:"
     if len(trace.softmaxes) > 1:
         return None, f"{unclear} it has {len(trace.softmaxes)} softmaxes."
@@ -161,7 +156,6 @@ def _holds(module: nn.Module, other: nn.Module) -> bool:
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return True if two tensors have bitwise equal entries in the same order."""
     if a is None or b is None:
         return False
     return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())
@@ -177,9 +171,7 @@ def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: 
 
 
 def _adds_its_input(self_attention: SelfAttentionModule) -> bool:
-    """Return True if the output of the attention module depends on the tokens even when its softmaxes return
-    0.
-    """
+    """Return True if the module's output depends on the tokens even when its softmaxes return 0."""
 
     def silent(softmax: SoftmaxCall) -> Tensor:
         return torch.zeros_like(output_of(softmax))

@@ -198,7 +198,6 @@ def _changed(
 
 
 def _between(trace: LayerTrace) -> str:
-    """Return a phrase for an error message that names the modules between X and the softmax."""
     others = dict.fromkeys(str(call) for call in trace.inside if not _of_x(trace, call))
     if others:
         return f": {', '.join(others)} lies between"
@@ -263,7 +262,6 @@ def matching_columns(
 
 
 def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
-    """Read the cosines and sines of half-split rotary positions from the layer's ``position_embeddings``."""
     tables = trace.arguments.get("position_embeddings")
     if not isinstance(tables, Sequence) or len(tables) != 2:
         return None

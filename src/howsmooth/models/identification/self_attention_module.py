@@ -42,9 +42,7 @@ class CrossAttention(CaptureError):  # noqa: N818 - says what was found
 
 
 class _Stateful(CaptureError):  # noqa: N818 - says what was found
-    """The error for a layer whose output is not determined by its tokens: it draws random numbers, or it
-    reads its keys or values from a tensor that it stores.
-    """
+    """The error for a layer that draws random numbers, or reads keys or values from a stored tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,9 +146,7 @@ def attention_run(call: ModuleReplay, x: Tensor, implementation: str | None) -> 
 
 
 def _repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, Any, list[SoftmaxCall]]:
-    """Repeat a module call with its own tokens. Return three things: ``implementation``, or None if the
-    module does not use the attention interface of transformers; the output; and the softmaxes that ran.
-    """
+    """Return ``implementation`` (None without transformers' interface), the output, and the softmaxes."""
     returned, seen = attention_run(call, call.x, implementation)
     if any(softmax.kind == "interface" for softmax in seen):
         return implementation, returned, seen
@@ -161,7 +157,6 @@ def _repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, Any,
 
 
 def _refuse_chosen_masks(traced_layer: TracedLayer, tried: SelfAttentionModule) -> None:
-    """Raise CaptureError if the attention mask of a layer depends on the values of its tokens."""
     root, call = traced_layer.calls[0], tried.call
     given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
     made = [
@@ -202,11 +197,7 @@ def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
 
 
 def _moved(a: SoftmaxCall, b: SoftmaxCall) -> set[str]:
-    """Return which operands ("queries", "keys" or "values") differ between two softmax attentions.
-
-    If queries and keys could not be read, both count as different where the probabilities differ, or the
-    outputs if the code has no probabilities.
-    """
+    """Return the operands that differ; unread queries and keys differ if probabilities (or outputs) do."""
     found = {"values"} if _differ(a.value, b.value) else set()
     if a.query is not None and a.key is not None:
         found |= {"queries"} if _differ(a.query, b.query) else set()
@@ -230,7 +221,6 @@ def _refuse_randomness(
     softmaxes: list[SoftmaxCall],
     implementation: str | None,
 ) -> None:
-    """Raise _Stateful if a module gives another output when its call is repeated with the same tokens."""
     own = call.output
     try:
         same = own is not None and _alike(own, first_tensor(returned))
@@ -249,9 +239,7 @@ def _refuse_randomness(
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return True if two outputs agree up to rounding, also on a GPU that adds in another order in each run.
-    NaN counts as zero here, and is refused later.
-    """
+    """Return True if two outputs agree up to the rounding of a GPU; NaN, refused later, is zero here."""
     if a is None or b is None or a.shape != b.shape:
         return False
     a, b = a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0)
@@ -276,7 +264,6 @@ def detached(module: nn.Module) -> dict[int, Tensor]:
 
 
 def _refuse_cache(layer: AttentionLayer, owned: dict[str, Tensor], softmaxes: list[SoftmaxCall]) -> None:
-    """Raise an error if keys or values lie in a tensor that the module already stored before the call."""
     own = {tensor.untyped_storage().data_ptr(): name for name, tensor in owned.items()}
     operands = [t for softmax in softmaxes for t in (softmax.key, softmax.value) if t is not None]
     found = [own[p] for t in operands if (p := t.untyped_storage().data_ptr()) in own]
@@ -338,7 +325,6 @@ def errors_of(layer: AttentionLayer) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the type of an exception and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 

@@ -68,7 +68,6 @@ def own_values(call: ModuleReplay, output: AttentionOutput, x: Tensor) -> OwnVal
 
 
 def _attention_of(call: ModuleReplay, output: AttentionOutput, returned: Tensor) -> Tensor | None:
-    """Compute the attention output from the module's output ``returned``. Return None if impossible."""
     if output.outside:
         width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
         return first_tensor(output.call.module(call.rows(returned).reshape(call.batch, -1, width)))
@@ -190,10 +189,7 @@ def verify_block(
 def _half_layer(
     attention: ModuleReplay, output: nn.Module, block: Block, at: ValueLocation, run: Callable[[], object]
 ) -> dict[str, Tensor]:
-    """Run a layer, and return copies of tensors by name: the input H of its attention half (``hidden``), the
-    tensor that contains the output of this half (``value``), and what to subtract from it, if anything
-    (``less``).
-    """
+    """Run a layer; return ``hidden``, the input of its attention half, its output ``value``, and ``less``."""
     pre, seen = block.pre_norm, dict[str, Tensor]()
     began = reached = False  # whether the attention has begun, and whether its output is there
 

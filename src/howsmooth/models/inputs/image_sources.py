@@ -100,7 +100,6 @@ def _digest(images: Iterable[bytes]) -> str:
 
 
 def _files(place: Path) -> list[Path]:
-    """Return a list with the given file, or the sorted image files of a folder and its subfolders."""
     # Unlike the methods of a path, os.path takes names that no file can have.
     if os.path.isfile(place):  # noqa: PTH113
         return [place]

@@ -167,11 +167,7 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _named(model: nn.Module, inputs: object) -> dict[str, Any]:
-    """Return the inputs of a model as a dict with the names of the model's arguments.
-
-    A tensor alone is passed as the model's main or first argument. None is left out where it is the default,
-    or no argument of the model.
-    """
+    """Name the inputs by the model's arguments; None is left out where it is the default, or no argument."""
     kind = type(model).__name__
     if isinstance(inputs, Tensor):
         if isinstance(model, PreTrainedModel):
@@ -222,7 +218,6 @@ def _check_names(model: nn.Module, named: dict[str, Any]) -> None:
 
 
 def _token_ids(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return token ids (batch, n) as int64 after checking them."""
     if ids.ndim != 2 or ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise ArgumentError(
             "inputs",

@@ -301,7 +301,6 @@ def _config(place: Location) -> Any:
 
 
 def _class_with_head(place: Location, config: Any) -> Any:
-    """Return the model class with a task head that a transformers configuration names."""
     names = getattr(config, "architectures", None) or ()
     found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
@@ -322,11 +321,7 @@ def _built(
     dtype: torch.dtype | None,
     part: str | None,
 ) -> tuple[str, nn.Module, set[str]]:
-    """Load the weights of a model, or build the model with random weights.
-
-    Return the path of the chosen part ("" for the whole model), the part itself, and the names of its weights
-    that the file lacks. ``kind`` is the class of the model, or AutoModel.
-    """
+    """Return the path of the chosen part, the part, and the names of its weights that the file lacks."""
     unread: set[str] = set()
     options: dict[str, Any] = {"trust_remote_code": False}
     if kind is AutoModel:  # without its pooler, which comes after all attention
@@ -381,10 +376,7 @@ def _built(
 def _observed(
     place: Location, config: Any, model: nn.Module, modality: str
 ) -> tuple[Preparation, list[AttentionLayer], str]:
-    """Run a model on a short input to find its attention layers.
-
-    Return how it gets its inputs, the layers, and a phrase that says why there are none, or "".
-    """
+    """Return how a model gets its inputs, its attention layers on a short one, and why there are none."""
     if takes_decoder_ids(model) and modality != "text":
         raise ModelError(
             f"{place.name!r} is an encoder-decoder model ({type(model).__name__}) whose decoder takes other "
@@ -402,7 +394,6 @@ def _observed(
 
 
 def _check_memory(place: Location, config: Any, dtype: torch.dtype | None) -> None:
-    """Raise ModelError if random weights for this configuration do not fit into memory."""
     free = free_memory(torch.device("cpu"))
     weights = count_weights(config)
     # Random weights are drawn in float32, and then converted.
@@ -427,7 +418,6 @@ _GIVEN = {
 def _tokenizer(
     place: Location, random_init: bool, text: str | None, modality: str, vocabulary: int
 ) -> tuple[Tokenizer, str]:
-    """Return the tokenizer of a model, and a phrase that says where the tokenizer comes from."""
     if modality != "text":
         obstacle = f"{place.name!r} takes no text ({modality})."
         if modality == "audio":

@@ -55,8 +55,6 @@ class Location:
             raise ModelError(self._failure(error)) from error
 
     def _failure(self, error: Exception) -> str:
-        """Return a sentence that says why transformers cannot read the model."""
-
         def caused_by(kind: type[Exception]) -> bool:
             return any(isinstance(one, kind) for one in (error, error.__cause__, error.__context__))
 

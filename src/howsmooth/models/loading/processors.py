@@ -97,7 +97,6 @@ def _pixels(
 
 
 def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
-    """Return the options that make an image processor resize images to a given height and width."""
     size = {"height": height, "width": width}
     if not processor.do_center_crop:
         return {"do_resize": True, "size": size}
@@ -156,7 +155,6 @@ def image_preparation(place: Location, config: Any, model: nn.Module) -> ImagePr
 def _processors(
     place: Location, configs: tuple[Any, Any], channels: int, *, has_files: bool
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the image processors to try, each as a description and a function that builds the processor."""
     if has_files:
         options = {"local_files_only": place.local_files_only, "trust_remote_code": False}
         named = partial(AutoImageProcessor.from_pretrained, config=configs[0], backend="pil", **options)
@@ -176,11 +174,7 @@ def _processors(
 def _tried(
     processor: Any, channels: int, wanted: tuple[int, int] | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the height and width to which an image processor resizes every image, and the options that it
-    needs for this.
-
-    The size is ``wanted`` or, if that is None, the one that the processor gives to a square image.
-    """
+    """Return the height and width that a processor makes (``wanted``, if given), and the options for it."""
     stated = (getattr(processor, name, None) for name in ("size", "crop_size", "pad_size"))
     sides = [*(wanted or ()), *(side for size in stated for side in dict(size or {}).values())]
     if any(side > _LARGEST_SIDE for side in sides):
@@ -235,7 +229,6 @@ def _has_files(place: Location) -> bool:
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    """Return (height, width) for a number or a pair in a configuration, and None for any other value."""
     pair = [value, value] if isinstance(value, int) else value
     if isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(v, int) and v > 0 for v in pair):
         return pair[0], pair[1]

@@ -351,10 +351,7 @@ def enclosing_layer(name: str) -> str:
 
 
 def _causal(softmax: SoftmaxCall) -> bool:
-    """Return True if a softmax attention is causal: no query sees a later key.
-
-    It is judged by the mask and, without a mask, by the probabilities.
-    """
+    """Return True if no query sees a later key, by the mask or, without one, by the probabilities."""
     p = softmax.probabilities
     m, n = output_of(softmax).shape[-2], softmax.value.shape[-2]
     if p is not None:

@@ -219,7 +219,6 @@ def _scaled(tensor: Tensor, factor: Tensor, inverse: bool) -> Tensor:
 
 
 def _mask(scores: ScoreRecord, target: Sequence[Axis]) -> Tensor | None:
-    """Return the mask of the scores: boolean or, if there are biases, additive with −∞ at hidden entries."""
     # A bias that is the same for all keys of a row does not change the softmax.
     biases = [b.arranged(target) for b in scores.biases if scores.sinks is not None or b.shares(target[-1])]
     hidden = [pairs.arranged(target) for pairs in scores.hidden]

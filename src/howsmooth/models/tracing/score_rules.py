@@ -192,7 +192,6 @@ def _chosen(known: ScoreRecord, call: Applied) -> Known | None:
 
 
 def _overwritten(known: ScoreRecord, pairs: Tensor, value: Any) -> Known:
-    """Return a record of the scores after the entries where ``pairs`` is True were set to ``value``."""
     if known.probabilities:
         # The probabilities of hidden keys are zero already; if they are not, the check of all rows fails.
         return replace(known, approximate=True)
@@ -238,7 +237,6 @@ def _mixed(known: Known, call: Applied) -> Known | None:
 
 
 def _functions(names: str) -> set[Any]:
-    """Return the torch functions, tensor methods and tensor properties that have the given names."""
     homes = (torch, Tensor, functional, torch.special)
     found = {getattr(home, name) for name in names.split() for home in homes if hasattr(home, name)}
     return {

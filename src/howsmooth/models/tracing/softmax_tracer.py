@@ -107,9 +107,7 @@ class SoftmaxTracer(TorchFunctionMode):
             self._known[tensor] = known
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a torch function that calls other torch functions, so that this tracer sees each of these
-        calls.
-        """
+        """Run a torch function so that this tracer sees the torch functions that it calls."""
         # If ``has_torch_function`` were True, it would hand the whole call to this tracer again.
         seen = {**func.__globals__, "has_torch_function": lambda _: False}
         body = python_types.FunctionType(
@@ -243,7 +241,6 @@ class SoftmaxTracer(TorchFunctionMode):
 
 
 def _sums_over_keys(known: Known, summed: Axis, value: Tensor) -> bool:
-    """Return True if a product with attention weights may be a sum over the keys."""
     if isinstance(known, Opaque):
         return not isinstance(value, nn.Parameter)  # values are computed from tokens
     # Queries and keys each have an axis of their own; what both have counts sequences, windows and heads.
@@ -252,7 +249,6 @@ def _sums_over_keys(known: Known, summed: Axis, value: Tensor) -> bool:
 
 
 def _flex_mask(query: Tensor, key: Tensor, score_mod: Any, mask_mod: Any) -> Tensor | None:
-    """Return the mask of a ``flex_attention``: boolean, or as numbers to add to the scores."""
     sizes = (*query.shape[:-1], key.shape[-2])
     places = [
         torch.arange(size, device=query.device).view([-1 if i == axis else 1 for i in range(4)])

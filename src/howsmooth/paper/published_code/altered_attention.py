@@ -92,7 +92,6 @@ def unmasked(f: TokenMap) -> TokenMap:
 
 
 def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) -> TokenMap:
-    """Return a map in which the attention is replaced by ``change(attention)``, also inside compositions."""
     if isinstance(f, SelfAttention):
         return change(f)
     if isinstance(f, Residual):

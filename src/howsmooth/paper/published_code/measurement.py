@@ -135,7 +135,6 @@ def capture_layers(
 def _training_tokens(
     model: nn.Module, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
 ) -> list[Tensor]:
-    """Run a model with dropout, with a seed for each sequence; return the tokens that enter each layer."""
     seen: dict[str, list[Tensor]] = {site.name: [] for site in sites}
 
     def keep(call: Call) -> None:

@@ -130,9 +130,7 @@ def _measured(items: Sequence[_Item]) -> list[Found]:
 
 
 def _rows(item: _Item, estimate: Any, place: int, seconds: float) -> Iterator[Row]:
-    """Yield one measurement as a row for the store; ``place`` is its index in the estimate. For sample 0 of a
-    short length, a row with the tokens of the sequence comes first.
-    """
+    """Yield one measurement as a row; before it, for sample 0 of a short length, the tokens."""
     task, site, sample, slot = item
     n = task.n
     energies: tuple[tuple[float, ...] | None, ...] = (None, None)
@@ -173,7 +171,6 @@ def _rows(item: _Item, estimate: Any, place: int, seconds: float) -> Iterator[Ro
 
 
 def _energy(direction: torch.Tensor) -> tuple[float, ...]:
-    """Return each token's share of the squared norm of ``direction`` (n, d), to seven digits."""
     shares = direction.double().square().sum(dim=-1).cpu()
     total = float(shares.sum())
     parts = shares / total if total > 0 else torch.zeros_like(shares)
