@@ -456,7 +456,7 @@ def test_processes_share_out_the_memory_and_the_cores(monkeypatch: pytest.Monkey
         (
             "dask",
             {"scheduler": "tcp://x:99999"},
-            "scheduler: expected an address such as tcp://10.0.0.1:8786",
+            "scheduler: expected the address that dask scheduler prints, such as tcp://10.0.0.1:8786",
         ),
     ],
 )

@@ -184,7 +184,7 @@ def test_options_of_the_command_line_complete_those_of_the_file(tmp_path: Path) 
     execution = read_plan(path, scheduler="tcp://10.0.0.1:8786").execution
     assert (execution.executor, execution.scheduler) == ("dask", "tcp://10.0.0.1:8786")
     assert execution.out == tmp_path / "here"
-    assert read_plan(path, scheduler="tcp://x", out=Path("there")).execution.out == Path("there")
+    assert read_plan(path, scheduler="tcp://x:1", out=Path("there")).execution.out == Path("there")
     with pytest.raises(ArgumentError, match=r"^threads: expected a number"):  # not the file is to blame
         read_plan(path, threads=0)
 

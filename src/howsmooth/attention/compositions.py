@@ -39,6 +39,10 @@ class OuterMap(TokenMap):
         """Dimension of the map's input tokens."""
         return self.inner.d
 
+    def check_length(self, n: int) -> None:
+        """Raise ArgumentError if the inner map cannot take ``n`` tokens."""
+        self.inner.check_length(n)
+
 
 class Residual(OuterMap):
     """The residual connection X ↦ X + inner(X)."""
@@ -59,10 +63,6 @@ class Residual(OuterMap):
 
     def __repr__(self) -> str:
         return f"Residual({self.inner!r})"
-
-    def check_length(self, n: int) -> None:
-        """Raise ArgumentError if the inner map cannot take ``n`` tokens."""
-        self.inner.check_length(n)
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         return x + self.inner._forward(x, weighting)

@@ -81,13 +81,7 @@ class ScoreBlock:
 @dataclass(frozen=True, eq=False)
 class Grid:
     """The rule by which attention scores (lead, kv_heads, group, m, n) are cut into blocks of query rows.
-
-    Parameters
-    ----------
-    lead, kv_heads, group, m
-        Lengths of the axes of the scores.
-    visible
-        Rules of causal order and window, and the number n of keys.
+    ``visible`` has the rules of causal order and window, and the number n of keys.
     """
 
     lead: int
@@ -238,17 +232,9 @@ class BlockMap:
         return BlockMap(self.grid, compute, inputs, outputs)
 
     def reverse(self, wanted: Flags, given: Flags, shapes: tuple[Shape, ...]) -> BlockMap:
-        """Return the map from arguments and result cotangents to argument cotangents.
-
-        Parameters
-        ----------
-        wanted
-            Marks the tensors whose cotangents are asked for.
-        given
-            Marks the results that have a cotangent.
-        shapes
-            Shapes of the tensors.
-
+        """Return the map from arguments and result cotangents to argument cotangents. ``wanted`` marks the
+        tensors, of shapes ``shapes``, whose cotangents are asked for, ``given`` the results that have a
+        cotangent.
         """
         if self.closed_reverse is not None:
             return self.closed_reverse(wanted, given, shapes)

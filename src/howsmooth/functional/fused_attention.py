@@ -107,18 +107,9 @@ def _obstacle_of(device: torch.device) -> str | None:
 class KernelRows:
     """Attention and its first and second derivatives at all query rows, computed by Triton kernels.
 
-    The methods are those of :class:`~howsmooth.jacobian.softmax_tile.WholeRows`. Tensors have five axes, of
-    which the first has its full length. Results are float32.
-
-    Parameters
-    ----------
-    scores
-        The rule by which scores are formed.
-    x
-        The tensors by name.
-    kept
-        The tensors named in ``KEPT``.
-
+    The methods are those of :class:`~howsmooth.jacobian.softmax_tile.WholeRows`. The tensors ``x``, by name,
+    have five axes, of which the first has its full length; ``kept`` are those named in ``KEPT``. Results are
+    float32.
     """
 
     scores: Scores

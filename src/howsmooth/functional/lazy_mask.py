@@ -18,21 +18,10 @@ __all__ = ["RuleMask", "rule_mask"]
 
 class RuleMask(torch.Tensor):
     """The attention mask (batch, 1, m, n) of a Hugging Face model as a tensor whose entries are computed only
-    when needed.
+    when needed, by ``entries``: 0 where the query sees the key, else the least number of the dtype.
 
-    Parameters
-    ----------
-    shape
-        (batch, 1, m, n).
-    visible
-        Causal order, window, and the position of the first query.
-    padding
-        Booleans (batch, n), True for the keys that are seen; None if no key is padding.
-    entries
-        Function that returns the mask as numbers: 0 where the query sees the key, else the least number.
-    dtype, device
-        Those of the numbers.
-
+    ``visible`` is causal order, window and the position of the first query; ``padding`` are booleans (batch,
+    n), True for the keys that are seen, or None if no key is padding.
     """
 
     rule: tuple[Visibility, Tensor | None]

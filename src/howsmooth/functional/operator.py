@@ -43,13 +43,8 @@ def attention_function(
 ) -> BlockMap:
     """Return attention as a function of queries, keys, values and further tensors, of five axes each.
 
-    ``names`` are their names in :class:`Scores`, with commas between them.
-
-    Raises
-    ------
-    ArgumentError
-        If ``kernels`` is True and the kernels do not support the tensors.
-
+    ``names`` are their names in :class:`Scores`, with commas between them. Raise ArgumentError if ``kernels``
+    is True and the kernels do not support the tensors.
     """
     q, k, v = tensors[:3]
     lead, kv_heads, group, m = q.shape[:4]

@@ -45,15 +45,9 @@ def as_called(
     What ``measurement_mode`` changes may not change the outputs of the model: where a change can matter, the
     model is run once more without this change. A cache that matters stays on, and stores nothing. Without
     ``training``, training mode is not compared. If a run shows what the layers ``wanted`` do as they are
-    measured, it is the ``record`` of the call.
-
-    Raises
-    ------
-    ArgumentError
-        If the model or an input is not of the kind that is measured.
-    CaptureError
-        If the outputs differ by more than rounding, or in training mode by more than random numbers.
-
+    measured, it is the ``record`` of the call. An ArgumentError is raised for a model or an input of a kind
+    that is not measured, and a CaptureError if the outputs differ by more than rounding, or in training mode
+    by more than random numbers.
     """
     given = _compared(model_inputs(model, inputs), wanted, training)
     with measurement_mode(model):

@@ -253,14 +253,8 @@ def _ends(layers: object, count: int) -> tuple[int, int]:
 
 
 def module_of(model: object) -> nn.Module:
-    """Return the PyTorch module inside a :class:`LoadedModel`, torch.compile or another wrapper. Return any
-    other PyTorch module unchanged.
-
-    Raises
-    ------
-    ArgumentError
-        If the model is neither of the two.
-
+    """Return the PyTorch module inside a :class:`LoadedModel`, torch.compile or another wrapper, any other
+    module unchanged. Raise ArgumentError for anything else.
     """
     module = model.model if isinstance(model, LoadedModel) else model
     if not isinstance(module, nn.Module):

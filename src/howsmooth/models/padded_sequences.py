@@ -55,14 +55,9 @@ class Padding:
 
 
 def padding_of(given: ModelCall) -> Padding | None:
-    """Return which tokens of the inputs are padding. Return None if none is.
-
-    Raises
-    ------
-    ArgumentError
-        If a mask has not one number for each token, a sequence consists of padding only, or
-        ``decoder_attention_mask`` marks padding.
-
+    """Return which tokens of the inputs are padding. Return None if none is. Raise ArgumentError if a mask
+    has not one number for each token, a sequence consists of padding only, or ``decoder_attention_mask``
+    marks padding.
     """
     other = given.named.get("decoder_attention_mask")
     if isinstance(other, Tensor) and other.ndim == 2 and not bool((other != 0).all()):
@@ -163,12 +158,8 @@ def _cut(name: str, value: Any, padding: Padding, sequence: int) -> Any:
 
 def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding, sequence: int) -> bool:
     """Return True if a layer has the same tokens and outputs for a sequence with and without its padding.
-
-    Raises
-    ------
-    CaptureError
-        If the padded forward pass did not call the layer in the same way, or gave NaN or ∞ at real tokens.
-
+    Raise CaptureError if the padded forward pass did not call it in the same way, or gave NaN or ∞ at real
+    tokens.
     """
     alone = layer.self_attention.replay
     place = layer.self_attention.layer

@@ -212,7 +212,7 @@ class RecordedModel:
         return output
 
     def _ends(self, call: Call) -> None:
-        """Note embedding tables of ids, and of nested modules given the heads the innermost, the projection."""
+        """Note embedding tables of ids; of nested modules given the heads, the innermost projects them."""
         given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)]
         if len(given) != 1:
             return

@@ -9,13 +9,11 @@ __all__ = ["lowest_epsilon", "one_operation", "relative_error", "tolerance"]
 
 
 def lowest_epsilon(dtype: torch.dtype, *, downcast: bool = False) -> float:
-    """Return the machine epsilon of the lowest precision in which the model computes.
-
-    This is the epsilon of ``dtype``, or of float32 if the model computes some steps in float32.
+    """Return the machine epsilon of the lowest precision in which the model computes: of ``dtype``, or, if it
+    is ``downcast``, of float32.
 
     A float64 model may compute some steps in float32: transformers' RMSNorm of Llama type, and its eager
-    softmax, convert to float32 and back. The output of such a layer carries float32 errors, and the captured
-    map does not, so that the two agree only to float32.
+    softmax, convert to float32 and back, so that the captured map agrees with them only to float32.
     """
     return torch.finfo(torch.float32 if downcast else dtype).eps
 
@@ -23,14 +21,8 @@ def lowest_epsilon(dtype: torch.dtype, *, downcast: bool = False) -> float:
 def tolerance(eps: float, condition: float = 0.0) -> float:
     """Return the largest relative difference at which a captured map counts as equal to the model's layer.
 
-    Parameters
-    ----------
-    eps
-        Machine epsilon, from :func:`lowest_epsilon`.
-    condition
-        A bound on the absolute scores, scale · max|q| · max|k|. A score s has an absolute error of a few
-        eps·|s|, and the exponential turns it into a relative error of the attention weights.
-
+    ``condition`` is a bound on the absolute scores, scale · max|q| · max|k|: a score s has an absolute error
+    of a few eps·|s|, and the exponential turns it into a relative error of the attention weights.
     """
     return 64.0 * eps * (1.0 + condition)
 

@@ -66,21 +66,9 @@ class ModelParts:
     later point. Points are the embeddings, the inputs and outputs of the Transformer blocks, and the model's
     outputs.
 
-    Parameters
-    ----------
-    given
-        The model, in measurement mode, with its inputs.
-    side
-        In an encoder-decoder, which embeddings vary: ``"memory"``, the encoder's, or ``"queries"``, the
-        decoder's. None for other models.
-
-    Raises
-    ------
-    ArgumentError
-        If a sequence is padded, or the model has no such side.
-    CaptureError
-        If the model is an encoder-decoder and ``side`` is None.
-
+    ``given`` is the model, in measurement mode, with its inputs. In an encoder-decoder, ``side`` says which
+    embeddings vary: ``"memory"``, the encoder's, or ``"queries"``, the decoder's; CaptureError is raised
+    without it, and ArgumentError if the model has no such side or a sequence is padded.
     """
 
     def __init__(self, given: ModelCall, side: str | None = None) -> None:

@@ -24,7 +24,7 @@ from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, fingerprint, stored_dtype
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import check_value, max_length
-from howsmooth.models.loading.tokenizers import token_text
+from howsmooth.models.loading.tokenizers import Tokenizer
 from howsmooth.results.page import parts
 from howsmooth.results.result import Result, made_by
 from howsmooth.study.plans import PROFILE_TOKENS
@@ -242,7 +242,7 @@ def given_inputs(
     module = module_of(model)
     if tokenizer is None and isinstance(model, LoadedModel):
         tokenizer = model.tokenizer
-    decoded, what = _decoder(tokenizer), "a text"
+    own, what = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer), "a text"
     floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
     if isinstance(inputs, Text):
         what, special = inputs.source.removesuffix("."), special or inputs.special_tokens
@@ -263,7 +263,7 @@ def given_inputs(
         for name, value in named.items():
             check_value(name, value)
         found = named.get("input_ids")
-        words = decoded(found[0]) if isinstance(found, Tensor) and found.shape[0] == 1 else None
+        words = own.decoded(found[0].tolist()) if isinstance(found, Tensor) and found.shape[0] == 1 else None
         given = (k if isinstance(v, Tensor) else f"{k}={v!r}" for k, v in named.items() if v is not None)
         return GivenInputs(model, named, words, f"inputs {', '.join(given)}")
     elif isinstance(inputs, Tensor) and floats:  # as the model takes it
@@ -279,7 +279,7 @@ def given_inputs(
     cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
     digest = hashlib.sha256(ids[first:end].numpy().tobytes()).hexdigest()[:12]
     described = f"{what}, {cut}SHA-256 of the ids {digest}"
-    return GivenInputs(model, ids[None, first:end], decoded(ids[first:end]), described)
+    return GivenInputs(model, ids[None, first:end], own.decoded(ids[first:end].tolist()), described)
 
 
 def _names_a_file(text: str) -> bool:
@@ -294,8 +294,8 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
         expected = "token ids or a dict of tensors, for a model without a tokenizer"
         remedy = "Give tokenizer=AutoTokenizer.from_pretrained(...), or load the model with hs.load_model."
         raise ArgumentError("inputs", expected=expected, got="a text", remedy=remedy)
-    if hasattr(tokenizer, "located"):  # howsmooth's own
-        return list(tokenizer.encode(text, special=special))
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer.encode(text, special=special)
     if callable(tokenizer):
         return [int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"]]
     if callable(encode := getattr(tokenizer, "encode", None)) and not isinstance(tokenizer, str):
@@ -305,14 +305,6 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
     expected = "a tokenizer of transformers, or an object with encode(text) and decode(ids)"
     remedy = "Give AutoTokenizer.from_pretrained(...) of transformers."
     raise ArgumentError("tokenizer", expected=expected, got=type(tokenizer).__name__, remedy=remedy)
-
-
-def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
-    if tokenizer is None:
-        return lambda ids: [f"id {i}" for i in ids.tolist()]
-    if hasattr(tokenizer, "decoded"):
-        return lambda ids: list(tokenizer.decoded(ids.tolist()))
-    return lambda ids: [token_text(tokenizer, i) for i in ids.tolist()]
 
 
 def _ids(inputs: object) -> Tensor:
@@ -337,18 +329,14 @@ def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
     remedy = f"Give 0:{min(length, most)}, for example."
     if span is None:
         return 0, min(length, most)
+    parts: Any = span
     if isinstance(span, str):
-        try:
-            numbers = [int(part) if part.strip() else None for part in span.split(":")]
-        except ValueError:
-            numbers = []
+        parts = [int(part) if part.strip().isdecimal() else part.strip() or None for part in span.split(":")]
     elif isinstance(span, slice):
-        numbers = [span.start, span.stop] if span.step in (None, 1) else []
-    else:
-        numbers = list(span) if isinstance(span, tuple | list) else []
-    if len(numbers) != 2 or not all(one is None or isinstance(one, int) for one in numbers):
-        raise ArgumentError("span", expected=expected, got=repr(span), remedy=remedy)
-    first, end = (0 if numbers[0] is None else numbers[0]), (length if numbers[1] is None else numbers[1])
+        parts = (span.start, span.stop) if span.step in (None, 1) else ()
+    known = isinstance(parts, tuple | list) and all(one is None or isinstance(one, int) for one in parts)
+    first, end = parts if known and len(parts) == 2 else (-1, -1)
+    first, end = first or 0, length if end is None else end
     if not 0 <= first < end <= length:
         raise ArgumentError("span", expected=expected, got=repr(span), remedy=remedy)
     return first, end

@@ -92,13 +92,8 @@ class Bounded:
 
 
 def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SILENT) -> Iterator[Bounded]:
-    """Compute a table of bounds for each layer or head of a model at each length.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If a length or the radius is impossible.
-
+    """Compute a table of bounds for each layer or head of a model at each length. Raise a HowsmoothError if a
+    length or the radius is impossible.
     """
     lengths = plan.lengths or (source.usual_length,)
     for round_, n in enumerate(lengths):

@@ -13,7 +13,6 @@ from howsmooth.words import RUN_AGAIN
 
 try:
     from distributed import Client
-    from distributed.comm.addressing import get_address_host_port
 except ImportError as error:
     expected = "processes, because Dask is not installed"
     remedy = "Install it, here and on the workers, with: pip install 'howsmooth[dask]'"
@@ -33,10 +32,8 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
     is started here, and stopped at the end. The executor's ``workers`` is their number at the time of
     connection, and its ``present()`` returns it now. If a worker is lost, Dask gives its tasks to others; a
     task fails after four workers in a row were lost. A scheduler that does not answer, has fewer workers or
-    went away raises WorkerError; an address without a port ArgumentError.
+    went away raises WorkerError.
     """
-    if scheduler is not None and not scheduler.startswith("inproc:"):  # one in this process has no port
-        _check_address(scheduler)
     own = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 40}
     try:
         how = own if scheduler is None else {}
@@ -91,11 +88,3 @@ def _present(client: Client) -> int:
         return len(client.nthreads())
     except (OSError, RuntimeError):
         return 1
-
-
-def _check_address(scheduler: str) -> None:
-    try:
-        get_address_host_port(scheduler)
-    except ValueError as error:
-        expected = "the address that dask scheduler prints, such as tcp://127.0.0.1:8786"
-        raise ArgumentError("scheduler", expected=expected, got=f"{scheduler} ({error})") from error

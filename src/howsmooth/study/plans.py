@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError, TextError
+from howsmooth.model_folders import BUILTIN_MODELS
 from howsmooth.scopes import CROSS_SCOPE
 from howsmooth.study.options import (
     HOW,
@@ -90,7 +91,6 @@ _PUBLISHED_ELSEWHERE = {
 FEWER = "fewer samples, or fewer or shorter lengths"
 """What to give for a text that is too short."""
 
-_DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
 _DEFAULT_LENGTHS = tuple(range(2, 101, 2))
 _USUAL_LAYERS = 12
 
@@ -333,7 +333,7 @@ class Plan:
         PlainValidator(_models),
         Told("MODEL", positional=True, several=True),
         "A built-in model, a local folder, or a Hub id; several are measured into one store. "
-        "Default: builtin-encoder builtin-decoder.",
+        f"Default: {' '.join(BUILTIN_MODELS)}.",
     ] = LATER
     texts: Texts = LATER
     lengths: Lengths = LATER
@@ -388,7 +388,7 @@ class Plan:
                 expected = "the name of a model together with images, token ids or embeddings"
                 remedy = "The default models are measured on texts only."
                 raise ArgumentError("models", expected=expected, got="none", remedy=remedy)
-            self._set(models=tuple({"name": name} for name in _DEFAULT_MODELS))
+            self._set(models=tuple({"name": name} for name in BUILTIN_MODELS))
         if self.texts is None:
             self._set(texts=() if others else (DEFAULT_TEXT,))
         if self.lengths is None:

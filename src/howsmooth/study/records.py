@@ -20,16 +20,13 @@ __all__ = [
     "CORRECTED", "FIGURE", "KEY_COLUMNS", "KINDS",
     "MEASURE", "PLACE", "PUBLISHED",
     "Bounding", "Contents", "Failure", "FigureRow",
-    "InputRecord", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
+    "InputRecord", "Measurement", "ModelRecord", "PublishedValue", "Row", "Run",
     "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord",
     "plain_rows", "quantities",
 ]  # fmt: skip
 
 KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
 """The columns that identify a measurement of one model on one text."""
-
-PublishedKey = tuple[int, int, int, str, str]
-"""The key (layer, n, sample, quantity, items) of a published value of one model on one text."""
 
 MEASURE, FIGURE = "measure", "figure"
 """The values of :attr:`StudyRecord.kind`. Bounds and published values belong to ``measure``."""

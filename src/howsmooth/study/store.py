@@ -72,14 +72,8 @@ class Store:
         """Open the store in a folder; with ``write``, create folder and store if needed.
 
         With ``late``, a store that does not exist yet is opened as an empty store, and only :meth:`begin`
-        creates it in the folder. So a plan that is refused leaves no empty store behind.
-
-        Raises
-        ------
-        StoreError
-            If the file is damaged or is not a store, if another process is using it, or if the folder cannot
-            be written.
-
+        creates it in the folder. So a plan that is refused leaves no empty store behind. Raise StoreError if
+        the file is damaged, no store or in use by another process, or the folder cannot be written.
         """
         folder = Path(folder)
         late = late and not store_there(folder)
@@ -110,13 +104,8 @@ class Store:
         return {} if row is None else dict(json.loads(row[0]))
 
     def check(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Refuse settings that differ from the settings of the rows in the store.
-
-        Raises
-        ------
-        StoreError
-            If a setting differs; the message names the first one, and the remedy.
-
+        """Refuse settings that differ from those of the rows in the store, by a StoreError that names the
+        first one and the remedy.
         """
         stored = self.identity(kind)
         # A setting that is missing on one side is one that has its default there.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,16 @@ from tests._cases import dense_jacobian
 from tests._tiny_models import sublayer, tiny, token_ids
 
 TWO = token_ids(2, 6)
+
+
+def measured(
+    model: Any, tokens: Any, layer: int, items: Sequence[str] | None = None, seed: int = 0
+) -> published.AsPublished:
+    """A layer measured with some items, or with all that apply to a trained model."""
+    seeds = [seed + member for member in range(len(tokens))]
+    training = "dropout" in (items or ())
+    (captured,) = published.capture_layers(model, tokens, [layer], training=training, seeds=seeds)
+    return published.measure_layer(captured, published.items_that_apply(captured, items), seeds=seeds)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +56,7 @@ def test_which_items_apply(name: str, untrained: bool, items: tuple[str, ...]) -
 )
 def test_an_item_that_cannot_apply_is_refused(name: str, item: str, reason: str) -> None:
     with pytest.raises(ArgumentError, match=f"{item}': {reason}"):
-        published.measure_as_published(tiny(name), TWO, 0, [item])
+        measured(tiny(name), TWO, 0, [item])
 
 
 def test_items_as_words() -> None:
@@ -62,7 +74,7 @@ def test_items_as_words() -> None:
 
 def test_without_items_it_is_the_corrected_quantity() -> None:
     model = tiny("bert-decoder")
-    found = published.measure_as_published(model, TWO, 1, [], seed=3)
+    found = measured(model, TWO, 1, [], seed=3)
     (site,) = hs.capture(model, TWO, layers=[1])
     exact = hs.local_lipschitz(site.map, site.x, seed=[3, 4])
     assert torch.equal(found.value, exact.value)
@@ -73,7 +85,7 @@ def test_without_items_it_is_the_corrected_quantity() -> None:
 def test_block_alone_is_the_norm_of_the_models_own_block() -> None:
     model = tiny("bert")
     x, block = sublayer(model, TWO, 1, "block")
-    found = published.measure_as_published(model, TWO, 1, ["block"])
+    found = measured(model, TWO, 1, ["block"])
     for member in range(2):
         J = dense_jacobian(lambda t: block(t.float()[None])[0].double(), x[member])
         assert float(found.value[member]) == pytest.approx(float(torch.linalg.matrix_norm(J, 2)), rel=1e-4)
@@ -82,7 +94,7 @@ def test_block_alone_is_the_norm_of_the_models_own_block() -> None:
 def test_all_items_of_an_encoder_run_as_a_decoder_are_its_layer_called_alone() -> None:
     model = tiny("bert-decoder", attention="eager")
     x, _ = sublayer(model, TWO, 1, "block")
-    found = published.measure_as_published(model, TWO, 1)
+    found = measured(model, TWO, 1)
     assert found.items == ("output", "block", "unmasked", "stopping")
     assert "unmasked" in found.map
     for member in range(2):
@@ -117,10 +129,7 @@ def test_dropout_runs_the_tokens_through_training_mode_and_leaves_the_model_as_i
 def test_dropout_is_random_but_reproducible() -> None:
     model = tiny("gpt2")
     model.config.attn_pdrop = model.config.resid_pdrop = 0.1
-    values = [
-        published.measure_as_published(model, TWO[:1], 0, ["dropout", "stopping"], seed=seed)
-        for seed in (0, 0, 9)
-    ]
+    values = [measured(model, TWO[:1], 0, ["dropout", "stopping"], seed=seed) for seed in (0, 0, 9)]
     assert torch.equal(values[0].value, values[1].value)
     assert not torch.equal(values[0].value, values[2].value)
     assert not bool(values[0].settled.any())
@@ -129,14 +138,14 @@ def test_dropout_is_random_but_reproducible() -> None:
 
 
 def test_tokens_that_are_no_batch_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"tokens: expected token ids of shape \(batch, n\)"):
-        published.measure_as_published(tiny("bert"), TWO[0], 0)
+    with pytest.raises(ArgumentError, match=r"inputs: expected token ids as an integer tensor \(batch, n\)"):
+        measured(tiny("bert"), TWO[0], 0)
 
 
 def test_the_dropout_item_takes_the_tokens_of_training_mode() -> None:
     model = tiny("gpt2")  # its embeddings have dropout of 0.9
     model.config.attn_pdrop = model.config.resid_pdrop = 1e-12
-    found = published.measure_as_published(model, TWO, 0, ["output", "dropout"], seed=7)
+    found = measured(model, TWO, 0, ["output", "dropout"], seed=7)
     (layer,) = published.capture_layers(model, TWO, [0], seeds=[7, 8])
     assert layer.training_x is not None
     for member in range(2):

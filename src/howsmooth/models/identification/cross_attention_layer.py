@@ -136,15 +136,8 @@ class VerifiedCrossLayer:
 
 
 def read_cross_layer(traced_layer: TracedLayer) -> VerifiedCrossLayer:
-    """Copy a cross-attention layer that was traced on one sequence, and verify the copy.
-
-    Raises
-    ------
-    OneSequence
-        If the layer is self-attention.
-    CaptureError
-        If the layer computes something that is not recognised, or the verification fails.
-
+    """Copy a cross-attention layer that was traced on one sequence, and verify the copy. Raise OneSequence if
+    it is self-attention, and CaptureError if it is not recognised, or its copy not confirmed.
     """
     with errors_of(traced_layer.layer):
         module = _find(traced_layer)

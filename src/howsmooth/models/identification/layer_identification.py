@@ -61,15 +61,8 @@ class VerifiedLayer:
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
         """Return the layer as a map in the given scope, such as ``block``, with its input tokens. In scope
-        ``head``, return one map for each selected head.
-
-        Raises
-        ------
-        ArgumentError
-            If an index in ``heads`` is out of range.
-        CaptureError
-            If the layer has no such scope, or the verification of its block fails.
-
+        ``head``, return one map for each selected head. Raise ArgumentError for a head out of range, and
+        CaptureError if the layer has no such scope, or its block is not confirmed.
         """
         self_attention, found, place = self.self_attention, self.found, self.self_attention.layer
         if scope == "head" and norms_all_heads(found.map):
@@ -122,14 +115,7 @@ class VerifiedLayer:
 
 
 def read_layer(traced_layer: TracedLayer) -> VerifiedLayer:
-    """Identify the map that a traced layer computes, and verify it.
-
-    Raises
-    ------
-    CaptureError
-        If the layer computes something that is not recognised, or the verification fails.
-
-    """
+    """Identify and verify the map that a traced layer computes. Raise CaptureError if that fails."""
     with errors_of(traced_layer.layer):
         self_attention = find_self_attention(traced_layer)
         call = whole_layer(traced_layer)

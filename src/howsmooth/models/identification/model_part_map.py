@@ -74,12 +74,8 @@ class Output:
     unnamed: bool = False
 
     def of(self, returned: Any) -> Tensor:
-        """Extract this kind of output (n_out, d_out) from the value that a module returned for one sequence.
-
-        Raises
-        ------
-        CaptureError
-            If the module returned no output of this kind.
+        """Extract this kind of output (n_out, d_out) from what a module returned for one sequence. Raise
+        CaptureError if there is none.
         """
         y = rows(first_tensor(returned) if self.kind == "tokens" else self._named(returned))
         if self.last or self.kind == "margin":

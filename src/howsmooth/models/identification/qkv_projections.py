@@ -63,12 +63,7 @@ class _Outputs(NamedTuple):
 
 def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
     """Find the linear maps, rotary positions and norm layers that compute queries, keys and values from X.
-
-    Raises
-    ------
-    CaptureError
-        If queries, keys or values are not such a map of X; the message names the modules in between.
-
+    Raise CaptureError, which names the modules in between, if there are no such maps.
     """
     query, key, value = call.query, call.key, call.value
     if query is None or key is None:

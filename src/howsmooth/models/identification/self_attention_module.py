@@ -65,17 +65,10 @@ class SelfAttentionModule:
 
 
 def find_self_attention(traced_layer: TracedLayer) -> SelfAttentionModule:
-    """Find the module of a traced layer whose queries, keys and values come from the same tokens.
-
-    Raises
-    ------
-    CrossAttention
-        If no module of the layer has an argument that changes queries, keys and values.
-    CaptureError
-        If the layer cannot be run by itself, or which keys a query sees depends on the tokens.
-    NonFiniteError
-        If its input or its output contains NaN or infinity.
-
+    """Find the module of a traced layer whose queries, keys and values come from the same tokens. Raise
+    CrossAttention if no argument changes all of them, NonFiniteError if its input or output is NaN or
+    infinite, and CaptureError if it cannot be run by itself, or which keys a query sees depends on the
+    tokens.
     """
     layer, reasons = traced_layer.layer, list[str]()
     partly = mixed = False
@@ -278,13 +271,8 @@ def _refuse_cache(layer: AttentionLayer, owned: dict[str, Tensor], softmaxes: li
 
 def obstacle_of(layer: AttentionLayer, before: list[SoftmaxCall], after: list[SoftmaxCall]) -> str:
     """Compare the softmaxes of a layer in two runs on different tokens. Return "" if both runs compute them
-    alike from queries, keys and values, else a phrase that says why not.
-
-    Raises
-    ------
-    CaptureError
-        If the tokens determine which keys a query sees.
-
+    alike from queries, keys and values, else a phrase that says why not. Raise CaptureError if the tokens
+    determine which keys a query sees.
     """
     for a, b in zip(before, after, strict=True):
         reason = a.obstacle or b.obstacle

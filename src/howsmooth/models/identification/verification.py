@@ -156,13 +156,7 @@ def verify_block(
     condition: float,
 ) -> Float[Tensor, "batch n d"]:
     """Check the map of a layer's attention half against the model. Return the input H of this half in the
-    forward pass.
-
-    Raises
-    ------
-    CaptureError
-        If the block has no map, or map and layer differ by more than rounding explains.
-
+    forward pass. Raise CaptureError if the block has no map, or map and layer differ by more than rounding.
     """
     place, replay = self_attention.layer, self_attention.replay
     if block.map is None or block.value_at is None:

@@ -109,14 +109,10 @@ def max_length(model: nn.Module) -> int | None:
 def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> ModelCall:
     """Check a model and its inputs, and return both, with the inputs on the device of the model.
 
-    Arguments by which transformers' models only return more, or in another form, are left out.
-
-    Raises
-    ------
-    ArgumentError
-        If the model's weights are in a dtype that is not measured; or if an input is unknown to the model,
-        empty, a cache, of another dtype, outside of the vocabulary, or longer than the model's positions.
-
+    Arguments by which transformers' models only return more, or in another form, are left out. An
+    ArgumentError is raised for weights in a dtype that is not measured, and for an input that is unknown to
+    the model, empty, a cache, of another dtype, outside of the vocabulary, or longer than the model's
+    positions.
     """
     check_model(model)
     stored, dtype, device = stored_dtype(model), computing_dtype(model), device_of(model)

@@ -55,13 +55,8 @@ def choose_part(model: nn.Module, part: str, name: str) -> tuple[str, nn.Module]
     """Return the path of a part of a model, and the part itself. Messages call the model ``name``.
 
     ``part`` is ``text``, ``vision`` or ``audio``, if the model contains exactly one such model; or the path
-    of a module in the model, such as ``encoder``.
-
-    Raises
-    ------
-    ModelError
-        If the model has no such part, or several parts of that kind.
-
+    of a module in the model, such as ``encoder``. Raise ModelError if the model has no such part, or several
+    of that kind.
     """
     inner = named_parts(model)
     fitting = [path for path, takes in inner.items() if takes == _WORDS.get(part)]

@@ -24,13 +24,8 @@ def sample_inputs(
     """Return dummy inputs for a model: a sequence of random tokens, a built-in image or noise as audio.
 
     ``preparation`` is that of a :class:`~howsmooth.models.LoadedModel`. ``tokens`` is the number of token ids
-    or embedded tokens, at least 2; None means 16, or fewer if the model has fewer positions.
-
-    Raises
-    ------
-    ArgumentError
-        If the kind of input is not supported, or the model does not take this number of tokens.
-
+    or embedded tokens, at least 2; None means 16, or fewer if the model has fewer positions. Raise
+    ArgumentError if the model does not take such a number, or no inputs are known for it.
     """
     modality, d = modality_of(model), token_width(model)
     generator = torch.Generator("cpu").manual_seed(0)

@@ -42,7 +42,7 @@ from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, traine
 from howsmooth.models.loading.truncated_config import count_weights, shorten
 from howsmooth.models.measurement_mode import measurement_mode, nested_configs, quiet
 from howsmooth.models.model_call import ModelCall
-from howsmooth.models.tracing.attention_recorder import AttentionLayer, attention_layers
+from howsmooth.models.tracing.attention_recorder import AttentionLayer, trace_forward_pass
 from howsmooth.seeds import torch_seed
 
 __all__ = ["LoadedModel", "builtin_names", "image_inputs", "load_model", "preparation_of"]
@@ -387,7 +387,7 @@ def _observed(
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
         with measurement_mode(model):
-            layers = attention_layers(ModelCall(model, dict(named), 1))
+            layers, _ = trace_forward_pass(ModelCall(model, dict(named), 1), ())
     except (ArgumentError, CaptureError) as error:
         return preparation, [], str(error)
     return preparation, layers, "" if layers else f"no softmax attention of {type(model).__name__} was seen"

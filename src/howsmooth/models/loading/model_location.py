@@ -82,13 +82,8 @@ class Location:
 
 def find(name: str, *, random_init: bool) -> Location:
     """Return the location of a model's files, given the model's name. Whether the Hub has them is not
-    checked.
-
-    Raises
-    ------
-    ModelError
-        If the name is a folder without a model, or looks like a path that does not exist.
-
+    checked. Raise ModelError if the name is a folder without a model, or looks like a path that does not
+    exist.
     """
     if name in BUILTIN_MODELS:
         return Location(name, str(builtin_folder(name)), f"the built-in model {name}", local_files_only=True)

@@ -57,13 +57,8 @@ class ImagePreparation:
 
         They are ``pixel_values`` (batch, channels, height, width) in float32, and
         ``interpolate_pos_encoding`` if the model must interpolate its positions. ``size`` is the height and
-        width of the model's input; by default ``self.size``.
-
-        Raises
-        ------
-        ArgumentError
-            If the processor cannot make images of that size.
-
+        width of the model's input; by default ``self.size``. Raise ArgumentError if the processor cannot make
+        images of that size.
         """
         size = self.size if size is None else size
         if not 1 <= min(size) <= max(size) <= _LARGEST_SIDE:
@@ -113,13 +108,8 @@ def image_preparation(place: Location, config: Any, model: nn.Module) -> ImagePr
     The processor is the one in the model's files. Without such files it is the default processor of the
     model's type, at the image size of the model's configuration. If that processor cannot be used (because it
     needs torchvision, say), the processor of ViT takes its place, which resizes, crops and normalises.
-    ``config`` is the configuration of the whole model, and ``model`` may be a part of it.
-
-    Raises
-    ------
-    ModelError
-        If no processor can be used, or the model takes neither one nor three channels.
-
+    ``config`` is the configuration of the whole model, and ``model`` may be a part of it. Raise ModelError if
+    no processor can be used, or the model takes neither one nor three channels.
     """
     own = getattr(model, "config", config)
     stated = (getattr(own, key, None) for key in ("num_channels", "in_channels", "in_chans"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as BpeTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from howsmooth.errors import ModelError
@@ -31,7 +31,7 @@ class Tokenizer:
     Without one (None), :meth:`encode` raises a ModelError with the message ``obstacle``.
     """
 
-    def __init__(self, backend: PreTrainedTokenizerBase | None, obstacle: str = "") -> None:
+    def __init__(self, backend: Any, obstacle: str = "") -> None:
         self._backend = backend
         self._obstacle = obstacle
 
@@ -59,13 +59,8 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids of the special tokens that are put before a text, and of those put after it.
-
-        Raises
-        ------
-        ModelError
-            If the tokenizer does more to a text with special tokens than to put tokens around it.
-
+        """The ids of the special tokens that are put before a text, and of those put after it. Raise
+        ModelError if the tokenizer does more to a text than to put tokens around it.
         """
         plain, whole = self.encode(_PROBE), self.encode(_PROBE, special=True)
         for first in range(len(whole) - len(plain) + 1):
@@ -122,13 +117,8 @@ def own_tokenizer(name: str | os.PathLike[str], *, local_files_only: bool) -> To
 def trained_tokenizer(text: str, vocabulary: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer on a text. The same text gives the same tokenizer.
 
-    It has at most ``vocabulary`` token ids, the number that the model knows, and at most 8000.
-
-    Raises
-    ------
-    ModelError
-        If ``vocabulary`` is less than 256, the number of bytes.
-
+    It has at most ``vocabulary`` token ids, the number that the model knows, and at most 8000. Raise
+    ModelError if ``vocabulary`` is less than 256, the number of bytes.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocabulary < len(alphabet):

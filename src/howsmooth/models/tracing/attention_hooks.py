@@ -44,23 +44,13 @@ def intercept_softmaxes(
     implementation: str | None,
     compute: bool = True,
 ) -> Iterator[None]:
-    """Return a context manager that calls ``on_softmax`` with every softmax attention that ``module``
-    computes.
+    """Call ``on_softmax`` with every softmax attention that ``module`` computes within the context, in the
+    order of the forward pass. A tensor that it returns replaces the output of that attention.
 
-    Parameters
-    ----------
-    module
-        The module that will be called within the context.
-    on_softmax
-        Called with each softmax attention, in the order of the forward pass. A tensor that it returns
-        replaces the output of that attention.
-    implementation
-        The name of the user's attention implementation, which decides what a missing mask means. None leaves
-        the attention interface alone and only traces the module: some modules choose their code by the name
-        of the implementation.
-    compute
-        False if ``on_softmax`` replaces every output: the attentions of the interface are then not computed.
-
+    ``implementation`` is the name of the user's attention implementation, which decides what a missing mask
+    means. None leaves the attention interface alone and only traces the module: some modules choose their
+    code by the name of the implementation. Without ``compute``, for an ``on_softmax`` that replaces every
+    output, the attentions of the interface are not computed.
     """
     tracer = SoftmaxTracer(on_softmax, ahead=not compute)
     if implementation is None:

@@ -26,7 +26,7 @@ from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
 from howsmooth.watching import Call, StopForward, watched
 
 __all__ = [
-    "AttentionLayer", "Event", "Recorder", "TracedLayer", "attention_layers", "is_linear", "is_norm",
+    "AttentionLayer", "Event", "Recorder", "TracedLayer", "is_linear", "is_norm",
     "output_of", "own_copies", "run_once", "run_with_attention", "trace_forward_pass",
 ]  # fmt: skip
 
@@ -118,13 +118,8 @@ class TracedLayer:
 def run_once(call: ModelCall) -> Any:
     """Run the model once, and return its output. Return None if a watcher ended the run early.
 
-    A model with weights in half precision runs in float32.
-
-    Raises
-    ------
-    ArgumentError
-        If the model itself raises an exception; the message names the shapes of the inputs.
-
+    A model with weights in half precision runs in float32. Raise ArgumentError, with the shapes of the
+    inputs, if the model itself raises an exception.
     """
     model, inputs = call.model, call.named
     # If hidden states are asked for, transformers adds hooks to the modules and never removes them.
@@ -158,35 +153,18 @@ def own_copies(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copies.get(id(value), value) for name, value in inputs.items()}
 
 
-def attention_layers(call: ModelCall) -> list[AttentionLayer]:
-    """Run the model once and list its attention layers in order, including cross-attention."""
-    return trace_forward_pass(call, ())[0]
-
-
 def trace_forward_pass(
     call: ModelCall,
     wanted: Sequence[int] | None,
     on_layer: Callable[[AttentionLayer], None] = lambda layer: None,
 ) -> tuple[list[AttentionLayer], dict[int, TracedLayer]]:
-    """Run a model once, and record its attention layers with the module calls that enclose their softmaxes.
+    """Run a model once, and return its attention layers in order, and the ``wanted`` ones with the module
+    calls that enclose their softmaxes, by index. The user's own attention implementation runs, and nothing is
+    replaced.
 
-    The run uses the user's own attention implementation and replaces nothing.
-
-    Parameters
-    ----------
-    call
-        The model and its arguments.
-    wanted
-        Indices of the layers whose calls are kept, in the order of the forward pass, negative from the end;
-        None keeps all. The pass stops after the last wanted layer unless an index is negative.
-    on_layer
-        Called with each layer when its first softmax runs.
-
-    Returns
-    -------
-    tuple
-        All layers that ran, in order, and the wanted ones with their calls, by index.
-
+    ``wanted`` are indices in the order of the forward pass, negative from the end; None keeps all. The pass
+    stops after the last wanted layer unless an index is negative. ``on_layer`` is called with each layer when
+    its first softmax runs.
     """
     recorder = Recorder(call, wanted, on_layer)
     recorder.run()
@@ -301,7 +279,9 @@ class Recorder:
         if self.newest is not None and self.newest[0] is innermost:
             self.newest[1].softmaxes += 1
             return
-        root = enclosing_layer(innermost.name)
+        # The smallest numbered entry of a module list, such as ``encoder.layer.3``.
+        match = re.match(r"(.*\.)?\d+(?=\.|$)", innermost.name)
+        root = match.group(0) if match else ""
         starts = (
             i
             for i, (call, _) in enumerate(self.stack)
@@ -337,17 +317,6 @@ class Recorder:
         if len(self.newest_kept) > self.from_end:
             self.kept.pop(self.newest_kept.popleft(), None)
         return True
-
-
-def enclosing_layer(name: str) -> str:
-    """Return the path of the smallest Transformer layer that contains a module. Return "" if none does.
-
-    A layer is a numbered entry of a module list.
-
-    For ``encoder.layer.3.attention.self`` the path is ``encoder.layer.3``.
-    """
-    match = re.match(r"(.*\.)?\d+(?=\.|$)", name)
-    return match.group(0) if match else ""
 
 
 def _causal(softmax: SoftmaxCall) -> bool:

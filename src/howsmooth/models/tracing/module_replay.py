@@ -26,18 +26,9 @@ _SAME = 1e-3
 class ModuleReplay:
     """A module call of the forward pass that can be repeated with other tokens.
 
-    Parameters
-    ----------
-    call
-        The call as the model made it.
-    x
-        The argument that holds the tokens, of any shape (..., d). Wherever the same tensor object was passed,
-        the new tokens take its place.
-    batch
-        Number of sequences in the call.
-    memory
-        In cross-attention the argument that holds the memory, which :meth:`with_memory` replaces, else None.
-
+    ``x`` is the argument that holds the tokens, of any shape (..., d), for ``batch`` sequences. Wherever the
+    same tensor object was passed, the new tokens take its place. In cross-attention, ``memory`` is the
+    argument that :meth:`with_memory` replaces.
     """
 
     def __init__(self, call: Call, x: Tensor, batch: int, memory: Tensor | None = None) -> None:
@@ -102,8 +93,8 @@ class ModuleReplay:
 
         No model says which arguments have a batch axis. First, only arguments are cut whose length along the
         batch axis is the number of sequences, or is that of the tokens. If the output is then wrong, all
-        arguments are cut whose length is a multiple of the number of sequences. CaptureError is raised if the
-        output of the whole batch for the first sequence is another one in both cases.
+        arguments are cut whose length is a multiple of the number of sequences. Raise CaptureError if it is
+        wrong again.
         """
         if self.batch == 1:
             return self

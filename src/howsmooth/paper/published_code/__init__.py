@@ -21,13 +21,12 @@ from howsmooth.paper.published_code.measurement import (
     PublishedLayer,
     capture_layers,
     items_that_apply,
-    measure_as_published,
     measure_layer,
     power_iteration,
 )
 
 __all__ = [
     "ITEMS", "AsPublished", "DropoutAttention", "PowerIteration", "PublishedLayer",
-    "c_3_as_coded", "capture_layers", "has_fused_weight", "items_that_apply", "measure_as_published",
-    "measure_layer", "power_iteration", "unmasked", "with_dropout", "wrong_slices",
+    "c_3_as_coded", "capture_layers", "has_fused_weight", "items_that_apply", "measure_layer",
+    "power_iteration", "unmasked", "with_dropout", "wrong_slices",
 ]  # fmt: skip

@@ -45,10 +45,6 @@ class DropoutAttention(OuterMap):
         """Return a phrase that describes the attention and states its dropout probabilities."""
         return f"{self.inner.describe()}, dropout {self.weights:g} of weights and {self.outputs:g} of outputs"
 
-    def check_length(self, n: int) -> None:
-        """Raise an ArgumentError if the attention cannot take ``n`` tokens."""
-        self.inner.check_length(n)
-
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> DropoutAttention:
@@ -116,13 +112,8 @@ def wrong_slices(attention: SelfAttention) -> SelfAttention:
 
     Head h gets W_Q[hk:(h+1)k, :] in place of W_Q[:, hk:(h+1)k]ᵀ, where W_Q of shape (d, d) multiplies row
     tokens from the right; keys and values likewise. The published figure uses the worst tokens of this map,
-    ``adversarial.two_cluster(wrong_slices(attention), n, R)``, on the attention itself.
-
-    Raises
-    ------
-    ArgumentError
-        If heads are grouped, or their dimensions do not sum to d, because then the slices have wrong shapes.
-
+    ``adversarial.two_cluster(wrong_slices(attention), n, R)``, on the attention itself. Raise ArgumentError
+    if heads are grouped, or their dimensions do not sum to d.
     """
     f = attention
     require_plain_scores(f, "the published slices")
@@ -143,19 +134,13 @@ def wrong_slices(attention: SelfAttention) -> SelfAttention:
 def c_3_as_coded(attention: object, X: Tensor) -> float:
     """Return the number that the published code computes for Theorem C.3, which is not a valid bound.
 
-    The formula is ‖V‖ √(R_A² r² (n + 1) + n), where R_A = max_i |A x_i| and r is the diameter of the n
-    tokens X, of shape (n, d). ``attention`` is one head with the scores ⟨A x_i + b, x_j⟩ and the values
-    V x_j: a ``SelfAttention`` or a ``Head``.
+    The formula is ‖V‖ √(R_A² r² (n + 1) + n), where R_A = max_i |A x_i| and r is the diameter of the n tokens
+    X, of shape (n, d). ``attention`` is one head with the scores ⟨A x_i + b, x_j⟩ and the values V x_j: a
+    ``SelfAttention`` or a ``Head``.
 
     R_A omits Aᵀ x_j, and the formula the query bias. For A = 10 e₂e₁ᵀ, V = I and X = ((0, 1), (0, −1)) it
-    gives √2, but ‖D_X f‖ is 10.1. ``bounds.theorem_c_3`` is a valid bound.
-
-    Raises
-    ------
-    ArgumentError
-        If there are several heads or rotary positions, or X has the wrong shape or entries that are not
-        finite.
-
+    gives √2, but ‖D_X f‖ is 10.1. ``bounds.theorem_c_3`` is a valid bound. Raise ArgumentError for several
+    heads, rotary positions, or tokens of a wrong shape or that are not finite.
     """
     head = parameters_of(attention).one_head("c_3_as_coded")
     x = as_matrix("X", X, ("n", head.d), what="tokens")

@@ -21,7 +21,7 @@ from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_i
 
 __all__ = ["PublishedTask", "published_left"]
 
-_COLUMNS = ("layer", "n", "sample", "quantity", "items")
+_COLUMNS = ("n", "layer", "sample", "quantity", "items")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +31,6 @@ class PublishedTask(SequenceTask):
     kind = PublishedValue
 
     wanted: Sequence[tuple[int, str, str]] = ()
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The indices of the layers for which the store lacks values."""
-        return tuple(sorted({layer for layer, *_ in self.missing}))
 
     def computed(self, model: Any) -> Iterator[Found]:
         """Compute the missing rows, and yield those of each layer together."""
@@ -67,7 +62,7 @@ class PublishedTask(SequenceTask):
         seeds = [start_seed(plan, self.subject, "attention", index, None, self.n, s) for s in self.starts]
         how = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations")}
         for own, name, items in self.wanted:
-            keys = [(index, self.n, sample, name, items) for sample in self.starts]
+            keys = [(self.n, index, sample, name, items) for sample in self.starts]
             if own != index or not self.missing.intersection(keys):
                 continue
             found = measure_layer(layer, tuple(items.split(",")) if items else (), seeds=seeds, **how)
@@ -81,7 +76,7 @@ class PublishedTask(SequenceTask):
                 yield PublishedValue(
                     self.model,
                     self.subject.text.name,
-                    *key,
+                    *(index, self.n, sample, name, items),
                     lipschitz=value,
                     lower=None if math.isnan(lower) else lower,
                     upper=None if math.isnan(upper) else upper,
@@ -115,7 +110,7 @@ def published_left(items: Sequence[str] | None) -> Callable[[PreparedStudy], Wor
                 size = batch_size(subject.model.heads, n, study.plan.dtype)
                 for first in range(0, study.plan.samples, size):
                     samples = range(first, min(first + size, study.plan.samples))
-                    asked = {(layer, n, one, name, words) for one in samples for layer, name, words in wanted}
+                    asked = {(n, layer, one, name, words) for one in samples for layer, name, words in wanted}
                     kept += len(asked & known)
                     if missing := frozenset(asked - known):
                         starts = {one: subject.starts[n, one] for one in sorted({key[2] for key in missing})}

@@ -25,7 +25,7 @@ from howsmooth.watching import Call, watched
 
 __all__ = [
     "ITEMS", "AsPublished", "PowerIteration", "PublishedLayer",
-    "capture_layers", "items_that_apply", "measure_as_published", "measure_layer", "power_iteration",
+    "capture_layers", "items_that_apply", "measure_layer", "power_iteration",
 ]  # fmt: skip
 
 _MOST_STEPS = 100
@@ -106,13 +106,8 @@ def capture_layers(
     the published code measures them.
 
     With ``training``, a model with dropout runs once more in training mode, which the item ``dropout`` needs;
-    ``seeds`` has a seed for each sequence.
-
-    Raises
-    ------
-    CaptureError
-        If a layer cannot be captured, or if several layers share one module and there is dropout.
-
+    ``seeds`` has a seed for each sequence. Raise CaptureError if a layer cannot be captured, or several
+    layers share one module and there is dropout.
     """
     sites = capture(model, inputs, layers=layers)
     post_norm = [site.layer for site in sites if site.layout == "post-norm"]
@@ -163,12 +158,7 @@ def items_that_apply(
 
     A model that was built from its configuration, ``untrained``, is in training mode by default, so that the
     item ``dropout`` applies if the model has dropout; to trained models it applies if ``asked`` names it.
-
-    Raises
-    ------
-    ArgumentError
-        If an item in ``asked`` is unknown, is named twice or does not apply; the message says why.
-
+    Raise ArgumentError, which says why, if an item in ``asked`` is unknown, is named twice or does not apply.
     """
     post_norm = layer.attention.layout == "post-norm"
     masked = layer.attention.causal and post_norm
@@ -212,32 +202,6 @@ class AsPublished:
     steps: Int[Tensor, " batch"]
     items: tuple[str, ...]
     map: str
-
-
-def measure_as_published(
-    model: nn.Module | LoadedModel,
-    tokens: Tensor,
-    layer: int,
-    items: Iterable[str] | None = None,
-    *,
-    untrained: bool = False,
-    seed: int = 0,
-) -> AsPublished:
-    """Measure one layer of a model at token ids (batch, n) with the method of the published code.
-
-    ``items`` are the differences that are used, out of ``ITEMS``; None stands for all that apply, and an
-    empty list gives the correct quantity, ‖D_X f‖ of the layer's attention with its mask. ``untrained`` is as
-    for :func:`items_that_apply`; ``seed`` is that of the random starts and of the dropout. The errors are
-    those of :func:`capture_layers` and :func:`items_that_apply`.
-    """
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
-        got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ArgumentError("tokens", expected="token ids of shape (batch, n)", got=got)
-    seeds = [seed + member for member in range(len(tokens))]
-    training = untrained if items is None else "dropout" in (items := list(items))
-    (captured,) = capture_layers(model, tokens, [layer], training=training, seeds=seeds)
-    chosen = items_that_apply(captured, items, untrained=untrained)
-    return measure_layer(captured, chosen, seeds=seeds)
 
 
 def measure_layer(

@@ -80,26 +80,15 @@ class BoundsTask(SequenceTask):
 
 
 def bound_site(site: Any, *, dear: bool = True) -> tuple[float, list[SiteBound]]:
-    """Compute the bounds on one attention layer or head of a model at the tokens that it receives.
+    """Compute the bounds on one attention layer or head of a model, a site of
+    :func:`howsmooth.models.capture`, at the tokens that it receives. Return the radius of the ball on which
+    global bounds hold, and an entry for each bound; if a bound has no value, the ``source`` of its entry
+    gives the reason.
 
     Some bounds are left out to save time: searches over inputs; the certificate at more than 256 tokens; in
-    512 or more dimensions, the certificate of several heads at more than 64 tokens; and
-    ``yudin_theorem_3`` at more than 1,024 tokens. The command ``howsmooth bound`` computes these bounds too.
-    Without ``dear``, the certificate and the bounds by Gram matrices are left out as well.
-
-    Parameters
-    ----------
-    site
-        A site that :func:`howsmooth.models.capture` returned, with one of the scopes of attention alone.
-    dear
-        Whether to compute the bounds that take longest.
-
-    Returns
-    -------
-    tuple
-        The radius of the ball on which global bounds hold, and an entry for each bound; if a bound has no
-        value, the ``source`` of its entry gives the reason.
-
+    512 or more dimensions, the certificate of several heads at more than 64 tokens; and ``yudin_theorem_3``
+    at more than 1,024 tokens. The command ``howsmooth bound`` computes these bounds too. Without ``dear``,
+    the certificate and the bounds by Gram matrices are left out as well.
     """
     try:
         question = Problem.of(site)
