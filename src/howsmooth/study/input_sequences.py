@@ -325,7 +325,7 @@ def _fill(
 def _choose(
     gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random | None
 ) -> list[list[tuple[int, int]]] | None:
-    """Choose a gap for each window, by default the tightest. Return None if a window fits nowhere."""
+    """Choose a gap for each window, at random or else the tightest. Return None if one fits nowhere."""
     inside: list[list[tuple[int, int]]] = [[] for _ in gaps]
     room = np.array([size for _, size in gaps], dtype=np.int64)
     for window in windows:
