@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth.rounding.directed_rounding import UNDERFLOW, U, gamma, up
 from howsmooth.rounding.rounded_tensor import (
     ELEMENTARY,
     FUZZ,
@@ -27,7 +28,6 @@ from howsmooth.rounding.rounded_tensor import (
     frobenius_above,
     plain,
 )
-from howsmooth.rounding.units import UNDERFLOW, U, gamma, up
 
 __all__ = ["RoundedEntries", "along_entries", "entries_of", "known_to"]
 

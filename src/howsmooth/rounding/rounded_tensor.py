@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.rounding.units import LOST, STEP, UNDERFLOW, U, above, gamma
+from howsmooth.rounding.directed_rounding import LOST, STEP, UNDERFLOW, U, above, gamma
 
 __all__ = [
     "ELEMENTARY", "FUZZ", "RULES", "VIEWS", "MissingRuleError", "Rounded", "along", "compute", "exact",
