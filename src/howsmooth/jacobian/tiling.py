@@ -124,8 +124,8 @@ class RowBlock:
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return the places of a batched product in the whole sequence, as pairs: some matrices of the batch,
-        and the keys to which they belong. ``keys`` is a range of keys of this block.
+        """Return pairs of a matrix in a batched product and the range of keys in the whole sequence to which
+        it belongs. A plain block is one pair: all its matrices, with the given ``keys``.
         """
         return [(slice(self.batches), keys)]
 

@@ -76,7 +76,7 @@ def along_entries(function: Callable[[Tensor], Tensor], slope: float, x: Tensor)
 
 
 def _errors(operand: Any) -> tuple[Tensor, Tensor, float]:
-    """Return an operand's numbers with bounds on their absolute errors, and one on their relative errors."""
+    """Return the numbers of an operand, bounds on their absolute errors, and one on their relative errors."""
     if isinstance(operand, RoundedEntries):
         return plain(operand), operand.entries, 0.0
     value = operand.double() if isinstance(operand, Tensor) else torch.tensor(operand, dtype=torch.float64)

@@ -252,7 +252,7 @@ def product_norms_above(
 
 
 def with_gradient(bounds: Tensor, linear: Tensor) -> Tensor:
-    """Return ``bounds`` with the gradient of ``linear``; the two have the same values up to rounding."""
+    """Return the values of ``bounds`` with the gradient of ``linear``, which has nearly the same values."""
     return bounds + (linear - linear.detach()) if linear.requires_grad else bounds
 
 
@@ -421,9 +421,7 @@ def _place(matrices: Tensor) -> object:
 
 
 def absolute_norms_above(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-    """Return √(‖W‖₁ ‖W‖_∞), rounded up, for each matrix W. It is an upper bound on the spectral norm of
-    |W|.
-    """
+    """Return √(‖W‖₁ ‖W‖_∞), rounded up, for each matrix W: an upper bound on the spectral norm of |W|."""
     size = matrices.abs()
     found: Tensor = size.sum(dim=-1).amax(dim=-1).sqrt() * size.sum(dim=-2).amax(dim=-1).sqrt()
     return above(found, size.shape[-2] + size.shape[-1])

@@ -161,7 +161,7 @@ class _Follower(fx.Interpreter):
         return found.pop()
 
     def _between(self, gate: fx.Node, node: fx.Node) -> set[fx.Node]:
-        """Return the nodes with bounds on the paths from ``gate`` to ``node``, without these two."""
+        """Return the nodes on paths between ``gate`` and ``node`` that have bounds, without these two."""
         found, reached = set[fx.Node](), [node]
         while reached:
             before = {one for one in reached.pop().all_input_nodes if one in self._states} - found - {gate}
@@ -170,7 +170,9 @@ class _Follower(fx.Interpreter):
         return found
 
     def _row(self, node: fx.Node, gate: fx.Node) -> tuple[ModuleRow, ...]:
-        """Return the table row for the map from ``gate`` to ``node``, or none if it changes no bound."""
+        """Return the certificate's row for all operations between two nodes, ``gate`` and ``node``. Return no
+        row if they change no bound.
+        """
         first, last = self._states[gate], self._states[node]
         if (first.constant, first.radius) == (last.constant, last.radius):
             return ()

@@ -75,7 +75,9 @@ class Directions:
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
     ) -> tuple[Tensor, Bool[Tensor, " members"]]:
-        """Return the stored vectors (members, *shape), zero where there is none, and a mask of the gaps."""
+        """Return the stored vectors (members, *shape), and a mask that is True where none is stored. Vectors
+        are zero there.
+        """
         left = self._left
         if left is not None and tuple(left.shape[1:]) != shape:
             left = self._left = self._relengthened(left, shape)
