@@ -224,7 +224,9 @@ def _under(p: Problem, masking: Masking) -> Parameters:
 
 
 def _two_clusters(p: Problem, masking: Masking) -> Log:
-    """Return the larger lower bound at two-cluster inputs for the largest and least real eigenvalue of A."""
+    """Return the larger of two lower bounds at two-cluster inputs: one for the largest real eigenvalue of A,
+    one for the least.
+    """
     both = (two_cluster_points(p.head, p.radius, choice) for choice in ("max", "min"))
     return _largest(_under(p, masking), p.n, (points for points in both if points is not None))
 

@@ -234,7 +234,9 @@ def _l2_cores(sizes: Tensor, rows: VisibleRows, radius: float) -> Tensor:
 def scaled_cosine_layer(
     layer: HeadMatrices, rows: VisibleRows, radius: float, *, temperature: float, gain: float, eps: float
 ) -> Tensor:
-    """Bound multi-head scaled cosine attention, ν softmax(τ qkᵀ) v of vectors normalised to u/√(|u|² + ε)."""
+    """Bound the Lipschitz constant of multi-head scaled cosine attention, ν softmax(τ qkᵀ) v of vectors
+    normalised to u/√(|u|² + ε).
+    """
     tau, parts = abs(temperature), ("query", "key", "value")
     of_query, of_key, of_value = (norms(getattr(layer, part).flatten(0, 1)) for part in parts)
     rho_q, rho_k, rho_v = (layer.longest(part, radius, eps).max() for part in parts)
@@ -249,7 +251,9 @@ def scaled_cosine_layer(
 
 
 def sinkhorn_layer(layer: HeadMatrices, radius: float, *, scale: float) -> Tensor:
-    """Bound converged multi-head Sinkhorn attention on a ball, for every length and for any biases."""
+    """Bound the Lipschitz constant of converged multi-head Sinkhorn attention on a ball, for every length and
+    for any biases.
+    """
     a, o = Products.of(layer.key.mT, layer.query, scale), Products.of(layer.blocks, layer.value)
     values, ones = layer.sizes["value"], torch.ones(len(layer.value), dtype=torch.float64)
     linear = torch.minimum(layer.whole * norms(layer.value.flatten(0, 1)), layer.together(ones))
@@ -259,7 +263,9 @@ def sinkhorn_layer(layer: HeadMatrices, radius: float, *, scale: float) -> Tenso
 
 
 def lipschitz_norm_layer(layer: HeadMatrices, rows: VisibleRows) -> Tensor:
-    """Bound multi-head LipschitzNorm attention on the whole space. Each head normalises its own scores."""
+    """Bound the Lipschitz constant of multi-head LipschitzNorm attention on the whole space. Each head
+    normalises its own scores.
+    """
     q, k, v = (part.flatten(0, 1) for part in (layer.query, layer.key, layer.value))
     kappa = rows.heaviest(_weights(rows, torch.ones((), dtype=torch.float64))).sqrt()
     if not rows.several:
@@ -271,7 +277,9 @@ def lipschitz_norm_layer(layer: HeadMatrices, rows: VisibleRows) -> Tensor:
 def sigmoid_layer(
     layer: HeadMatrices, rows: VisibleRows, radius: float, *, scale: float, shift: float
 ) -> Tensor:
-    """Bound multi-head sigmoid attention with weights σ(s⟨q_i, k_j⟩ + b); s is ``scale``, b is ``shift``."""
+    """Bound the Lipschitz constant of multi-head sigmoid attention with weights σ(s⟨q_i, k_j⟩ + b), where s
+    is ``scale`` and b is ``shift``.
+    """
     zero = layer.query.new_zeros(layer.query.shape[:2])
     b_q, b_k = (zero if b is None else b for b in (layer.query_bias, layer.key_bias))
     a = Products.of(layer.key.mT, layer.query, scale)

@@ -263,7 +263,9 @@ def lipschitz_norm_upper_bound(counts: tuple[int, int]) -> Log:
 
 
 def lipschitz_norm_jointly(kappa: Log) -> Log:
-    """Bound LipschitzNorm attention as a map of Q, K and V together, given a bound κ on ‖P‖."""
+    """Bound the Lipschitz constant of LipschitzNorm attention as a map of Q, K and V together, given a bound
+    κ on the norm ‖P‖ of the attention weights.
+    """
     return maximum((kappa + 1) ** 2 + 4.5, kappa**2 + (4 + BY_KEY**2)) ** 0.5
 
 

@@ -50,8 +50,8 @@ class VisibleRows:
         return bool((self.counts > 1).any())
 
     def heaviest(self, rows: Tensor) -> Tensor:
-        """Return the largest sum of the numbers r_i >= 0 over the queries i that see the same key. ``rows``
-        (..., kinds) are the numbers r_i.
+        """Return the largest sum of numbers r_i >= 0 over the queries i that see the same key. ``rows`` (...,
+        kinds) has one r_i for all queries that see equally many keys.
         """
         if self.kind == "causal":  # every row sees the first token
             return rows.sum(dim=-1)

@@ -342,7 +342,9 @@ class AutodiffJacobian(LinearOperator):
 
     @contextmanager
     def _range_first(self, e: Tensor, u: Tensor) -> Iterator[None]:
-        """Replace a DerivativeError by a NonFiniteError if numbers inside f overflow or underflow."""
+        """Return a context manager that replaces a DerivativeError by a NonFiniteError if numbers inside f
+        overflow or underflow.
+        """
         try:
             yield
         except DerivativeError as error:
@@ -433,7 +435,7 @@ class Linearisation:
 
     @cached_property
     def twice(self) -> bool:
-        """Whether J e is computed by differentiating u ↦ Jᵀu, whose graph the first use creates."""
+        """Whether J e is computed by differentiating u ↦ Jᵀu. The first use creates the graph of this map."""
         if self.graph_bytes > self._most:
             return False
         self._u = torch.zeros_like(self.y).requires_grad_()

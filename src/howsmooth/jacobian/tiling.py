@@ -124,8 +124,8 @@ class RowBlock:
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return pairs of a matrix in a batched product and the range of keys in the whole sequence to which
-        it belongs. A plain block is one pair: all its matrices, with the given ``keys``.
+        """Return which matrices of a batched product belong to which range of keys in the whole sequence, as
+        pairs. In a plain block all belong to ``keys``.
         """
         return [(slice(self.batches), keys)]
 

@@ -198,9 +198,9 @@ class _AttentionBlocks:
         return found
 
     def _read(self, i: Tensor, j: Tensor) -> tuple[Int[Tensor, " pairs"], Float[Tensor, "owners heads d"]]:
-        """Return a list of gradients b_ij of all heads' scores with respect to token j, and an index into it
-        for each pair (i, j). The index comes first. Without rotary positions and key norms b_ij is the same
-        for all j.
+        """Return for each pair (i, j) an index into a table of gradients, and the table. It has the gradients
+        b_ij of all heads' scores with respect to token j, which are the same for all j without rotary
+        positions and key norms.
         """
         f = self._f
         if f.rotary is None and f.key_norm is None:

@@ -195,7 +195,8 @@ def _of_tile(
 
 
 def _groups(n: int, d: int, d_out: int, outputs: int, dtype: torch.dtype) -> tuple[bool, list[range]]:
-    """Decide whether blocks are formed from columns of the Jacobian, and which output tokens together.
+    """Divide the output tokens into groups that are measured together. Also decide whether their blocks are
+    formed from columns of the Jacobian.
 
     A product with J gives a column of the blocks of all output tokens, of which a group is kept whose blocks
     of one input token fit into memory.

@@ -257,8 +257,8 @@ class _Run:
         self._end_members(*entries.numpy())
 
     def _scaled(self, energy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return |J v|² and JᵀJ v of the first step. Maps J are multiplied by powers of two before if their
-        squares leave the range of the dtype.
+        """Return |J v|² and JᵀJ v of the first step. If their squares leave the range of the dtype, maps J
+        are first multiplied by powers of two.
         """
         # Lengths of J v in this range say that no number of the recurrence leaves it.
         if bool(((energy >= 2.0**-40) & (energy <= 2.0**40)).all()):

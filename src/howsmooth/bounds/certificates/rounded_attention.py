@@ -419,7 +419,9 @@ class _After:
         return cls(plain(t), entries_of(t), gain, columns, norm.centred)
 
     def on_tokens(self, matrix: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
-        """Multiply a matrix by D = diag(g) H, where H subtracts the mean if the norm layer does."""
+        """Multiply a matrix by D = diag(g) H with the gains g, where H subtracts the mean if the norm layer
+        does.
+        """
         matrix = matrix * self.gain
         return matrix - matrix.mean(dim=1, keepdim=True) if self.centred else matrix
 

@@ -54,7 +54,9 @@ class _State:
 
 
 class _Recorder(fx.Tracer):
-    """A tracer that records PyTorch's modules (not Sequential) and modules of known constant as one node."""
+    """A tracer that records each PyTorch module (but not Sequential) and each module of known constant as a
+    single node.
+    """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         torchs = kind_of(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.Sequential)
