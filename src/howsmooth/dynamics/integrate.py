@@ -147,7 +147,7 @@ class _CheckedVelocity:
         return _EndedError("blew up", f"the numbers left the range of {_name(self.state)}", lower, upper)
 
     def exhausted(self) -> _EndedError:
-        """Return the exception that ends an integration because its steps became too small for floats."""
+        """Return the exception that ends an integration because its steps have become too small."""
         lower = self.time
         upper = lower + max(self.tried or 0.0, 4 * math.ulp(lower))
         # A state that is huge, or that grows faster than the time resolution allows, blows up. A bounded

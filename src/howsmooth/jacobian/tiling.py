@@ -55,7 +55,7 @@ def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tupl
 
 def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.device, *, capped: bool) -> int:
     """Return an upper bound on the bytes of all tiles that are in memory at once, for probabilities of
-    ``itemsize`` bytes. Under a cap P∘D is stored beside P; scores count as float64.
+    ``itemsize`` bytes. With a soft cap P∘D is stored as well as P. Scores are counted as float64.
     """
     _, rows, columns = _tile_shape(heads, n, itemsize, device)
     kept, formed = (2 if capped else 1) * n * itemsize, 4 * columns * 8

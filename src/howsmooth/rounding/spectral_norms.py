@@ -211,7 +211,8 @@ class Triangles(NamedTuple):
         return Triangles(*(part[index] for part in self))
 
     def product_norms(self, other: Triangles, between: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return upper bounds on the norms of the products A M Bᵀ, and their leading singular vectors.
+        """Return upper bounds on the norms of the products A M Bᵀ, with the products' leading singular
+        vectors.
 
         ``self`` stands for A, ``other`` for B, and ``between`` (*batch, k, l) for M, by default the identity.
         """

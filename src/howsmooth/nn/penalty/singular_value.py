@@ -1,4 +1,4 @@
-"""Compute the leading singular value of a Jacobian with its gradient; keep its vectors for the next step.
+"""The leading singular value of a Jacobian with its gradient. Singular vectors are kept for the next step.
 
 For unit vectors u and v that do not depend on the weights θ, d/dθ ⟨u, J_θ v⟩ is the derivative of the
 singular value if (u, v) is its singular pair and the singular value is simple (Hellmann and Feynman). One
