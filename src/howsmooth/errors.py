@@ -107,9 +107,7 @@ class StoreError(HowsmoothError):
 
 
 class WorkerError(HowsmoothError):
-    """Raised when a worker process of a study is lost, cannot be reached, or runs another version of
-    howsmooth.
-    """
+    """Raised when a worker process of a study is lost or unreachable, or runs another howsmooth version."""
 
 
 def similar_name(given: str, known: Iterable[str]) -> str:

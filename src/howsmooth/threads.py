@@ -50,9 +50,7 @@ class _Choice:
 
     @property
     def words(self) -> str:
-        """A phrase with the numbers of threads that were chosen, or an empty string if only the user's own
-        number was used.
-        """
+        """A phrase with the chosen numbers of threads, empty if only the user's number was used."""
         if self.taken <= {self.most}:
             return ""
         numbers = " to ".join(map(str, sorted({min(self.taken), max(self.taken)})))

@@ -377,9 +377,7 @@ class _GradientAscent:
         self.rows: list[list[object]] = []
 
     def run(self, steps: int) -> tuple[Tensor, str]:
-        """Run the gradient ascent, and return the best tokens and the name of the start from which they were
-        reached.
-        """
+        """Run the gradient ascent, and return the best tokens and the name of the start that led to them."""
         domain = self.domain
         # Step 0 evaluates all starts; the best of them go on.
         first = self._evaluate(self.u, list(range(len(self.names))), 0)

@@ -224,7 +224,9 @@ def _under(p: Problem, masking: Masking) -> Parameters:
 
 
 def _two_clusters(p: Problem, masking: Masking) -> Log:
-    """Return the larger lower bound at two-cluster inputs for the largest and least real eigenvalue of A."""
+    """Return the larger of two lower bounds at two-cluster inputs: one for the largest real eigenvalue of A,
+    one for the least.
+    """
     both = (two_cluster_points(p.head, p.radius, choice) for choice in ("max", "min"))
     return _largest(_under(p, masking), p.n, (points for points in both if points is not None))
 
@@ -242,7 +244,8 @@ def _two_heavy(p: Problem, masking: Masking) -> Log:
 
 
 def _log_two_heavy_formula(head: Head, n: int, points: HeavyTokens, *, causal: bool) -> float:
-    """Return the log of a lower bound on ‖D_X f‖ at two heavy tokens with equal scores, rounded down.
+    """Return the log of a lower bound on ‖D_X f‖, rounded down. Two tokens, called heavy, get equal and large
+    attention weights; all other tokens are copies of one light token.
 
     At huge radii rounding makes the scores of the two heavy tokens differ, so that the norm of their columns
     is smaller.
@@ -280,8 +283,8 @@ def _cesaro_norm(n: int) -> float:
 
 
 def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
-    """Return the log of the norm of a part of D_X f: the derivatives of the outputs of light tokens with
-    respect to the heavy tokens, which get most of the attention.
+    """Return the log of the norm of a part of D_X f: the derivative of the outputs of light tokens with
+    respect to the heavy tokens. Heavy tokens get most of the attention.
 
     The norm of this part is a lower bound on ‖D_X f‖. With a causal mask the first row is included.
     """
@@ -321,8 +324,9 @@ def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
 
 
 def _log_weights(heads: Sequence[Head], points: HeavyTokens, log_m: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logs of the attention weights of light tokens: on each heavy token (rows, H, c), and on all
-    light tokens together (rows, H). ``log_m`` (rows,) are the logs of how many light tokens they see.
+    """Return the logs of the attention weights that light tokens give to each heavy token (rows, H, c), and
+    to all light tokens together (rows, H). ``log_m`` (rows,) are the logs of the numbers of light tokens that
+    they see.
     """
     y = torch.stack([score_vectors(head, points.light) for head in heads])
     gaps = y @ (points.heavies - points.light).mT  # (H, c)
@@ -342,8 +346,8 @@ def _same_gram(table: Tensor) -> Tensor:
 
 
 def _rounding(heads: Sequence[Head], points: HeavyTokens, slope: float) -> float:
-    """Bound the error in the log of a lower bound from rounding the score differences of heavy and light
-    tokens. The derivative of the log with respect to these differences is at most ``slope``.
+    """Bound the error in the log of a lower bound that comes from rounded score differences of heavy and
+    light tokens. The derivative of the log with respect to these differences is at most ``slope``.
     """
     if slope <= 0:
         return 0.0

@@ -1,5 +1,5 @@
-"""The class ``Problem``, an attention with the tokens or the ball for which bounds are asked, and functions
-that make a problem from the arguments of a bound.
+"""The class ``Problem``: an attention, and the tokens or the ball for which bounds on its Lipschitz constant
+are asked.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _NEEDS_OF_PAPER = (VALUES_ARE_TOKENS, *_NEEDS)
 
 @dataclass(frozen=True, eq=False)
 class TwoAtoms(Problem):
-    """The problem of :func:`two_dirac`, in which the caller chooses the masses and positions of two atoms."""
+    """A problem for :func:`two_dirac`, with the caller's choice of the masses and positions of two atoms."""
 
     weight: float | None = None
     choice: str = "paper"

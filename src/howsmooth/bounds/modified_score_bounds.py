@@ -1,5 +1,5 @@
-"""An upper bound on a ball for softmax attention whose scores have rotary positions, norms, biases, caps or
-sinks.
+"""An upper bound on the Lipschitz constant on a ball, for softmax attention with rotary positions, normalised
+queries or keys, score biases, caps or sinks.
 
 The norms are those of queries and keys, the biases are added to the scores, and every mask is allowed. Proof:
 documentation page "Bounds for the scores of today's models".
@@ -165,8 +165,8 @@ _ScoreSizes = tuple[Log, Log, Log, Log]
 
 
 def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: Log) -> list[_ScoreSizes]:
-    """Bound the scores of a head without norms of queries and keys. Return an empty list for rotary positions
-    of too many tokens.
+    """Bound the scores of a head whose queries and keys are not normalised. Return an empty list for rotary
+    positions of too many tokens.
     """
     group = _group(f, h)
     biases = (None if b is None else b[i] for b, i in ((f.query_bias, h), (f.key_bias, group)))

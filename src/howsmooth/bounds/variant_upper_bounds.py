@@ -100,8 +100,8 @@ def l2_attention_upper_bound(p: L2) -> Log:
 
 
 def l2_everywhere(rows: N, phi: N) -> N:
-    """Bound an L2 head with Q = V Qᵀ/√k = I. ``rows`` is max_j Σ_{i sees j} (1 + 2Φ_i)², ``phi`` max_i
-    Φ_i.
+    """Bound the Lipschitz constant of an L2 head with Q = V Qᵀ/√k = I. Each query i has a number Φ_i, which
+    depends on how many keys it sees; ``rows`` is max_j Σ_{i sees j} (1 + 2Φ_i)², and ``phi`` is max_i Φ_i.
     """
     return rows**0.5 + 2 * phi
 
@@ -189,9 +189,11 @@ def scaled_cosine_upper_bound(p: Cosine) -> Log:
 
 
 def cosine_everywhere(squares: N, spread: N, value: N, query: N, key: N) -> N:
-    """Bound scaled cosine attention with ε = ν = 1. ``squares`` is max_j Σ_{i sees j} p_i, ``spread`` the
-    same sum of min(½, p_i), ``value`` ‖W_V‖; ``query`` and ``key`` are τ‖W_Q‖ and τ‖W_K‖ times the sizes of
-    their factors.
+    """Bound the Lipschitz constant of scaled cosine attention with ε = ν = 1.
+
+    With the largest attention weight p_i of query i, ``squares`` is max_j Σ_{i sees j} p_i, and ``spread``
+    the same sum of min(½, p_i). ``value`` is ‖W_V‖; ``query`` and ``key`` are τ‖W_Q‖ and τ‖W_K‖ times the
+    sizes of their factors.
     """
     return squares**0.5 * value + query + spread**0.5 * key
 
@@ -261,7 +263,9 @@ def lipschitz_norm_upper_bound(counts: tuple[int, int]) -> Log:
 
 
 def lipschitz_norm_jointly(kappa: Log) -> Log:
-    """Bound LipschitzNorm attention as a map of Q, K and V together, given a bound κ on ‖P‖."""
+    """Bound the Lipschitz constant of LipschitzNorm attention as a map of Q, K and V together, given a bound
+    κ on the norm ‖P‖ of the attention weights.
+    """
     return maximum((kappa + 1) ** 2 + 4.5, kappa**2 + (4 + BY_KEY**2)) ** 0.5
 
 

@@ -205,7 +205,7 @@ def attention_jacobians(
     streamed: bool = False,
     allowance: float | None = None,
 ) -> list[LinearOperator]:
-    """Return the Jacobian of a float64 layer at float64 tokens, as one operator for each dtype of ``made``.
+    """Return the Jacobian of a float64 layer at float64 tokens, as one operator for each dtype in ``made``.
 
     The tokens may be the atoms of a measure of this weighting. ``off`` is an upper bound of the distance of
     each token from its exact value, or None if no error is to be proved; ``norms``, for that proof, holds

@@ -262,8 +262,9 @@ class AutodiffJacobian(LinearOperator):
             return allowance_for_rounding(itertools.chain([first], made), jtu)
 
     def _check_derivatives(self, y: Tensor, start: Tensor | None) -> None:
-        """Check derivatives of f along ``start``, or a random tangent if it is None, against each other and
-        against finite differences. Estimate their rounding errors; ``y`` is f(x).
+        """Check the derivative of f along a direction by forward mode, reverse mode and finite differences,
+        and estimate its rounding errors. The direction is ``start``, or random if that is None; ``y`` is
+        f(x).
         """
         # Not the seed of a start, as ⟨J e, e⟩ = ⟨e, Jᵀe⟩ shows less than two independent vectors.
         generator = torch.Generator().manual_seed(_CHECK_SEED)
@@ -341,7 +342,9 @@ class AutodiffJacobian(LinearOperator):
 
     @contextmanager
     def _range_first(self, e: Tensor, u: Tensor) -> Iterator[None]:
-        """Replace a DerivativeError by a NonFiniteError if numbers inside f overflow or underflow."""
+        """Return a context manager that replaces a DerivativeError by a NonFiniteError if numbers inside f
+        overflow or underflow.
+        """
         try:
             yield
         except DerivativeError as error:
@@ -432,7 +435,7 @@ class Linearisation:
 
     @cached_property
     def twice(self) -> bool:
-        """Whether J e is computed by differentiating u ↦ Jᵀu, whose graph the first use creates."""
+        """Whether J e is computed by differentiating u ↦ Jᵀu. The first use creates the graph of this map."""
         if self.graph_bytes > self._most:
             return False
         self._u = torch.zeros_like(self.y).requires_grad_()
@@ -485,7 +488,7 @@ def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> tup
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Return True if entry i of the result of ``product`` depends on another entry of its input than i.
+    """Return True if some entry i of the result of ``product`` depends on an entry of its input other than i.
 
     Any two indices differ in some binary digit. So for each digit, e is set to zero at all indices without
     that digit, and the product must be zero there: as many products as indices have digits.
@@ -556,9 +559,11 @@ def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor
 
 
 def _adjoint_defect(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> Tensor:
-    """Estimate for each member of a batch the relative rounding error that makes ⟨J e, u⟩ differ from ⟨e,
-    Jᵀu⟩; it is zero where they agree. An example is a softmax with the weights 1 and p, where rounding sets
-    the first entry of p (e₁ − e₂) to zero.
+    """Estimate for each member of a batch the relative rounding error that explains why ⟨J e, u⟩ and ⟨e, Jᵀu⟩
+    differ. It is zero where they agree.
+
+    An example is a softmax with the weights 1 and p, where rounding sets the first entry of p (e₁ − e₂) to
+    zero.
     """
     left, right = ((a * b).flatten(1).sum(dim=1, dtype=torch.float64) for a, b in ((je, u), (e, jtu)))
     size = torch.maximum(je.double().flatten(1).norm(dim=1), jtu.double().flatten(1).norm(dim=1))

@@ -157,7 +157,7 @@ class _Member:
         return rounding
 
     def _twice_gives(self, e: Tensor, je: Tensor) -> bool:
-        """Return True if double reverse mode gives the same product as forward mode, which is ``je``."""
+        """Return True if two passes of reverse mode give the same product J e as forward mode (``je``)."""
         try:
             off = (self.product(e) - je).norm()
         except DerivativeError:  # an operation in the layer has no second derivative

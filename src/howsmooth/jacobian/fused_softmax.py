@@ -185,7 +185,8 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return the derivative ``at`` with products by Triton kernels, or unchanged if none supports it.
+    """Return a derivative of softmax attention with products by Triton kernels. Return ``at`` itself if no
+    kernel supports it.
 
     The kernels split float32 numbers into two or three bfloat16 parts. They get as few parts as keep the
     relative rounding error within ``allowance``; if three parts do not, ``at`` is returned. Without an
@@ -195,7 +196,9 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return the derivative ``at`` with products by kernels, or unchanged if they are not accurate enough."""
+    """Return the derivative ``at`` with products by Triton kernels, or ``at`` itself if kernels are not
+    accurate enough.
+    """
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
     # ``exact`` is dropped: the kernels form scores from the parts of q and k.

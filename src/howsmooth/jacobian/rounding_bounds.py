@@ -152,7 +152,7 @@ class _Rows:
     model: Float[Tensor, "batch kv_heads"]  # of its own error in the spectral norm; zero without a norm
 
     def times(self, factor: float) -> _Rows:
-        """Return the bounds for rows that are rotated and scaled, together by at most ``factor`` in norm."""
+        """Return the bounds after a rotation and scaling that multiply norms by at most ``factor``."""
         slip = self.slip + gamma(8) * self.size
         return _Rows(factor * self.off, factor * self.size, factor * slip, factor * self.model)
 
@@ -187,7 +187,7 @@ class AttentionRounding:
         return replace(rows, off=rows.off.unflatten(1, (f.kv_heads, -1)))
 
     def keys(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of keys, or if ``shifted`` of keys minus their mean."""
+        """Return bounds on the rounding errors of keys or, if ``shifted``, of keys minus their mean."""
         f = self.f
         if f.key_norm is None and f.rotary is None and shifted and f.softcap is None:
             return self._centred(f.key)
@@ -197,7 +197,7 @@ class AttentionRounding:
         return replace(rows, off=rows.off + 4 * U * torch.linalg.vector_norm(self.at.whole_keys, dim=-1))
 
     def values(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of values, or if ``shifted`` of values minus their mean."""
+        """Return bounds on the rounding errors of values or, if ``shifted``, of values minus their mean."""
         if shifted:
             return self._centred(self.f.value)
         return self._rows(self.f.value, self.f.value_bias, None, self.off, self.length)
@@ -247,7 +247,7 @@ class AttentionRounding:
     # ---- probabilities
 
     def score_off(self) -> Float[Tensor, "batch kv_heads group n"]:
-        """Return a bound on the rounding errors of each query's scores that are not negligible."""
+        """Return a bound on the rounding errors of each query's scores of non-negligible probability."""
         f, at = self.f, self.at
         q, keys = torch.linalg.vector_norm(at.q, dim=-1), self.keys(shifted=f.sinks is None)
         longest = torch.linalg.vector_norm(at.score_keys, dim=-1).amax(dim=-1)[..., None, None]

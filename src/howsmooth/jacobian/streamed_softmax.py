@@ -87,8 +87,8 @@ class StreamedDerivative:
     moments: Deviations | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each sequence, the relative rounding error of the norm of the attention Jacobian.
-        Scores that are formed in float32 add κ machine epsilons to the error of kept probabilities.
+        """Estimate, for each sequence, the relative rounding error of the norm of the attention Jacobian. If
+        scores are formed in float32, their bound κ times the machine epsilon is added to it.
         """
         eps = torch.finfo(self.q.dtype).eps
         single = 0.0 if self.exact is not None or self.q.dtype == torch.float64 else eps
@@ -350,8 +350,8 @@ class _Tiles:
     def _scores(
         self, place: int, block: RowBlock, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
-        """Return the scores of one tile times log₂ e, less ``scored.less``, and the derivative of a soft cap,
-        or None if a mask hides the whole tile. The rules of ``visibility`` are not yet applied.
+        """Return the scores of one tile times log₂ e, minus ``scored.less``, and the derivative of a soft
+        cap. Return None if a mask hides the whole tile. Other rules of ``visibility`` are not yet applied.
         """
         at = self.at
         features, mask = at.features.block(block.heads, at.kv_heads, block.rows, keys), at.visibility.mask
@@ -379,9 +379,11 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute the softmax of a block of query rows. Its denominators log Σ_j e^{S_ij}, the averages Σ_j
-        P_ij t_j of the rows of ``table`` and the sinks' probabilities are written to ``lse``, ``averages``
-        and ``sink_p``. Running sums are scaled when a row finds a larger score.
+        """Compute the softmax of a block of query rows. Write the logs of its denominators Σ_j e^{S_ij} to
+        ``lse``, the averages Σ_j P_ij t_j of the rows of ``table`` to ``averages``, and the sinks'
+        probabilities to ``sink_p``.
+
+        Running sums are scaled when a row finds a larger score.
         """
         at, sinks = self.at, self.at.features.sinks
         q, v = at.q[block.heads, :, block.rows], table[block.heads]

@@ -55,7 +55,7 @@ def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tupl
 
 def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.device, *, capped: bool) -> int:
     """Return an upper bound on the bytes of all tiles that are in memory at once, for probabilities of
-    ``itemsize`` bytes. Under a cap P∘D is stored beside P; scores count as float64.
+    ``itemsize`` bytes. With a soft cap P∘D is stored as well as P. Scores are counted as float64.
     """
     _, rows, columns = _tile_shape(heads, n, itemsize, device)
     kept, formed = (2 if capped else 1) * n * itemsize, 4 * columns * 8
@@ -124,8 +124,8 @@ class RowBlock:
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return the places of a batched product in the whole sequence, as pairs: some matrices of the batch,
-        and the keys to which they belong. ``keys`` is a range of keys of this block.
+        """Return which matrices of a batched product belong to which range of keys in the whole sequence, as
+        pairs. In a plain block all belong to ``keys``.
         """
         return [(slice(self.batches), keys)]
 

@@ -198,9 +198,9 @@ class _AttentionBlocks:
         return found
 
     def _read(self, i: Tensor, j: Tensor) -> tuple[Int[Tensor, " pairs"], Float[Tensor, "owners heads d"]]:
-        """Return for each pair (i, j) an index into a list of gradients, and the list. A gradient b_ij is
-        that of all heads' scores with respect to token j; without rotary positions and key norms it is the
-        same for all j.
+        """Return for each pair (i, j) an index into a table of gradients, and the table. It has the gradients
+        b_ij of all heads' scores with respect to token j, which are the same for all j without rotary
+        positions and key norms.
         """
         f = self._f
         if f.rotary is None and f.key_norm is None:
@@ -236,7 +236,7 @@ class _AttentionBlocks:
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """Derivatives of the norm and rotation after a query or key projection, at one token of each pair."""
+    """Derivatives of the norm and rotation that follow a query or key projection, at some tokens."""
 
     norm: NormJacobian | None
     rotary: Rotary | None

@@ -181,9 +181,7 @@ def _of_tile(
     members: Sequence[int],
     solver: Solver,
 ) -> tuple[LeadingTriplet, Float[Tensor, " pairs"]]:
-    """Return the largest singular value of each block J_ij in a group of pairs, with singular vectors and the
-    rounding error.
-    """
+    """Return the largest singular value of each block J_ij in a group of pairs, and the rounding error."""
     exact, single = blocks.tile(i, j, factor, (torch.float64, torch.float32))
     found = solver.alone(exact if dtype == torch.float64 else CheckedProducts(single, exact), members)
     # J v in float64 is σ times the left vector. Its rounding to float32 makes the difference a little larger.
@@ -197,7 +195,8 @@ def _of_tile(
 
 
 def _groups(n: int, d: int, d_out: int, outputs: int, dtype: torch.dtype) -> tuple[bool, list[range]]:
-    """Decide whether blocks are formed from columns of the Jacobian, and which output tokens together.
+    """Divide the output tokens into groups that are measured together. Also decide whether their blocks are
+    formed from columns of the Jacobian.
 
     A product with J gives a column of the blocks of all output tokens, of which a group is kept whose blocks
     of one input token fit into memory.

@@ -164,9 +164,7 @@ class HeadsJacobian(AttentionJacobian):
 
     @classmethod
     def _with(cls, whole: AttentionJacobian, weight: Float[Tensor, "heads rows d"]) -> HeadsJacobian:
-        """Return a copy of the Jacobians ``whole`` with the query, key and value matrices of each head
-        replaced by ``weight``.
-        """
+        """Return the Jacobians ``whole`` with ``weight`` as query, key and value matrices of each head."""
         projection = replace(whole.projection, weight=weight)
         return cls(whole.core, projection, whole.norms, whole.proved)
 

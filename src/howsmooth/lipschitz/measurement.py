@@ -67,7 +67,7 @@ def closed_forms(
 def _kept(
     double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]]
 ) -> list[LinearOperator]:
-    """Return the Jacobians of one map that keep attention probabilities in memory, as one batched operator
+    """Return the Jacobians of one map with attention probabilities kept in memory, as one batched operator
     for each group of sequences.
 
     Each item of ``lots`` is a group, as indices of sequences sorted by length. Sequences of one length are

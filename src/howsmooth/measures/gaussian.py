@@ -251,9 +251,7 @@ def _tensor(name: str, value: object, axes: int) -> Tensor:
 
 
 def _covariance(sigma: Tensor) -> Tensor:
-    """Check that a matrix is symmetric and positive semidefinite up to rounding, and return it exactly
-    symmetric.
-    """
+    """Check that a matrix is a covariance matrix up to rounding, and return it exactly symmetric."""
     allowed = _ROUNDINGS * sigma.shape[0] * torch.finfo(sigma.dtype).eps
     skew = float((sigma - sigma.mT).detach().abs().max())
     if skew > allowed * float(sigma.detach().abs().max()):

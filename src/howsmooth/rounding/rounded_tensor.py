@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.rounding.units import LOST, STEP, UNDERFLOW, U, above, gamma
+from howsmooth.rounding.directed_rounding import LOST, STEP, UNDERFLOW, U, above, gamma
 
 __all__ = [
     "ELEMENTARY", "FUZZ", "RULES", "VIEWS", "MissingRuleError", "Rounded", "along", "compute", "exact",
@@ -76,7 +76,7 @@ class Rounded(Tensor):
 def compute(
     rules: Mapping[str, Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Any:
-    """Compute a PyTorch operation by the rule with its name; an attribute counts as an operation."""
+    """Compute a PyTorch operation, or read an attribute, by the rule of its name in ``rules``."""
     name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
     rule = rules.get(name)
     if rule is None:
@@ -119,9 +119,7 @@ def along(function: Callable[[Tensor], Tensor], slope: float, x: Tensor) -> Tens
 
 
 def settled(value: Tensor) -> tuple[Tensor, float]:
-    """Return the computed numbers of a tensor and the bound on their error, which is zero for a
-    plain tensor.
-    """
+    """Return the computed numbers of a tensor and the bound on their error, zero for a plain tensor."""
     return plain(value), value.error if isinstance(value, Rounded) else 0.0
 
 
@@ -177,9 +175,7 @@ def frobenius_above(value: Tensor) -> float:
 
 
 def _measures(operand: Any) -> tuple[float, float]:
-    """Return bounds on the Frobenius norm and on the error of an operand, which may be a rounded or a plain
-    tensor.
-    """
+    """Return bounds on the Frobenius norm and on the error of an operand, rounded or plain."""
     if isinstance(operand, Rounded):
         return operand.frobenius, operand.error
     size = frobenius_above(operand.double()) if isinstance(operand, Tensor) else abs(operand)
@@ -187,9 +183,7 @@ def _measures(operand: Any) -> tuple[float, float]:
 
 
 def _peak(operand: Any) -> float:
-    """Return a bound on the largest absolute entry of an operand; the bound is coarse for large rounded
-    tensors.
-    """
+    """Return a bound on the largest absolute entry of an operand, coarse for large rounded tensors."""
     if isinstance(operand, Rounded):
         small = operand._peak is not None or operand.numel() <= _SMALL
         return operand.peak if small else operand.frobenius
@@ -205,9 +199,7 @@ def _copies(operand: Any, entries: int) -> float:
 
 
 def _view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an operation that only moves, repeats or drops entries of a tensor, and bound the error of the
-    result.
-    """
+    """Apply an operation that only moves, repeats or drops entries, and bound the error of the result."""
     found = func(x, *args, **kwargs)
     if isinstance(found, tuple | list):
         return [_entries_of(x, made(part, x.error)) for part in found]

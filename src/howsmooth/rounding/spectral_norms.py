@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.rounding.directed_rounding import LOST, TINY, U, above, below, gamma, up
 from howsmooth.rounding.eigenvalue_estimates import largest_eigenvalue_estimates
-from howsmooth.rounding.units import LOST, TINY, U, above, below, gamma, up
 
 __all__ = [
     "Enclosed", "MatrixNorms", "Triangles", "absolute_norms_above", "largest_eigenvalues_above",
@@ -211,7 +211,8 @@ class Triangles(NamedTuple):
         return Triangles(*(part[index] for part in self))
 
     def product_norms(self, other: Triangles, between: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return upper bounds on the norms of the products A M Bᵀ, and their leading singular vectors.
+        """Return upper bounds on the norms of the products A M Bᵀ, with the products' leading singular
+        vectors.
 
         ``self`` stands for A, ``other`` for B, and ``between`` (*batch, k, l) for M, by default the identity.
         """
@@ -252,7 +253,7 @@ def product_norms_above(
 
 
 def with_gradient(bounds: Tensor, linear: Tensor) -> Tensor:
-    """Return ``bounds`` with the gradient of ``linear``; the two have the same values up to rounding."""
+    """Return the values of ``bounds`` with the gradient of ``linear``, which has nearly the same values."""
     return bounds + (linear - linear.detach()) if linear.requires_grad else bounds
 
 
@@ -421,9 +422,7 @@ def _place(matrices: Tensor) -> object:
 
 
 def absolute_norms_above(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-    """Return √(‖W‖₁ ‖W‖_∞), rounded up, for each matrix W. It is an upper bound on the spectral norm of
-    |W|.
-    """
+    """Return √(‖W‖₁ ‖W‖_∞), rounded up, for each matrix W: an upper bound on the spectral norm of |W|."""
     size = matrices.abs()
     found: Tensor = size.sum(dim=-1).amax(dim=-1).sqrt() * size.sum(dim=-2).amax(dim=-1).sqrt()
     return above(found, size.shape[-2] + size.shape[-1])

@@ -168,9 +168,7 @@ class Basis:
         return _is_long(z) and z.shape[-2] < _MANY
 
     def _together(self, z: Tensor) -> list[slice]:
-        """Divide the maps of the batch into groups. The vectors of one group are projected on the basis in
-        one call.
-        """
+        """Divide the maps of the batch into groups whose vectors are projected on the basis in one call."""
         size = len(z)
         if self._one_by_one(z):
             size = 1

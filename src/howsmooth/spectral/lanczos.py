@@ -238,7 +238,7 @@ class _Run:
         return self._operator, self._v.view(-1, *self._operator.in_shape)
 
     def take(self, answers: list[tuple[Tensor, Tensor]]) -> None:
-        """Carry out a Lanczos step with the first |J v_k|² and JᵀJ v_k in ``answers``, and remove them."""
+        """Carry out a Lanczos step with |J v_k|² and JᵀJ v_k, which are removed from ``answers``."""
         # No other name may keep the product alive while the next vector is made: memory is short.
         alpha, z = answers.pop(0)
         z = z.reshape(len(z), -1)
@@ -257,8 +257,8 @@ class _Run:
         self._end_members(*entries.numpy())
 
     def _scaled(self, energy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return |J v|² and JᵀJ v of the first step. Maps J are multiplied by powers of two before if their
-        squares leave the range of the dtype.
+        """Return |J v|² and JᵀJ v of the first step. If their squares leave the range of the dtype, maps J
+        are first multiplied by powers of two.
         """
         # Lengths of J v in this range say that no number of the recurrence leaves it.
         if bool(((energy >= 2.0**-40) & (energy <= 2.0**40)).all()):
@@ -276,8 +276,8 @@ class _Run:
         return squared_lengths(w.flatten(1)), self._all.adjoint_product(w).reshape(z.shape)
 
     def _end_members(self, alpha: np.ndarray, gamma: np.ndarray) -> None:
-        """Compute the intervals of the running members from row k of T. For members that end, write the Ritz
-        vectors, and drop the members from the batch if they are many.
+        """Compute the intervals of the running members from row k of T. Write the Ritz vectors of members
+        that end. If they are many, drop them from the batch.
         """
         members, k, active = self._members, self._k, self._active
         members.diagonal[active, k - 1], members.off[active, k - 1] = alpha, gamma

@@ -133,7 +133,7 @@ def unscaled(
     limits: Float[np.ndarray, "3 batch"], exponents: Int[np.ndarray, "..."], dtype: torch.dtype
 ) -> Float[np.ndarray, "3 batch"]:
     """Convert singular values of scaled maps, with their lower and upper limits, to those of the maps
-    themselves. They are the rows of ``limits``, and are divided by 2 to the power of ``exponents``.
+    themselves. Each row of ``limits`` is divided by 2 to the power of ``exponents``.
 
     The limits are widened by what numbers below the smallest normal one lose, such as the weights that make
     so small a map. Each of them errs by half of the smallest positive number; the width is 2^14 times as much

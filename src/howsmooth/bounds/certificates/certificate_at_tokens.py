@@ -14,10 +14,10 @@ from howsmooth.attention.map import check_tokens
 from howsmooth.attention.theorem_preconditions import require_formula, require_plain_scores
 from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike, as_matrix
 from howsmooth.bounds.bound import Bound, Quantity
+from howsmooth.bounds.certificates.formed_jacobian import by_whole, is_small
 from howsmooth.bounds.certificates.parts import by_parts
 from howsmooth.bounds.certificates.rounded_attention import HeadsAt, heads_at
 from howsmooth.bounds.certificates.rows import by_rows
-from howsmooth.bounds.certificates.whole import by_whole, is_small
 from howsmooth.errors import ArgumentError
 from howsmooth.rounding import Enclosed, above, limit_in_digits, spectral_norm_above, up
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.products import FORMED, Groups, dominated, sandwich
+from howsmooth.bounds.certificates.eigenvalue_bounds import FORMED, Groups, dominated, sandwich
 from howsmooth.bounds.certificates.rounded_attention import HeadsAt, row_blocks
 from howsmooth.rounding import Enclosed, above, gamma, shrink, spectral_norms, up
 from howsmooth.rounding.eigenvalue_estimates import largest_eigenpairs

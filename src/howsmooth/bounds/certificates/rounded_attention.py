@@ -370,7 +370,9 @@ def _normed(
 def shortest_lengths(
     layer: LayerNorm | RMSNorm, vectors: Float[Tensor, "n k"]
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Bound the rounding errors of the vectors that a norm layer normalises, and their lengths from below."""
+    """Return bounds on the rounding errors of the vectors that a norm layer normalises, and lower bounds on
+    the lengths by which it divides them.
+    """
     a, k = plain(vectors), vectors.shape[1]
     _, length = layer.direction_and_length(a)
     moved = _norms(entries_of(vectors)) + 2 * gamma(k + 3) * _norms(a)
@@ -417,13 +419,15 @@ class _After:
         return cls(plain(t), entries_of(t), gain, columns, norm.centred)
 
     def on_tokens(self, matrix: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
-        """Multiply a matrix by D = diag(g) H, where H subtracts the mean if the norm layer does."""
+        """Multiply a matrix by D = diag(g) H with the gains g, where H subtracts the mean if the norm layer
+        does.
+        """
         matrix = matrix * self.gain
         return matrix - matrix.mean(dim=1, keepdim=True) if self.centred else matrix
 
     def rounding(self, size: Tensor, matrix: Float[Tensor, "k d"]) -> Tensor:
-        """Bound what rounding the derivative of the norm layer adds to a part of the Jacobian, namely
-        ``matrix`` times blocks of norms ``size``.
+        """Bound the error in one part of the Jacobian that is caused by rounding in the derivative of the
+        norm layer. This part is ``matrix`` times blocks of norms ``size``.
         """
         # There are d + 6 roundings of |W g| and of its mean, and two of 1/s_j.
         found: Tensor = (size * self.columns).norm() * (matrix * self.gain).norm()

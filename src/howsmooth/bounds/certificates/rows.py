@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.products import sandwich
+from howsmooth.bounds.certificates.eigenvalue_bounds import sandwich
 from howsmooth.bounds.certificates.rounded_attention import HeadAt, HeadsAt, row_blocks
 from howsmooth.rounding import Enclosed, above, gamma, up
 

@@ -265,7 +265,9 @@ class LipschitzAttention(LipschitzModule):
         return above(largest, _ROUNDINGS)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Check a length and a radius, and return them. If the layer clips, larger radii become its own."""
+        """Check a length and a radius, and return them. If the layer clips tokens, a larger radius is
+        replaced by the radius of the layer.
+        """
         n = check_length(length)
         # An infinite radius stands for all tokens, for a layer that clips or whose bound needs no radius.
         everywhere = radius == math.inf and (self.radius is not None or not self._needs_radius)
@@ -313,7 +315,7 @@ class LipschitzAttention(LipschitzModule):
         return self._bound(self.masking.rows_at(length), radius, scaled).log() + size.log()
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return the log of the output's divisor, bound / constant, rounded up, from the log of the bound."""
+        """Convert the log of a Lipschitz bound to the log of the divisor bound / constant, rounded up."""
         assert self.constant is not None
         log = self._named_bound(log_formula, self._bound_radius).log_value
         if not abs(log) < _LARGEST_LOG:
@@ -332,7 +334,7 @@ class LipschitzAttention(LipschitzModule):
         return math.inf if self.radius is None else self.radius
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode. In evaluation mode the divisor is cached for recorded graphs."""
+        """Set training or evaluation mode. Evaluation mode caches the divisor for recorded graphs."""
         super().train(mode)
         _remember_divisor(self)
         return self
@@ -428,7 +430,7 @@ class LipschitzAttention(LipschitzModule):
         return factor.to(self._working(like, is_far_from_zero(quotient)))
 
     def _working(self, like: Tensor, far: bool | None = None) -> Tensor:
-        """Return an empty scalar in the dtype and on the device of :meth:`_inverse`, float64 if ``far``."""
+        """Return an empty scalar on the device of ``like``, in float64 if ``far``, else in its dtype."""
         far = self._log_divisor_of.far if far is None else far
         return like.new_empty((), dtype=torch.float64 if far else like.dtype)
 

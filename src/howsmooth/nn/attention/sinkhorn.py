@@ -235,7 +235,9 @@ _scaled.register_autograd(_Scaling.backward, setup_context=_Scaling.setup_contex
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return the trial g of lowest objective or, where ``near`` is True, with column sums closest to one."""
+    """Return the trial value of g with the lowest objective. Where ``near`` is True, return the one with
+    column sums closest to one.
+    """
     if len(trials) == 1:
         return trials[0]
     ranks = []

@@ -54,7 +54,9 @@ class _State:
 
 
 class _Recorder(fx.Tracer):
-    """A tracer that records PyTorch's modules (not Sequential) and modules of known constant as one node."""
+    """A tracer that records each PyTorch module (but not Sequential) and each module of known constant as a
+    single node.
+    """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         torchs = kind_of(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.Sequential)
@@ -161,7 +163,7 @@ class _Follower(fx.Interpreter):
         return found.pop()
 
     def _between(self, gate: fx.Node, node: fx.Node) -> set[fx.Node]:
-        """Return the nodes with bounds on the paths from ``gate`` to ``node``, without these two."""
+        """Return the nodes on paths between ``gate`` and ``node`` that have bounds, without these two."""
         found, reached = set[fx.Node](), [node]
         while reached:
             before = {one for one in reached.pop().all_input_nodes if one in self._states} - found - {gate}
@@ -170,7 +172,9 @@ class _Follower(fx.Interpreter):
         return found
 
     def _row(self, node: fx.Node, gate: fx.Node) -> tuple[ModuleRow, ...]:
-        """Return the table row for the map from ``gate`` to ``node``, or none if it changes no bound."""
+        """Return the certificate's row for all operations between two nodes, ``gate`` and ``node``. Return no
+        row if they change no bound.
+        """
         first, last = self._states[gate], self._states[node]
         if (first.constant, first.radius) == (last.constant, last.radius):
             return ()

@@ -147,7 +147,7 @@ class LipschitzLayerNorm(_SmoothedNorm):
 
 
 class LipschitzRMSNorm(_SmoothedNorm):
-    """A :class:`LipschitzLayerNorm` that does not subtract the mean, so h = x, and that has no shift."""
+    """A :class:`LipschitzLayerNorm` that neither subtracts the mean of a token nor adds a shift."""
 
     centred = False
 

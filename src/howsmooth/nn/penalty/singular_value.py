@@ -1,4 +1,4 @@
-"""Compute the leading singular value of a Jacobian with its gradient; keep its vectors for the next step.
+"""The leading singular value of a Jacobian with its gradient. Singular vectors are kept for the next step.
 
 For unit vectors u and v that do not depend on the weights θ, d/dθ ⟨u, J_θ v⟩ is the derivative of the
 singular value if (u, v) is its singular pair and the singular value is simple (Hellmann and Feynman). One
@@ -75,7 +75,9 @@ class Directions:
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
     ) -> tuple[Tensor, Bool[Tensor, " members"]]:
-        """Return the stored vectors (members, *shape), zero where there is none, and a mask of the gaps."""
+        """Return the stored vectors (members, *shape), and a mask that is True where none is stored. Vectors
+        are zero there.
+        """
         left = self._left
         if left is not None and tuple(left.shape[1:]) != shape:
             left = self._left = self._relengthened(left, shape)
