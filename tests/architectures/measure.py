@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -97,8 +98,6 @@ def _sites(model: nn.Module, inputs: dict[str, Any], scope: str) -> tuple[list[h
 
 def _short(reason: str) -> str:
     """A refusal without what differs between layers that are alike."""
-    import re
-
     reason = re.sub(r"layer \d+ \(([\w.]*), (\w+)\)", r"the layer (\2)", reason)
     return re.sub(r"\.\d+\.", ".*.", reason)[:400]
 
@@ -191,9 +190,8 @@ def _measure_sites(
             try:
                 got = _capture(model, inputs, [site.layer], scope)
             except HowsmoothError as error:
-                row.reasons[f"{scope}: {_short(str(error))}"] = (
-                    row.reasons.get(f"{scope}: {_short(str(error))}", 0) + 1
-                )
+                reason = f"{scope}: {_short(str(error))}"
+                row.reasons[reason] = row.reasons.get(reason, 0) + 1
             else:
                 row.scopes += [scope] if scope not in row.scopes else []
                 checked += got[-1:] if scope == "head" else got

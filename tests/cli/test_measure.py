@@ -112,6 +112,7 @@ def test_bibtex_is_that_of_the_readme(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"```bibtex\n{capsys.readouterr().out}```" in readme
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_defaults_are_the_two_models_that_ship_and_alice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def test_the_defaults_are_the_two_models_that_ship_and_alice(
     assert "builtin-decoder, scope attention, text alice" in out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_memory_and_threads_are_used_and_quiet_says_nothing(tmp_path: Path) -> None:
     tools, _ = make_tools()
     given: list[object] = []
@@ -152,6 +154,7 @@ def make_damage(folder: Path) -> str:
     return "file is not a database"
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("make", [make_other_study, make_damage], ids=lambda make: make.__name__)
 def test_an_out_that_cannot_be_used_is_refused_and_left_alone(
     tmp_path: Path, make: Callable[[Path], str]
@@ -164,6 +167,7 @@ def test_an_out_that_cannot_be_used_is_refused_and_left_alone(
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("calls_before", "kept"), [(0, "nothing was measured yet"), (4, "20 measurements are saved in ")]
 )
@@ -200,6 +204,7 @@ def test_interrupted_while_drawing_everything_is_kept(
     assert "interrupted: 45 measurements are saved" in err
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.skipif(os.name != "posix", reason="file names that are not UTF-8")
 def test_names_that_are_no_utf8_are_written_out(tmp_path: Path) -> None:
     name = "caf\udce9"
@@ -227,6 +232,7 @@ def test_errors_are_said_in_one_line_and_mistakes_of_ours_are_not_hidden(tmp_pat
         typed(line, raising(ZeroDivisionError("ours")))
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="terminals of POSIX")
 def test_on_a_terminal_there_is_a_bar_with_the_time_left(tmp_path: Path) -> None:
     process, terminal = pty.fork()
@@ -277,6 +283,7 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CROSS = [*others_slow(SIDES, ["memory"]), "queries of the whole model"]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("side", CROSS)
 def test_rows_of_an_encoder_decoder_hold_the_constants_of_its_own_modules(
     side: str, t5: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
