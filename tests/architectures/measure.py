@@ -200,7 +200,8 @@ def _measure_sites(
     if not row.captured:
         row.scopes = []
     for site in layers.values():
-        proved = _bound_on_a_ball(site)
+        bound = _bound_on_a_ball(site)
+        proved = bound.name if bound is not None and bound.value < float("inf") else "none"
         row.bounds[proved] = row.bounds.get(proved, 0) + 1
     first = next(iter(layers.values()))
     try:
@@ -215,9 +216,7 @@ def _measure_sites(
 
 def _compare_bound(row: Row, site: hs.Site, estimate: hs.LipschitzEstimate) -> None:
     """Compare the bound on the ball with the constant that was measured inside it."""
-    try:
-        bound = hs.bounds.best(site, length=site.x.shape[-2], radius=float(site.x.norm(dim=-1).max()))
-    except HowsmoothError:
+    if (bound := _bound_on_a_ball(site)) is None:
         return
     if bound.value < float(estimate.lower.max()):
         row.wrong.append(f"{bound.name} at {site.name}: {bound.value} < {float(estimate.lower.max())}")
@@ -225,13 +224,12 @@ def _compare_bound(row: Row, site: hs.Site, estimate: hs.LipschitzEstimate) -> N
         row.looseness = bound.value / row.lipschitz
 
 
-def _bound_on_a_ball(site: hs.Site) -> str:
-    """Name the tightest finite bound on the ball of the longest token; "none" if none is known."""
+def _bound_on_a_ball(site: hs.Site) -> Any:
+    """The tightest bound on the ball of the longest token; None if none is known."""
     try:
-        bound = hs.bounds.best(site, length=site.x.shape[-2], radius=float(site.x.norm(dim=-1).max()))
+        return hs.bounds.best(site, length=site.x.shape[-2], radius=float(site.x.norm(dim=-1).max()))
     except HowsmoothError:
-        return "none"
-    return bound.name if bound.value < float("inf") else "none"
+        return None
 
 
 def _check(row: Row, probe: Probe, site: hs.Site) -> None:

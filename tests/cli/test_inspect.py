@@ -120,7 +120,7 @@ CASES: dict[str, tuple[Callable[[], PreTrainedConfig], list[str], int, list[str]
 def test_a_type_of_model(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     config, options, expected, begins = CASES[case]
     config().save_pretrained("kind")
-    code, said, err = inspected(capsys, "./kind", "--random-init", "-q", *options)
+    code, said, err = inspected(capsys, "kind", "--random-init", "-q", *options)
     assert (code, err) == (expected, "")
     assert [words for words in begins if not any(line.startswith(words) for line in said)] == [], said
     assert sum("attn_sub_norm (BitNetRMSNorm) lies between" in line for line in said) == ("around" in case)

@@ -156,7 +156,9 @@ def test_the_figure_has_a_cell_for_each_head_and_a_scale_for_each_panel(found: P
     assert of_heads.get_array().flatten().tolist() == heads.tolist()
     assert whole.get_array().flatten().tolist() == layers.tolist()
     assert (of_heads.norm.vmin, of_heads.norm.vmax) == (heads.min(), heads.max())
-    assert whole.norm.vmin < layers.min() < whole.norm.vmax
+    assert (whole.norm.vmin, whole.norm.vmax) == (layers.min(), layers.max())
+    one = dataclasses.replace(found, table=found.table[found.table["layer"] == 1]).plot().axes[2].images[0]
+    assert one.norm.vmin < layers.iloc[1] < one.norm.vmax
     doubtful = dataclasses.replace(found, table=found.table.assign(converged=False))
     crosses = [text.get_text() for axis in doubtful.plot().axes for text in axis.texts]
     assert crosses.count("×") == len(found.table)

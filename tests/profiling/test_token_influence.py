@@ -376,11 +376,8 @@ def test_table_and_figure_have_each_pair_and_the_words() -> None:
     assert found._repr_html_().count("<img") == 1
     with pytest.raises(ArgumentError, match="words: expected 5 words"):
         found.plot(words=["a"])
-
-
-def test_outputs_that_are_no_tokens_get_no_words() -> None:
-    found = hs.influence(lambda x: x.sum(dim=0, keepdim=True), tokens(0, 3, 4))
-    axis = found.plot(words=["a", "b", "c"]).axes[0]
+    summed = hs.influence(lambda x: x.sum(dim=0, keepdim=True), tokens(0, 3, 4))  # outputs are no tokens
+    axis = summed.plot(words=["a", "b", "c"]).axes[0]
     assert [label.get_text() for label in axis.get_yticklabels()] == [""]
     assert [label.get_text() for label in axis.get_xticklabels()] == ["a", "b", "c"]
 
