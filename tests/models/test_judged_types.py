@@ -68,9 +68,7 @@ def test_packed_documents_leak_where_the_model_leaks(name: str, how: str) -> Non
 
 @pytest.mark.parametrize(
     ("name", "side"),
-    others_slow(
-        itertools.product(PADDED_TYPES, ["right", "left"]), [("gpt2", "left"), ("mistral", "right")]
-    ),
+    others_slow(itertools.product(PADDED_TYPES, ["right", "left"]), [("gpt2", "left"), ("mistral", "right")]),
 )
 def test_padded(name: str, side: str) -> None:
     _agree(judge_padded(name, side), "closed form")
