@@ -12,7 +12,6 @@ from types import ModuleType
 
 import pytest
 
-from tests._selection import others_slow
 from tests.keep.cases import CASES
 from tests.keep.names import NAMES, PLACES
 from tests.keep.numbers import AtLeast, AtMost, Close, Interval, Kind, as_number
@@ -21,16 +20,7 @@ from tests.keep.write import merged, read
 GOLDEN = read()
 
 
-# Whole trained models, and types and heads beside others of their kind. Run them all, with
-# ``-m "slow or not slow"``, when models or searches change.
-SLOW = {
-    "models/builtin-encoder", "models/builtin-decoder", "models/distilbert", "models/gemma2",
-    "models/mistral", "models/qwen3", "models/roberta", "worst inputs/constructions for head 05",
-    "worst inputs/constructions for head 20", "answers/word_radii",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", others_slow(CASES, CASES.keys() - SLOW))
+@pytest.mark.parametrize("name", CASES)
 def test_the_numbers_stay(name: str) -> None:
     golden = GOLDEN[name]
     with warnings.catch_warnings():
