@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from distributed import Client, LocalCluster
@@ -18,6 +20,31 @@ from howsmooth.study.execution_options import Execution
 from howsmooth.study.executors import opened_executor, workers_of
 from tests._spread import FOLDER, dies_once_after_five, noted, stand_ins_sent
 from tests._study import Heard, make_plan, make_tools, rows_of, run
+
+
+def refusal(error: type[Exception], **options: Any) -> str:
+    with pytest.raises(error) as refused, opened_executor(Execution(executor="dask", **options)):
+        pass
+    return str(refused.value)
+
+
+def test_a_cluster_that_cannot_be_used_is_refused(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("127.0.0.1", "nonsense://x", "tcp://host:"):
+        expected = "scheduler: expected the address that dask scheduler prints"
+        assert expected in refusal(ArgumentError, scheduler=address)
+    monkeypatch.setattr("howsmooth.study.dask_cluster._PATIENCE", 0.5)
+    assert "Start some with: dask worker" in refusal(WorkerError, scheduler=scheduler)
+    assert "no Dask scheduler answers" in refusal(WorkerError, scheduler="tcp://127.0.0.1:9")
+
+    def lost(client: Client, *_: object, **__: object) -> None:
+        client.close()
+        raise OSError("Timed out trying to connect")
+
+    monkeypatch.setattr(Client, "wait_for_workers", lost)
+    assert f"scheduler at {scheduler} went away." in refusal(WorkerError, scheduler=scheduler)
+    monkeypatch.setattr("howsmooth.study.dask_cluster.Client", Mock(side_effect=OSError("no ports")))
+    assert "can be started on this machine (no ports)" in refusal(WorkerError, workers=1)
+
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
@@ -75,29 +102,6 @@ def test_without_a_scheduler_a_cluster_of_so_many_workers_is_started_here(tmp_pa
     done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(rows_of(tmp_path / "plan-out")) == 2
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "nonsense://x", "tcp://host:"])
-def test_what_is_no_address_is_refused_at_once(address: str) -> None:
-    with (
-        pytest.raises(ArgumentError, match=r"scheduler: expected the address that dask scheduler prints"),
-        opened_executor(Execution(executor="dask", scheduler=address)),
-    ):
-        pass
-
-
-def test_a_cluster_of_this_machine_that_does_not_start_is_named_as_such(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("no ports")
-
-    monkeypatch.setattr("howsmooth.study.dask_cluster.Client", refuse)
-    with (
-        pytest.raises(WorkerError, match=r"can be started on this machine \(no ports\)"),
-        opened_executor(Execution(executor="dask", workers=1)),
-    ):
-        pass
 
 
 def start_worker(scheduler: str, notes: Path) -> subprocess.Popen[bytes]:
@@ -172,32 +176,3 @@ def test_without_a_worker_left_the_run_says_so_and_goes_on_with_a_new_one(
             worker.wait()
     assert len(workers) == 2
     assert rows_of(tmp_path / "out") == whole
-
-
-def test_a_scheduler_that_goes_away_while_its_workers_are_awaited(
-    scheduler: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(client: Client, *_: object, **__: object) -> None:
-        client.close()
-        raise OSError("Timed out trying to connect")
-
-    monkeypatch.setattr(Client, "wait_for_workers", lost)
-    with (
-        pytest.raises(WorkerError, match=rf"scheduler at {scheduler} went away\."),
-        opened_executor(Execution(executor="dask", scheduler=scheduler)),
-    ):
-        pass
-
-
-def test_no_scheduler_and_no_workers_are_refused(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.dask_cluster._PATIENCE", 0.5)
-    with (
-        pytest.raises(WorkerError, match="Start some with: dask worker"),
-        opened_executor(Execution(executor="dask", scheduler=scheduler)),
-    ):
-        pass
-    with (
-        pytest.raises(WorkerError, match="no Dask scheduler answers"),
-        opened_executor(Execution(executor="dask", scheduler="tcp://127.0.0.1:9")),
-    ):
-        pass
