@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,41 +99,25 @@ def _windows(model: str, n: int, samples: int) -> Tensor:
     return torch.tensor([ids[held[n, sample] : held[n, sample] + n] for sample in range(samples)])
 
 
-def test_radii_of_texts_are_weighed_by_their_tokens() -> None:
-    common = {"model": "m", "layer": 0, "head": 0, "gamma_min": -2.0, "gamma_max": 8.0, "gamma": 2.0}
-    rows = pd.DataFrame(
-        [
-            {**common, "n": 10, "samples": 3, "radius": 1.0, "radius_from": 0.5, "radius_to": 1.5},
-            {**common, "n": 30, "samples": 3, "radius": 3.0, "radius_from": 2.0, "radius_to": 4.0},
-        ]
-    )
-    (row,) = over_texts(rows).to_dict("records")
+NAMES = ("gamma_min", "gamma_max", "gamma", "n", "radius", "radius_from", "radius_to")
+
+
+def test_radii_are_weighed_by_tokens_and_heads_without_eigenvalues_counted_apart() -> None:
+    gammas = {0: (-2.0, 8.0, 2.0), 1: (None, None, None)}
+    rows = [
+        dict(zip(NAMES, (*gamma, *radii), strict=True))
+        | {"model": "m", "layer": 0, "head": head, "samples": 3}
+        for head, gamma in gammas.items()
+        for radii in ((10, 1.0, 0.5, 1.5), (30, 3.0, 2.0, 4.0))
+    ]
+    table = over_texts(pd.DataFrame(rows))
+    row, nothing = table.to_dict("records")
     assert row["radius"] == pytest.approx(math.sqrt((30 * 1 + 90 * 9) / 120))
     assert row["strength"] == pytest.approx(2 * (30 * 1 + 90 * 9) / 120)
     assert (row["strength_from"], row["strength_to"]) == (2 * 0.25, 2 * 16.0)
-
-
-def test_a_head_without_real_eigenvalue_is_counted_apart() -> None:
-    common = {
-        "model": "m",
-        "layer": 0,
-        "n": 1,
-        "samples": 1,
-        "radius": 1.0,
-        "radius_from": 1.0,
-        "radius_to": 1.0,
-    }
-    rows = pd.DataFrame(
-        [
-            {**common, "head": 0, "gamma_min": -4.0, "gamma_max": 1.0, "gamma": 4.0},
-            {**common, "head": 1, "gamma_min": None, "gamma_max": None, "gamma": None},
-        ]
-    )
-    table = over_texts(rows)
-    assert table["strength"].tolist()[0] == 4.0
-    assert math.isnan(table["strength"].tolist()[1])
+    assert math.isnan(nothing["strength"])
     words = gamma_radius.result_sentences(table)
-    assert "from 4 to 4 over its 1 heads" in words
+    assert "from 14 to 14 over its 1 heads" in words
     assert "In 1 of 1 heads" in words
     assert words.endswith("Without any real eigenvalue: 1 more.")
 
@@ -173,20 +156,15 @@ def test_models_without_a_tokenizer_are_refused_with_what_to_do(
 # ---- quadratic growth
 
 
-def _heads() -> Iterator[SelfAttention]:
-    generator = torch.Generator().manual_seed(3)
-    for causal in (False, True):
-        for biased in (False, True):
-            query, key, value = torch.randn(3, 1, 2, 4, generator=generator, dtype=torch.float64)
-            bias = torch.randn(1, 2, generator=generator, dtype=torch.float64) if biased else None
-            yield SelfAttention(query, key, value, query_bias=bias, causal=causal)
-
-
 @pytest.mark.parametrize("n", [3, 6, 7])
-@pytest.mark.parametrize("f", list(_heads()), ids=lambda f: f.describe()[:60])
-def test_the_formula_is_the_last_block_of_the_jacobian(f: SelfAttention, n: int) -> None:
-    head = _head(f)
-    tokens = balanced_direction(head)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_formula_is_the_last_block_of_the_jacobian(causal: bool, biased: bool, n: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = torch.randn(3, 1, 2, 4, generator=generator, dtype=torch.float64)
+    bias = torch.randn(1, 2, generator=generator, dtype=torch.float64) if biased else None
+    f = SelfAttention(query, key, value, query_bias=bias, causal=causal)
+    tokens = balanced_direction(parameters_of(f).folded(0))
     x = tokens.tokens(n, 1.7)
     assert x.shape == (n, 4)
     assert float(x.sum(0).norm()) < 1e-12
@@ -197,22 +175,23 @@ def test_the_formula_is_the_last_block_of_the_jacobian(f: SelfAttention, n: int)
     assert tokens.formula(n, 1.7) <= dense_norm(f, x) * (1 + 1e-12)
 
 
-def _head(f: SelfAttention) -> Head:
-    return parameters_of(f).folded(0)
+def test_of_many_lengths_a_few_are_taken_with_both_ends_from_three_on(tmp_path: Path) -> None:
+    taken = lengths_from_3(tuple(range(2, 101, 2)))
+    assert len(taken) == 4
+    assert (taken[0], taken[-1]) == (4, 100)
+    assert taken == sorted(set(taken))
+    assert lengths_from_3((1, 2, 5, 4)) == [4, 5]
+    with pytest.raises(ArgumentError, match="at least 3"):
+        measured(QUADRATIC_GROWTH, tmp_path, asked(BERT, lengths=(1, 2)))
 
 
 def test_the_identity_grows_as_the_paper_says() -> None:
-    head = Head(2.5 * torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64))
+    eye = torch.eye(3, dtype=torch.float64)
     for n in (3, 9):
-        assert balanced_direction(head).formula(n, 4.0) == pytest.approx(
-            1 / n + 2.5 * 16 * (n - 1) / n, rel=1e-12
-        )
-
-
-def test_heads_without_scores_are_refused() -> None:
-    nothing = torch.zeros(3, 3, dtype=torch.float64)
+        value = balanced_direction(Head(2.5 * eye, eye)).formula(n, 4.0)
+        assert value == pytest.approx(1 / n + 2.5 * 16 * (n - 1) / n, rel=1e-12)
     with pytest.raises(ArgumentError, match="not zero"):
-        balanced_direction(Head(nothing, torch.eye(3, dtype=torch.float64)))
+        balanced_direction(Head(0 * eye, eye))
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +219,7 @@ def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame
         own = rows[(rows["model"] == "bert") & (rows["head"] == h)]
         assert set(own["n"]) == {5}
         assert int(own["real"].sum()) == 1
-        tokens = balanced_direction(_head(head))
+        tokens = balanced_direction(parameters_of(head).folded(0))
         for row in own.iloc[[0, 2, -1]].to_dict("records"):
             x = tokens.tokens(5, row["radius"])
             assert row["value"] == pytest.approx(dense_norm(head, x), rel=1e-5)
@@ -271,19 +250,6 @@ def test_quadratic_growth_is_drawn_and_told(growth: pd.DataFrame, tmp_path: Path
     real = rows[(rows["model"] == "bert") & rows["real"]]
     assert f"R = {real['radius'].iloc[0]:.4g}" in finding.seen[1]
     assert f"constants from {real['value'].min():.3g} to {real['value'].max():.3g}" in finding.seen[1]
-
-
-def test_lengths_too_short_for_a_pair_are_left_out_or_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="at least 3"):
-        measured(QUADRATIC_GROWTH, tmp_path, asked(BERT, lengths=(1, 2)))
-    assert lengths_from_3((1, 2, 5, 4)) == [4, 5]
-
-
-def test_of_many_lengths_a_few_are_taken_with_both_ends() -> None:
-    taken = lengths_from_3(tuple(range(2, 101, 2)))
-    assert len(taken) == 4
-    assert (taken[0], taken[-1]) == (4, 100)
-    assert taken == sorted(set(taken))
 
 
 # ---- GPT-2

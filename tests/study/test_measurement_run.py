@@ -62,19 +62,6 @@ def test_paths_are_strings_or_paths(tmp_path: Path) -> None:
     assert (plan.models[0].name, plan.texts) == (str(tmp_path / "model"), (str(tmp_path / "book.txt"),))
 
 
-def test_a_path_may_be_a_string(tmp_path: Path) -> None:
-    folder, file = str(tmp_path / "out"), str(tmp_path / "plan.toml")
-    (tmp_path / "plan.toml").write_text(
-        'models = ["builtin-encoder"]\nlengths = "4"\nsamples = 1\nlayers = "0"\nbounds = "none"\n'
-    )
-    plan = read_plan(file).plan
-    assert dry_run(plan, folder).parts[0].measurements == 1
-    assert real_run(plan, folder).made["measurements"] == 1
-    assert write_outputs(folder).report == tmp_path / "out" / "report.html"
-    with Store.open(folder, write=False) as store:
-        assert store.count(Measurement) == 1
-
-
 def places_of(folder: Path) -> dict[tuple[Any, ...], set[tuple[int, int]]]:
     """Where the sequences of each model and text lie, as (first token, tokens)."""
     table = contents_of(folder).measurements
