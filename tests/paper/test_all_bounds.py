@@ -62,9 +62,7 @@ def bounded(tmp_path_factory: pytest.TempPathFactory) -> Bounded:
     return found, list(last.values()), folder, told
 
 
-def test_the_measured_constant_is_the_norm_of_the_dense_jacobian(
-    bounded: Bounded,
-) -> None:
+def test_the_measured_constant_is_the_norm_of_the_dense_jacobian(bounded: Bounded) -> None:
     rows, sites, *_ = bounded
     checked = 0
     for site in sites:
@@ -86,9 +84,7 @@ def test_the_measured_constant_is_the_norm_of_the_dense_jacobian(
     assert checked == 2
 
 
-def test_bounds_are_those_of_the_library_at_these_tokens_and_this_ball(
-    bounded: Bounded,
-) -> None:
+def test_bounds_are_those_of_the_library_at_these_tokens_and_this_ball(bounded: Bounded) -> None:
     rows, sites, *_ = bounded
     heads = [site for site in sites if site.scope == "head"]
     assert len(heads) == 4

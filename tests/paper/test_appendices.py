@@ -26,12 +26,7 @@ from howsmooth.paper.balanced_tokens import balanced_direction
 from howsmooth.paper.figure_definition import PaperFigure, choose_figures
 from howsmooth.paper.gamma_r2 import over_texts
 from howsmooth.paper.growth_with_length import LengthGrowth
-from howsmooth.paper.quadratic_growth import (
-    FAR,
-    IDENTITY,
-    exponents_in_radius,
-    lengths_from_3,
-)
+from howsmooth.paper.quadratic_growth import FAR, IDENTITY, exponents_in_radius, lengths_from_3
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
@@ -50,6 +45,7 @@ from tests._figures import (
     dense_norm,
     measured,
     never,
+    quick,
     shown,
     tiny_library,
 )  # fmt: skip
@@ -66,10 +62,16 @@ def gammas(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     return measured(GAMMA_RADIUS, tmp_path_factory.mktemp("gamma"), options)
 
 
-def test_gamma_is_that_of_the_eigenvalues_and_radius_that_of_the_model(gammas: pd.DataFrame) -> None:
-    rows = gammas
-    assert len(rows) == 2 * 2 * 3 * 4
-    rows = rows[rows["model"] == "bert"]
+def test_gamma_is_that_of_the_eigenvalues_and_radius_that_of_the_model(
+    gammas: pd.DataFrame, tmp_path: Path
+) -> None:
+    assert len(gammas) == 2 * 2 * 3 * 4
+    finding = shown(GAMMA_RADIUS, gammas, tmp_path)
+    bert = finding.tables[0][1].query("model == 'bert'")["γR²"]
+    enough = int((bert >= math.log(99) / 2).sum())
+    assert f"γR² is from {bert.min():z.3g} to {bert.max():.3g} over its 12 heads" in finding.seen[0]
+    assert f"In {enough} of 12 heads γR² is at least 2.30" in finding.seen[0]
+    rows = gammas[gammas["model"] == "bert"]
     for layer, h in itertools.product(range(3), range(4)):
         query, key, _, _ = bert_head(layer, h)
         values = np.linalg.eigvals((key.T @ query / math.sqrt(6)).numpy())
@@ -120,16 +122,6 @@ def test_radii_are_weighed_by_tokens_and_heads_without_eigenvalues_counted_apart
     assert "from 14 to 14 over its 1 heads" in words
     assert "In 1 of 1 heads" in words
     assert words.endswith("Without any real eigenvalue: 1 more.")
-
-
-def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:
-    finding = shown(GAMMA_RADIUS, gammas, tmp_path)
-    table = finding.tables[0][1]
-    bert = table[table["model"] == "bert"]["γR²"]
-    assert f"γR² is from {bert.min():z.3g} to {bert.max():.3g} over its 12 heads" in finding.seen[0]
-    enough = int((bert >= math.log(99) / 2).sum())
-    assert f"In {enough} of 12 heads γR² is at least 2.30" in finding.seen[0]
-    assert "gpt2" in finding.seen[1]
 
 
 @pytest.mark.parametrize("figure", [GAMMA_RADIUS, QUADRATIC_GROWTH], ids=lambda one: one.name)
@@ -196,13 +188,12 @@ def test_the_identity_grows_as_the_paper_says() -> None:
 
 @pytest.fixture(scope="module")
 def growth(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quadratic_growth, "_STRENGTHS", (0.3, 400.0, 3000.0, 20000.0))
-        options = asked(BERT, DECODER, lengths=(3, 5), layers=Ranges.parse("1", "layers"), texts=("prose",))
+    options = asked(BERT, DECODER, lengths=(3, 5), layers=Ranges.parse("1", "layers"), texts=("prose",))
+    with quick():
         return measured(QUADRATIC_GROWTH, tmp_path_factory.mktemp("growth"), options)
 
 
-def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame) -> None:
+def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame, tmp_path: Path) -> None:
     rows = growth
     assert rows["converged"].all()
     identity = rows[rows["model"] == IDENTITY]
@@ -213,6 +204,9 @@ def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame
         signs = torch.tensor([1.0, -1.0] * ((row["n"] - 1) // 2) + [0.0], dtype=torch.float64)
         x = row["radius"] * signs[:, None] * torch.eye(4, dtype=torch.float64)[0]
         assert row["value"] == pytest.approx(dense_norm(f, x), rel=1e-6)
+    table = shown(QUADRATIC_GROWTH, growth, tmp_path).tables[0][1]
+    assert len(table) == 2 + 4 + 4
+    assert table["exponent"].between(1.9, 2.1).all()
     for h in (0, 3):
         query, key, value, bias = bert_head(1, h)
         head = SelfAttention(query[None], key[None], value[None], query_bias=bias[None])
@@ -238,18 +232,6 @@ def test_exponents_in_the_radius_are_those_planted() -> None:
     (fit,) = exponents_in_radius(pd.DataFrame(rows)).to_dict("records")
     assert fit["exponent"] == pytest.approx(1.5, abs=1e-9)
     assert fit["points"] == int((radius * 40 >= FAR).sum())
-
-
-def test_quadratic_growth_is_drawn_and_told(growth: pd.DataFrame, tmp_path: Path) -> None:
-    rows = growth
-    finding = shown(QUADRATIC_GROWTH, growth, tmp_path)
-    table = finding.tables[0][1]
-    assert len(finding.seen) == 3
-    assert len(table) == 2 + 4 + 4
-    assert table["exponent"].between(1.9, 2.1).all()
-    real = rows[(rows["model"] == "bert") & rows["real"]]
-    assert f"R = {real['radius'].iloc[0]:.4g}" in finding.seen[1]
-    assert f"constants from {real['value'].min():.3g} to {real['value'].max():.3g}" in finding.seen[1]
 
 
 # ---- GPT-2
@@ -284,13 +266,17 @@ def test_the_norms_are_those_of_the_models_own_hidden_states(gpt2: tuple[Any, Pa
 def test_gpt2_is_drawn_and_told(gpt2: tuple[Any, Path]) -> None:
     finding = shown(GPT2_GROWTH, *gpt2)
     table = finding.tables[0][1]
-    assert table[["layer", "text"]].to_numpy().tolist() == [
-        [layer, text] for layer in (0, 1, 2) for text in ("prose", OTHER)
-    ]
-    first = table.iloc[0]
-    assert f"n to the power {decimal(first['exponent'], 2)}" in finding.seen[0]
+    places = [[layer, text] for layer in (0, 1, 2) for text in ("prose", OTHER)]
+    assert table[["layer", "text"]].to_numpy().tolist() == places
+    assert f"n to the power {decimal(table.iloc[0]['exponent'], 2)}" in finding.seen[0]
     radii = gpt2[0][0][0][0].entering["radius"]
     assert f"those that enter the layer {radii.min():.3g} to {radii.max():.3g}" in finding.seen[0]
+    # Norms that are all the same have no correlation.
+    rows = pd.DataFrame({"n": [4, 8, 16, 32], "radius_mean": [5.0] * 4, "lipschitz": [1.0, 2.0, 4.0, 8.0]})
+    growing = pd.DataFrame({"n": rows["n"], "radius": rows["n"] * 2.0})
+    columns = LengthGrowth("m", 0, "prose", rows.assign(converged=True), rows.iloc[:0], growing).columns()
+    assert math.isnan(columns["correlation, given to attention"])
+    assert columns["correlation, entering the layer"] == pytest.approx(1)
 
 
 def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: tuple[Any, Path]) -> None:
@@ -334,13 +320,3 @@ def test_without_the_entering_tokens_the_constants_are_shown_with_the_reason(tmp
     # What could not be captured is tried again.
     _, reasons = measured(GPT2_GROWTH, tmp_path, options)
     assert not reasons
-
-
-def test_norms_that_are_all_the_same_have_no_correlation() -> None:
-    rows = pd.DataFrame({"n": [4, 8, 16, 32], "radius_mean": [5.0] * 4, "lipschitz": [1.0, 2.0, 4.0, 8.0]})
-    rows["converged"] = True
-    growing = pd.DataFrame({"n": rows["n"], "radius": rows["n"] * 2.0})
-    series = LengthGrowth("m", 0, "prose", rows, rows.iloc[:0], growing)
-    columns = series.columns()
-    assert math.isnan(columns["correlation, given to attention"])
-    assert columns["correlation, entering the layer"] == pytest.approx(1)

@@ -224,10 +224,7 @@ def test_the_second_row_is_against_the_mean_radius(tmp_path: Path, monkeypatch: 
         lambda canvas, _, stem, *__, **___: drawn.update({stem: canvas}),
     )
     ((_, table),) = FIGURE_1.show(found, tmp_path).tables
-    for stem, across, colour in (
-        ("figure-1", "n", "radius_mean"),
-        ("figure-1-radius", "radius_mean", "n"),
-    ):
+    for stem, across, colour in (("figure-1", "n", "radius_mean"), ("figure-1-radius", "radius_mean", "n")):
         axis, bar = drawn[stem].axes
         dots = next(one for one in axis.collections if len(one.get_offsets()) == len(rows))
         np.testing.assert_allclose(dots.get_offsets(), rows[[across, "lipschitz"]])

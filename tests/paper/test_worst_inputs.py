@@ -20,7 +20,7 @@ from howsmooth.paper.worst_inputs import side_by_side
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import FigureRow, Measurement
 from howsmooth.study.store import Store
-from tests._figures import BERT, GPT2, LLAMA, asked, bert_head, counting, measured, never, shown
+from tests._figures import BERT, GPT2, LLAMA, asked, bert_head, counting, measured, never, quick, shown
 from tests._tiny_models import tiny
 
 (WORST_INPUTS,) = choose_figures(["figure-2"])
@@ -36,11 +36,7 @@ ATTACKED = {
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
     """Attack the ball of the model's own tokens only, with few starts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worst_inputs, "RADII", ())
-        effort = {"steps": 1, "random_starts": 0, "atom_restarts": 2, "atom_steps": 5}
-        patch.setattr(worst_inputs, "_EFFORT", effort)
-        patch.setattr(worst_inputs, "_OTHER_EFFORT", effort | {"steps": 4, "random_starts": 2})
+    with quick():
         yield
 
 
@@ -226,9 +222,8 @@ def test_what_was_asked_for_last_is_shown_of_what_was_measured(
 
 
 def test_rotary_heads_have_the_search_the_text_and_the_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(worst_inputs, "RADII", ())
     options = asked(LLAMA, **ATTACKED | {"lengths": (4, 40)})
     rows = measured(WORST_INPUTS, tmp_path, options)
     assert rows["n"].tolist() == [4]  # rotary positions are known for the model's lengths alone

@@ -13,7 +13,6 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,7 @@ import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, NonFiniteError, WorkerError
 from howsmooth.study import runner
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.executors import (
-    are_worth_it,
-    memory_each,
-    processes_of,
-    threads_each,
-)
+from howsmooth.study.executors import are_worth_it, memory_each, processes_of, threads_each
 from howsmooth.study.measurement_run import _most_bytes
 from howsmooth.study.plans import Plan
 from howsmooth.study.runner import _sendable
@@ -327,27 +321,6 @@ def test_threads_of_one_worker_do_one_task_at_a_time(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as executor:
         run(make_plan(), tmp_path, shared, executor=executor)
     assert most == 1
-
-
-def test_the_first_task_of_a_process_does_not_foretell_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It loads the model and starts PyTorch, which takes longer than hundreds of measurements."""
-    tools = make_tools()[0]
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.5)
-        return tools.load_model(*arguments, **options)
-
-    monkeypatch.setattr(runner, "_BETWEEN_TELLING", 0.0)
-    heard = Heard()
-    with ThreadPoolExecutor(2) as executor:
-        monkeypatch.setattr(executor, "workers", 2, raising=False)
-        plan = make_plan(lengths=tuple(range(1, 60)), samples=1, bounds="none")
-        run(plan, tmp_path, replace(tools, load_model=slow), executor=executor, listener=heard)
-    took = heard.told[-1][1]
-    # The median, since a stall of the machine may lengthen one task.
-    assert median(total for _, total, _ in heard.told[:9]) < 5 * took, heard.told[:9]
 
 
 def test_attention_in_closed_form_leaves_the_settings_of_the_process_alone(

@@ -28,6 +28,22 @@ from tests._study import (
 )
 
 
+def test_a_model_that_changes_between_two_loads_is_refused_and_tried_once_only(tmp_path: Path) -> None:
+    models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
+
+    def change(calls: int) -> None:
+        models["other"] = FakeModel(fingerprint=digest("changed"))
+
+    plan = make_plan(models=(ModelSpec("small"), ModelSpec("other")))
+    with pytest.raises(ModelError, match="other changed during the study"):
+        run(plan, tmp_path / "off", make_tools(models=models, before_measure=change)[0])
+    assert {row[0] for row in rows_of(tmp_path / "off")} == {"small"}
+    models["other"] = FakeModel(fingerprint=digest("other"))
+    outcome = run(plan, tmp_path / "on", make_tools(models=models, before_measure=change)[0], keep_going=True)
+    assert (outcome.measured, outcome.failed) == (45, 1)
+    assert contents_of(tmp_path / "on").failures["n"].isna().all()
+
+
 def with_bad_measure(bad: Any, error: Exception) -> Tools:
     """Tools whose estimate fails for a layer, length and first token that ``bad`` says yes to."""
     tools, _ = make_tools()
@@ -114,19 +130,6 @@ def test_a_model_that_cannot_be_loaded_stops_no_other(tmp_path: Path) -> None:
     outcome = run(plan, tmp_path, make_tools(models=models)[0], keep_going=True)
     assert (outcome.measured, outcome.there, outcome.failed) == (90, 45, 0)
     assert contents_of(tmp_path).failures.empty
-
-
-def test_a_model_that_changed_is_tried_once_only(tmp_path: Path) -> None:
-    models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
-
-    def change(calls: int) -> None:
-        models["other"] = FakeModel(fingerprint=digest("changed"))
-
-    tools, _ = make_tools(models=models, before_measure=change)
-    plan = make_plan(models=(ModelSpec("small"), ModelSpec("other")))
-    outcome = run(plan, tmp_path, tools, keep_going=True)
-    assert (outcome.measured, outcome.failed) == (45, 1)
-    assert contents_of(tmp_path).failures["n"].isna().all()
 
 
 def test_nothing_possible_is_a_refusal_that_makes_nothing(tmp_path: Path) -> None:

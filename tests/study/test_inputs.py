@@ -16,7 +16,7 @@ from transformers import SwinConfig, SwinModel, ViTConfig, ViTModel
 
 import howsmooth as hs
 from howsmooth.cli import main
-from howsmooth.errors import ArgumentError, CaptureError, StoreError
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, StoreError
 from howsmooth.models import image_inputs, load_model
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.study.image_sequences import ImageFeed
@@ -84,6 +84,7 @@ def test_a_study_on_images(vit: str, tmp_path: Path) -> None:
         ({"lengths": (7,)}, "such as 2, 5, 10, 17"),
         ({"samples": 31}, "30 inputs, fewer than 31 samples"),
         ({"models": ("builtin-encoder",)}, "takes a text or token ids, not images"),
+        ({"images": (), "texts": ()}, "at least one"),
         ({"images": (), "tokens": ("x.safetensors",)}, "expected a .npy file, got 'x.safetensors'"),
     ],
 )

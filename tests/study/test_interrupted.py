@@ -162,24 +162,6 @@ def test_a_reader_takes_back_what_a_killed_writer_left_half_written(study: Path)
     assert rows_of(study / "out") == before
 
 
-def test_control_c_keeps_what_came_and_says_how_much(study: Path, whole: set[tuple[Any, ...]]) -> None:
-    def interrupted() -> tuple[int, str, str]:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
-        return type_study(study, pause=0.05)
-
-    process = begun(lambda: (study / "told").write_text(repr(interrupted())))
-    until(lambda: len(kept(study)) >= 15)
-    os.kill(process, signal.SIGINT)
-    assert ended(process) == 0
-    code, out, err = eval((study / "told").read_text())
-    assert (code, out) == (130, "")
-    rows = kept(study)
-    assert 15 <= len(rows) < TOTAL
-    assert f"interrupted: {len(rows)} measurements are saved in {study / 'out'}. Continue with" in err
-    assert type_study(study)[0] == 0
-    assert kept(study) == whole
-
-
 def test_a_file_that_may_not_grow(study: Path, whole: set[tuple[Any, ...]]) -> None:
     def limited() -> tuple[int, str, str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
+from howsmooth.study import runner
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import dry_run
 from howsmooth.study.measurement_run import run as real_run
@@ -19,8 +21,10 @@ from howsmooth.study.plan_file import read_plan
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
+from howsmooth.study.runner import _WorkProgress
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.lipschitz_constants import batch_size
+from howsmooth.study.tasks.task import Work
 from tests._study import (
     FakeModel,
     Heard,
@@ -255,19 +259,6 @@ def test_what_is_impossible_is_refused_before_anything_is_measured_or_made(tmp_p
     assert not folder.exists()
 
 
-def test_a_model_that_changes_between_two_loads_is_refused(tmp_path: Path) -> None:
-    models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
-
-    def change(calls: int) -> None:
-        models["other"] = FakeModel(fingerprint=digest("changed"))
-
-    tools, _ = make_tools(models=models, before_measure=change)
-    plan = make_plan(models=(ModelSpec("small"), ModelSpec("other")))
-    with pytest.raises(ModelError, match="other changed during the study"):
-        run(plan, tmp_path, tools)
-    assert {row[0] for row in rows_of(tmp_path)} == {"small"}
-
-
 def test_a_store_of_another_study_is_refused_without_loading_a_model(study: Any, tmp_path: Path) -> None:
     shutil.copy(study.folder / STORE_NAME, tmp_path)
     before = (tmp_path / STORE_NAME).read_bytes()
@@ -316,3 +307,43 @@ def test_an_untrained_model_may_have_another_tokenizer_on_another_text(tmp_path:
     )
     with pytest.raises(StoreError, match=r"its model 'small \(random init\)' has fingerprint"):
         run(make_plan(models=(spec,)), tmp_path, make_tools(models={"small": second})[0])
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def paced(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[tuple[int, float]], steps: list[tuple[float, int, int, bool]]
+) -> Heard:
+    """Carry out steps (time, task, results, ended) of tasks with given sizes and work."""
+    clock, heard = Clock(), Heard()
+    monkeypatch.setattr(runner, "time", clock)
+    tasks = [SimpleNamespace(size=size, work=work, words="words") for size, work in sizes]
+    work = Work(Measurement, "constants", tasks, kept=7)  # type: ignore[arg-type]
+    progress = _WorkProgress(heard, work, before=0, whole=0)  # type: ignore[arg-type]
+    for now, task, results, ended in steps:
+        clock.now = now
+        progress.advance(tasks[task], results, ended=ended)  # type: ignore[arg-type]
+    return heard
+
+
+def test_results_are_counted_and_never_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [(10.0, 0, 2, False), (11.0, 0, 2, False), (12.0, 0, 0, True), (13.0, 1, 4, False)]
+    heard = paced(monkeypatch, [(6, 60.0), (4, 80.0)], [*steps, (14.0, 1, 0, True)])
+    assert heard.phases == ["Computing 10 constants (7 more are in the store already)"]
+    # Two results of the first task failed: they are over, but not there.
+    assert [(done, total) for done, total, _ in heard.told] == [(2, 10), (4, 10), (6, 10), (10, 10), (10, 10)]
+    assert [words for *_, words in heard.told][::3] == ["2 of 10, words", "8 of 10, words"]
+
+
+def test_the_time_left_follows_from_the_work_and_not_from_what_came_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = [(1000.0, 0, 5, False), (1001.0, 0, 1, False), (1010.0, 0, 4, True)]
+    heard = paced(monkeypatch, [(10, 100.0), (10, 400.0)], [*steps, (1010.1, 1, 1, False)])
+    # Nothing is said before the pace is known; then 50 of the work took 10 s, and 400 are left.
+    assert heard.left == [None, None, pytest.approx(80.0)]

@@ -24,7 +24,6 @@ from howsmooth.study.records import (
     Measurement,
     PublishedValue,
     Row,
-    Run,
     SequenceRecord,
 )
 from howsmooth.study.store import STORE_NAME, Store
@@ -181,18 +180,6 @@ def test_a_transaction_holds_all_or_nothing(store: Store) -> None:
 
     assert counts(KeyboardInterrupt) == (1, 0)
     assert counts() == (2, 1)
-
-
-def test_a_run_says_who_worked_and_whether_it_ended(store: Store) -> None:
-    numbers = [store.start_run(command, "cpu", {"torch": "2"}) for command in ("first", "second")]
-    store.add([row()], numbers[1])
-    store.finish_run(numbers[1])
-    first, second = [run for run, _ in store.rows(Run)]
-    assert numbers == [first.id, second.id] == [1, 2]
-    assert first.finished is None
-    assert second.started <= str(second.finished)
-    assert (second.command, second.device, second.environment) == ("second", "cpu", '{"torch": "2"}')
-    assert store.table(Measurement)["run"].tolist() == [2]
 
 
 def test_keys_are_those_of_the_rows_asked_for(store: Store) -> None:
