@@ -122,17 +122,6 @@ def test_workers_share_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {model.plan.memory for model in models} == {250}
 
 
-def test_the_columns_are_the_papers(tmp_path: Path) -> None:
-    tools, _ = tools_of_figure_1()
-    with installed(tools):
-        found = columns(tmp_path)
-    assert found == [
-        ("builtin-encoder", 0),
-        ("builtin-encoder (as decoder)", 2),  # it has three layers
-        ("gpt2 (random init)", 6),
-    ]
-
-
 def test_the_same_again_measures_nothing_and_more_lengths_only_these(tmp_path: Path) -> None:
     tools, work = tools_of_figure_1()
     measured(tmp_path, tools, told := Told())

@@ -20,7 +20,19 @@ from howsmooth.paper.worst_inputs import side_by_side
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import FigureRow, Measurement
 from howsmooth.study.store import Store
-from tests._figures import BERT, GPT2, LLAMA, asked, bert_head, counting, measured, never, quick, shown
+from tests._figures import (
+    BERT,
+    GPT2,
+    LLAMA,
+    asked,
+    bert_head,
+    counting,
+    dense_norm,
+    measured,
+    never,
+    quick,
+    shown,
+)
 from tests._tiny_models import tiny
 
 (WORST_INPUTS,) = choose_figures(["figure-2"])

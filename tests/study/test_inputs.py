@@ -83,7 +83,7 @@ def test_a_study_on_images(vit: str, tmp_path: Path) -> None:
     [
         ({"lengths": (7,)}, "such as 2, 5, 10, 17"),
         ({"samples": 31}, "30 inputs, fewer than 31 samples"),
-        ({"models": ("builtin-encoder",)}, "takes a text or token ids, not images"),
+        ({"models": ("builtin-encoder",)}, "takes text, not images"),
         ({"images": (), "texts": ()}, "at least one"),
         ({"images": (), "tokens": ("x.safetensors",)}, "expected a .npy file, got 'x.safetensors'"),
     ],
