@@ -349,6 +349,18 @@ def test_where_no_store_can_be(tmp_path: Path) -> None:
         assert store.count(Measurement) == 0
 
 
+def test_a_full_disk_is_said_and_loses_nothing(store: Store) -> None:
+    store.add([row()], 1)
+    pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
+    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StoreError, match=r"database or disk is full\. Make room on the disk"):
+        store.add([row(sample=sample) for sample in range(1, 500)], 1)
+    store._connection.execute("PRAGMA max_page_count = 100000")
+    assert store.count(Measurement) == 1
+    store.add([row(sample=sample) for sample in range(1, 500)], 1)
+    assert store.count(Measurement) == 500
+
+
 def test_every_table_of_a_study_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     arguments = "measure builtin-encoder --lengths 4,8 --samples 2 --layers 0 --bounds none --quiet --out"
