@@ -264,6 +264,8 @@ def test_what_is_no_plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         read_plan(plan, threads=0)
     with pytest.raises(ArgumentError, match=r"models: expected names .* measured with hs\.profile"):
         Plan(models=torch.nn.Tanh())
+    with pytest.raises(ArgumentError, match="models: expected the name of a model together with images"):
+        Plan(images="builtin")
     assert main(["measure", str(plan), "--out", str(tmp_path / "out")]) == 2
     assert "A plan file is given as howsmooth measure --plan FILE." in capsys.readouterr().err
 
