@@ -28,7 +28,7 @@ from transformers import (
 import howsmooth as hs
 from howsmooth.bounds.radius import third_order_remainders
 from howsmooth.bounds.radius.attack import attack_radius
-from howsmooth.bounds.radius.pretrained_classifier_reader import embedded, model_logits, read_classifier
+from howsmooth.bounds.radius.classifier import Classifier
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
@@ -78,13 +78,14 @@ def classifier() -> BertForSequenceClassification:
 
 def test_the_stages_are_the_model(classifier: BertForSequenceClassification) -> None:
     model = classifier.double().eval()
-    x = embedded(model, {"input_ids": IDS})
-    network = read_classifier(model, x)
+    read = Classifier.at(model, {"input_ids": IDS})
+    x = read.place.tokens
+    network, _ = read.network()
     with torch.no_grad():
         expected = model(input_ids=IDS).logits[0]
     torch.testing.assert_close(network.logits(x), expected, rtol=1e-12, atol=1e-12)
     changed = x + normal(torch.Generator().manual_seed(1), *x.shape)
-    expected = model_logits(model, changed)
+    expected = read.logits(changed)
     torch.testing.assert_close(network.logits(changed), expected, rtol=1e-12, atol=1e-12)
     classifier.float()
 
@@ -160,7 +161,7 @@ def test_layers_of_pytorch_are_read_in_any_module(pool: str, options: dict[str, 
         found = NetworkAtInput(model, x).radius(1, order=2)
         assert 0 < found.radius < found.attack
     model = model.double().eval()
-    network = read_classifier(model, x.double())
+    network, _ = Classifier.at(model, x.double()).network()
     torch.testing.assert_close(network.logits(x.double()), model(x[None].double())[0])
 
 

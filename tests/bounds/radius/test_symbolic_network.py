@@ -21,9 +21,9 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-from howsmooth.bounds.radius.pretrained_classifier_reader import model_logits, read_classifier
+from howsmooth.bounds.radius.classifier import Classifier
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput
-from howsmooth.bounds.radius.symbolic_network import known_activation
+from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import CertificateError
 
 FAR = 1e3
@@ -55,9 +55,13 @@ def x() -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
+def read_network(model: nn.Module) -> Network:
+    return Classifier.at(model.eval().requires_grad_(False), x()).network()[0]
+
+
 def refused(model: nn.Module, match: str | None = None) -> None:
     with pytest.raises(CertificateError, match=match):
-        read_classifier(model.eval().requires_grad_(False), x())
+        read_network(model)
 
 
 def _branch(u: Tensor) -> Tensor:
@@ -94,7 +98,6 @@ TWISTS: dict[str, Twist] = {
     "masked_fill": lambda u: u.masked_fill(u > FAR, 0.0),
     "maximum": lambda u: torch.maximum(u, torch.tensor(-FAR, dtype=u.dtype)),
     "nan_to_num": lambda u: u.nan_to_num(posinf=0.0),
-    "beyond": lambda u: u + torch.relu(u - FAR),
     "softshrink": lambda u: u - nn.functional.softshrink(u, FAR),
     "rounded": lambda u: (u * 2.0**40).round() / 2.0**40,
     "cubed": lambda u: u + 1e-13 * u**3,
@@ -140,8 +143,24 @@ EQUAL: dict[str, Twist] = {
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_what_has_no_effect_anywhere_is_read(name: str) -> None:
-    network = read_classifier(Encoder(EQUAL[name]).eval().requires_grad_(False), x())
+    network = read_network(Encoder(EQUAL[name]))
     torch.testing.assert_close(network.logits(x()), Encoder().eval()(x()[None])[0].detach())
+
+
+OTHERWISE: dict[str, Twist] = {
+    "beyond": lambda u: u + torch.relu(u - FAR),
+    "product": lambda u: u * (u + 1),
+    "parallel": lambda u: nn.functional.gelu(u) + nn.functional.silu(u[..., [1, 0, 3, 2]]) + u,
+    "scaled": lambda u: u * torch.tensor([1.0, 2.0, -1.0, 0.0]) - 1.5,
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_is_written_between_the_layers_is_part_of_the_network(name: str) -> None:
+    model = Encoder(OTHERWISE[name])
+    network = read_network(model)
+    for scale in (1.0, 10 * FAR):
+        torch.testing.assert_close(network.logits(scale * x()), model(scale * x()[None])[0])
 
 
 def test_a_write_changes_every_view_of_its_memory() -> None:
@@ -150,7 +169,7 @@ def test_a_write_changes_every_view_of_its_memory() -> None:
         v[:, 0].add_(1e-12 * v[:, 1])
         return v
 
-    refused(Encoder(twist), "operations of the stage 'layers.1.attention norm'")
+    refused(Encoder(twist), "combines vectors of several tokens")
 
 
 class Clipped(nn.GELU):
@@ -220,18 +239,18 @@ def test_a_module_that_computes_otherwise_far_away_is_refused(change: str) -> No
 
 def test_a_fast_path_with_another_activation_is_refused() -> None:
     model = Encoder(activation=Clipped())  # PyTorch computes it as GELU where it takes the fast path
-    refused(model, "layers.0.activation .*'clamp'")
+    refused(model, "fast path")
     refused(Encoder(activation=nn.GELU(approximate="tanh")), "fast path")
     same = Encoder(activation=nn.GELU(approximate="tanh"))
     for layer in same.layers:
         layer.activation_relu_or_gelu = 0
-    read_classifier(same.eval().requires_grad_(False), x())
+    read_network(same)
 
 
 def test_a_parametrised_weight_is_read_as_it_is_computed() -> None:
     model = Encoder()
     parametrize.register_parametrization(model.layers[0].linear1, "weight", Other())
-    network = read_classifier(model.eval().requires_grad_(False), x())
+    network = read_network(model)
     torch.testing.assert_close(network.logits(x()), model(x()[None])[0])
 
 
@@ -257,13 +276,23 @@ def test_gelu_clipped_at_ten_is_refused_by_name() -> None:
     refused(gpt2(activation_function="gelu_10"), r"mlp.act \(ClippedGELUActivation\).*'clamp'")
 
 
+class Activated(nn.Module):
+    def __init__(self, activation: nn.Module, d: int) -> None:
+        super().__init__()
+        self.up, self.activation = nn.Linear(d, d, bias=False, dtype=torch.float64), activation
+        nn.init.eye_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.up(x))[:, 0]
+
+
 @pytest.mark.parametrize("name", ACT2FN)
 def test_activations_of_transformers_are_known_or_refused(name: str) -> None:
-    module = ACT2FN[name]
     # Far values too, where clips act.
     z = torch.cat([torch.linspace(-60, 60, 481), torch.tensor([-1e4, -FAR, FAR, 1e4])]).double()
+    model = Activated(copy.deepcopy(ACT2FN[name]).double(), len(z)).eval().requires_grad_(False)
     try:
-        found = known_activation(module, {module: name})
+        network, _ = Classifier.at(model, z[None]).network()
     except CertificateError:
         assert name not in (
             "gelu",
@@ -275,15 +304,15 @@ def test_activations_of_transformers_are_known_or_refused(name: str) -> None:
             "relu",
         )
     else:
-        torch.testing.assert_close(found.value(z), module(z), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(network.logits(z[None]), ACT2FN[name](z), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("make", [gpt2, bert])
 def test_both_ways_to_compute_attention_are_read(make: Callable[..., Any], implementation: str) -> None:
     model = make(attn_implementation=implementation).eval().requires_grad_(False)
-    network = read_classifier(model, x())
-    torch.testing.assert_close(network.logits(x()), model_logits(model, x()))
+    read = Classifier.at(model, x())
+    torch.testing.assert_close(read.network()[0].logits(x()), read.logits(x()))
 
 
 def test_attention_that_changes_large_scores_is_refused() -> None:

@@ -16,15 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
+from howsmooth.bounds.radius.classifier import Classifier
 from howsmooth.bounds.radius.error_propagation import partial_jacobians
 from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
-from howsmooth.bounds.radius.pretrained_classifier_reader import (
-    OF_ITS_OWN,
-    check_network,
-    embedded,
-    encoder_layers,
-    read_classifier,
-)
+from howsmooth.bounds.radius.transformer_layers import Attention, FeedForward, GatedFeedForward, Norm
 from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.plain_modules import unwrapped, wrapped_parts
@@ -243,9 +238,13 @@ class NetworkAtInput:
     """
 
     def __init__(self, model: object, inputs: Tensor | Mapping[str, Tensor]) -> None:
-        self.network, self.x = _network(model, inputs)
-        self.logits = self.network.logits(self.x)
-        self.jacobians = partial_jacobians(self.network, self.x)
+        #: The embedded tokens (n, d).
+        self.x: Tensor
+        #: The tokens on which the logits depend: all but those behind a mask.
+        self.reads: list[int]
+        self.network, self.reads, self.x = _network(model, inputs)
+        self.logits = self.network.logits(self.x[self.reads])
+        self.jacobians = partial_jacobians(self.network, self.x[self.reads])
 
     def radius(
         self,
@@ -267,8 +266,8 @@ class NetworkAtInput:
         those of :func:`robust_radius`.
         """
         began = time.perf_counter()
-        network, x = self.network, self.x
-        moved = _tokens(tokens, len(x))
+        network, x = self.network, self.x[self.reads]
+        moved = self._moved(tokens)
         k = len(moved) * x.shape[1]
         if norm not in (2, math.inf):
             raise ArgumentError("norm", expected="2 or math.inf", got=repr(norm))
@@ -286,7 +285,7 @@ class NetworkAtInput:
         injection = torch.zeros(*x.shape, k, dtype=x.dtype)
         for place, token in enumerate(moved):
             entries = slice(place * x.shape[1], (place + 1) * x.shape[1])
-            injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
+            injection[self.reads.index(token), :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
         label, directions = _directions(self.logits, target, threshold)
         # Each class is prepared and tried once, and some six radii are tried for the first one. The third
         # order has about two more steps for each token.
@@ -333,6 +332,17 @@ class NetworkAtInput:
             seconds=time.perf_counter() - began,
             timed_out=clock.ended,
         )
+
+    def _moved(self, tokens: int | Sequence[int] | None) -> list[int]:
+        found = self.reads if tokens is None else _tokens(tokens, len(self.x))
+        if unread := sorted(set(found) - set(self.reads)):
+            raise ArgumentError(
+                "tokens",
+                expected=f"tokens on which the logits depend: {self.reads}",
+                got=f"{unread}, which are masked",
+                remedy="They may move however far.",
+            )
+        return found
 
     def _weakest(
         self,
@@ -550,44 +560,54 @@ def _expected(proved: list[_Tried], failed: list[_Tried], bisect: bool) -> float
     return last / 2
 
 
-def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Network, Tensor]:
-    """Convert a model to a Network, and return it with its embedded tokens (n, d), all in float64."""
+def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Network, list[int], Tensor]:
+    """Convert a model to a Network, and return it with the tokens that it reads and all embedded tokens
+    (n, d), all in float64.
+    """
     if isinstance(model, Network):
         x = _embedded_tokens(inputs)
-        check_network(model, x)
-        return model, x
+        _check_network(model, x)
+        return model, list(range(len(x))), x
     module: Any = model if isinstance(model, nn.Module) else getattr(model, "model", model)
     if not isinstance(module, nn.Module):
         raise ArgumentError(
             "model",
-            expected="a transformers classifier or a Network",
+            expected="a classifier as a torch module, or a Network",
             got=type(model).__name__,
             remedy="hs.load_model(name, head=True) loads one by name or folder; hs.word_radii takes a name.",
         )
-    module = unwrapped(module)
-    images = isinstance(inputs, Tensor) and inputs.ndim == 4
-    if encoder_layers(module) and (images or isinstance(inputs, Mapping)):
-        raise ArgumentError(
-            "inputs",
-            expected="embedded tokens (n, d), for a model with layers of torch.nn.TransformerEncoderLayer",
-            got="a dict" if isinstance(inputs, Mapping) else f"the shape {tuple(inputs.shape)}",
-            remedy=OF_ITS_OWN,
-        )
-    module = copy.deepcopy(module)
+    module = copy.deepcopy(unwrapped(module))
     for parent, name, part in wrapped_parts(module):
         setattr(parent, name, part)
     for norm in module.modules():
-        if isinstance(norm, nn.RMSNorm) and norm.eps is None and norm.weight is not None:
+        if isinstance(norm, nn.RMSNorm) and norm.eps is None:
             # PyTorch takes the epsilon of the dtype it computes with, which is float32 for half precision.
-            norm.eps = torch.finfo(torch.promote_types(norm.weight.dtype, torch.float32)).eps
+            dtype = torch.float32 if norm.weight is None else norm.weight.dtype
+            norm.eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     module = module.to("cpu", torch.float64).eval().requires_grad_(False)
-    if not isinstance(inputs, Mapping):
-        x = _embedded_tokens(inputs)
-        return read_classifier(module, x), x
-    floats = {name for name, t in inputs.items() if isinstance(t, Tensor) and t.is_floating_point()}
-    given = {name: t.double() if name in floats else t for name, t in inputs.items()}
-    x = _embedded_tokens(embedded(module, given))
-    return read_classifier(module, x, given), x
+    if isinstance(inputs, Mapping):
+        floats = {name for name, t in inputs.items() if isinstance(t, Tensor) and t.is_floating_point()}
+        classifier = Classifier.at(
+            module, {name: t.double() if name in floats else t for name, t in inputs.items()}
+        )
+    else:
+        classifier = Classifier.at(module, _embedded_tokens(inputs))
+    return (*classifier.network(), _embedded_tokens(classifier.place.tokens))
+
+
+def _check_network(network: Network, x: Tensor) -> None:
+    """Raise an error if tokens x (n, d) do not have the width of the first layer of a network, or if its
+    logits are not finite there.
+    """
+    first = network.stages[0].map
+    by_kind = {Norm: "gain", Attention: "query", FeedForward: "up", GatedFeedForward: "up"}
+    weight: Tensor = getattr(first, by_kind[type(first)])
+    if x.shape[1] != weight.shape[-1]:
+        expected = f"embedded tokens (n, {weight.shape[-1]}) of the width of the model"
+        raise ArgumentError("inputs", expected=expected, got=f"the shape {tuple(x.shape)}")
+    if not bool(torch.isfinite(network.logits(x)).all()):
+        remedy = "Look for NaN, infinity or huge numbers in its weights."
+        raise NonFiniteError("model", expected="finite logits", got="NaN or infinity", remedy=remedy)
 
 
 def _embedded_tokens(inputs: object) -> Tensor:

@@ -274,6 +274,9 @@ def _zero(z: Tensor, width: Tensor | None = None) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Activation] = {
+    "identity": Activation(
+        lambda z: z, lambda z: torch.zeros_like(z) + 1, *(_zero,) * 6, slopes=(1.0, 0.0, 0.0, 0.0, 0.0)
+    ),
     "gelu": Activation(
         lambda z: z * _normal(z),
         lambda z: _normal(z) + z * _density(z),
@@ -462,8 +465,8 @@ class Attention:
 
     ``query``, ``key`` and ``value_weight`` have the shape (H, e, d), their biases (H, e), and ``output`` (H,
     d_out, e). ``rows`` are the tokens whose outputs are computed; ``visible`` (n, n) says which tokens a row
-    sees, or is None for all. ``turns`` (n, e, e) are rotations of each token's queries and keys, or None. The
-    scale of the scores is part of the query.
+    sees, or is None for all. ``turns`` (n, e, e) are rotations of each token's queries and keys, or None, and
+    ``score_bias`` (H, n, n) is added to the scores. The scale of the scores is part of the query.
     """
 
     query: Tensor
@@ -477,6 +480,7 @@ class Attention:
     rows: Tensor
     visible: Tensor | None = None
     turns: Tensor | None = None
+    score_bias: Tensor | None = None
 
     def _turned(self, heads: Tensor, tokens: Tensor | slice) -> Tensor:
         """Apply rotary positions of the given tokens to queries or keys (H, tokens, e, ...)."""
@@ -497,6 +501,8 @@ class Attention:
         q, k = self._turned(q, self.rows), self._turned(k, slice(None))
         v = torch.einsum("hed,nd->hne", self.value_weight, u) + self.value_bias[:, None]
         scores = q @ k.mT
+        if self.score_bias is not None:
+            scores = scores + self.score_bias[:, self.rows]
         if self.visible is not None:
             scores = scores.masked_fill(~self.visible[self.rows], -torch.inf)
         return Softmax(q, k, v, scores.softmax(-1))

@@ -125,7 +125,7 @@ def _rounded(layer: Any) -> Any:
     return replace(
         layer,
         **{
-            name: exact(weight, FUZZ * float(weight.norm()))
+            name: exact(weight, 2 * FUZZ * float(weight.norm()))
             for name, weight in weights.items()
             if isinstance(weight, Tensor) and weight.is_floating_point()
         },
@@ -148,7 +148,7 @@ class Network:
     def rounded(self) -> Network:
         """Return the same network with weights that carry bounds on their rounding errors.
 
-        A weight may differ from the exact one by the rounding of a factor that was multiplied to it.
+        A weight may differ from the exact one by the roundings of factors that were multiplied to it.
         """
         return replace(self, stages=tuple(replace(s, map=_rounded(s.map)) for s in self.stages))
 
