@@ -84,6 +84,7 @@ def _gelu_tanh(t: Any) -> Any:
 
 
 EXACT: dict[str, Callable[[Any], Any]] = {
+    "identity": lambda z: z,
     "gelu": lambda t: t * mpmath.erfc(-t / mpmath.sqrt(2)) / 2,
     "tanh": mpmath.tanh,
     "silu": lambda t: t / (1 + mpmath.exp(-t)),
@@ -250,7 +251,7 @@ def test_the_kink_of_relu_allows_for_the_rounding_of_the_point() -> None:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_slopes_bound_the_derivatives(name: str) -> None:
     activation = ACTIVATIONS[name]
-    for order in range(1, 6 - activation.kink * 5):
+    for order in range(1, 6 if max(activation.slopes[1:]) else 2):
         with mp.workdps(30):
             top = max(abs(mpmath.diff(EXACT[name], mpmath.mpf(z) / 10, order)) for z in range(-40, 41, 2))
         assert 0.9 * activation.slopes[order - 1] <= top <= activation.slopes[order - 1], order

@@ -278,16 +278,23 @@ def _stand_in(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], str]:
     """
     config: Any = model.config
     if model.main_input_name != "pixel_values":
-        return {"inputs_embeds": x[None]}, "inputs_embeds"
+        table = _table(model)
+        width = x.shape[1] if table is None else table.weight.shape[1]
+        return {"inputs_embeds": x.new_zeros(1, len(x), width)}, "inputs_embeds"
     sides = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
     return {"pixel_values": x.new_zeros(1, config.num_channels, *sides)}, "pixel_values"
 
 
-def _check_token_ids(model: nn.Module, ids: Tensor) -> None:
+def _table(model: nn.Module) -> nn.Embedding | None:
     table = None
     with suppress(AttributeError, NotImplementedError):
         table = cast("Any", model).get_input_embeddings()
-    if not isinstance(table, nn.Embedding) or ids.is_floating_point():
+    return table if isinstance(table, nn.Embedding) else None
+
+
+def _check_token_ids(model: nn.Module, ids: Tensor) -> None:
+    table = _table(model)
+    if table is None or ids.is_floating_point():
         return
     low, high, rows = int(ids.min()), int(ids.max()), table.num_embeddings
     if low < 0 or high >= rows:

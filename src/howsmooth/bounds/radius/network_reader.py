@@ -188,7 +188,7 @@ class _Reader:
         self._apart: set[int] = set()
         for number in range(len(terms)):
             kind, *of = terms[number]
-            if kind in ("norm", "linear"):
+            if kind in ("norm", "linear", "total"):
                 self._keep_apart(entries_of(of[-1]))
 
     def _keep_apart(self, entries: Tensor) -> None:
@@ -437,34 +437,42 @@ class _Reader:
         return self._affine[key], blocks[0].node.pooled, row
 
     def _mean(self, found: _Sum) -> _Part:
-        """Return the mean of vectors of one node, as an attention whose scores are all equal."""
-        rows, nodes, factors = set[int](), set[_Node](), set[float]()
+        """Return a weighted mean of vectors of one node, whose entries may be multiplied, as an attention whose
+        scores are constants.
+        """
+        nodes, factors = set[_Node](), dict[int, Tensor]()
         number = max(found.numbers)
         for one, whole in self._vectors(found):
             node, row = self.node(whole)
             order = one.place.argsort()
             whole_vector = torch.equal(one.atom[order], whole) and len(whole) == len(found.constant)
-            if not whole_vector or row in rows or node.pooled:
+            if not whole_vector or row in factors or node.pooled:
                 raise NotReadError(number, "combines tokens otherwise than by a mean")
             nodes.add(node)
-            rows.add(row)
-            factors |= set(one.factor.tolist())
-        if len(nodes) != 1 or len(factors) != 1:
+            factors[row] = one.factor[order]
+        rows = sorted(factors)
+        each = torch.stack([factors[row] for row in rows])
+        at = each[0].abs().argmax()
+        shares, entries = each[:, at] / each[0, at], each[0]
+        close = torch.allclose(shares[:, None] * entries, each, rtol=8e-16, atol=0.0)
+        if len(nodes) != 1 or not close or not bool((shares > 0).all()):
             raise NotReadError(number, "combines tokens otherwise than by a mean")
-        (node,), (factor,) = nodes, factors
-        # A factor of 1/m may be off by one rounding.
-        share = 1.0 if abs(factor * len(rows) - 1) < 4e-16 else factor * len(rows)
+        (node,), total = nodes, shares.sum() * entries
+        # A factor of 1/m may be off by its rounding.
+        total = torch.where((total - 1).abs() < 4e-16, 1.0, total)
         d, offset = node.length, found.constant
 
         def build(columns: Mapping[_Node, int], width: int, before: list[int], after: list[int]) -> Map:
-            value, none = torch.zeros(1, d, width).double(), torch.zeros(1, 1, width).double()
+            n, value, none = len(before), torch.zeros(1, d, width).double(), torch.zeros(1, 1, width).double()
             value[0, :, columns[node] : columns[node] + d] = torch.eye(d).double()
-            visible = torch.tensor([row in rows for row in before]).repeat(len(before), 1)
-            zero, output = none[..., 0], share * torch.eye(d).double()[None]
-            rest = (value.new_zeros(1, d), output, offset, torch.tensor([0]))
-            return Attention(none, zero, none, zero, value, *rest, None if visible.all() else visible)
+            rest = (value.new_zeros(1, d), torch.diag(total)[None], offset, torch.tensor([0]))
+            mean = Attention(none, none[..., 0], none, none[..., 0], value, *rest)
+            scores = {_POOLED: shares.log()[None]}
+            rows_of_mean = _Rows({_POOLED: tuple(rows)}, scores)
+            places = {token: place for place, token in enumerate(before)}
+            return _with_rows(mean, rows_of_mean, places, [_POOLED], {_POOLED: 0})
 
-        key = ("mean", node, tuple(sorted(rows)), share, offset.numpy().tobytes())
+        key = ("mean", node, tuple(rows), key_of(each), key_of(offset))
         return _Part(key, "mean", number, {node}, build, mixes=True)
 
     # ---- maps that are not affine
@@ -597,25 +605,26 @@ class _Reader:
         if kind != "softmax" or not torch.equal(weights, self.terms.whole(softmax)):
             raise NotReadError(number, "averages values with other weights than those of a softmax")
         scores = self._sum(entries_of(of[0]))
-        kinds = {self.terms[i][0] for i in scores.numbers}
-        if kinds != {"dot"} or len(scores.numbers) != 1:
-            raise NotReadError(softmax, "has scores that are not products of queries and keys")
-        order = scores.place.argsort()
-        alone = torch.equal(scores.place[order], torch.arange(len(weights)))
-        if not alone or not bool((scores.factor == 1).all()):
-            raise NotReadError(softmax, "has scores that are sums of several products")
+        alone = torch.equal(scores.place, torch.arange(len(weights))) and bool((scores.factor == 1).all())
         turns: dict[int, Tensor | None] = {}
-        asked = entries_of(self.terms[scores.numbers[0]][1])
-        fixed = self._sum(asked)
         query: _Affine | None = None
-        row, turn_of_row, of_tokens = _POOLED, None, True
-        if len(fixed.atom):
-            query, of_tokens, row, turn_of_row = self._turned(asked)
-            turns[row] = turn_of_row
-        values = entries_of(values_key).view(len(weights), -1)
-        seen, found = [], None
-        for place, value in zip((scores.atom[order] % PLACES).tolist(), values, strict=True):
-            key, pooled, token, turn = self._turned(self.terms.keys[place])
+        row, turn_of_row, of_tokens, biases = _POOLED, None, True, scores.constant
+        if alone and self._only_kind(scores.atom) == "dot" and len(scores.numbers) == 1:
+            asked = entries_of(self.terms[scores.numbers[0]][1])
+            fixed = self._sum(asked).constant
+            if len(self._sum(asked).atom):
+                query, of_tokens, row, turn_of_row = self._turned(asked)
+                turns[row] = turn_of_row
+            keys = [self.terms.keys[place] for place in (scores.atom % PLACES).tolist()]
+        elif "dot" not in {self.terms[number][0] for number in scores.numbers}:
+            # Each score is an affine function of one token: a key with one entry, and the query 1.
+            fixed, keys = torch.ones(1).double(), list(entries_of(of[0])[:, None])
+            biases = torch.zeros_like(biases)
+        else:
+            raise NotReadError(softmax, "has scores that are more than products of queries and keys")
+        seen, found, pooled = [], None, False
+        for entries, value in zip(keys, entries_of(values_key).view(len(weights), -1), strict=True):
+            key, pooled, token, turn = self._turned(entries)
             own, *other = self._once(value)
             same = query is None or pooled == of_tokens
             if other != [pooled, token] or found not in (None, (key.key, own.key)) or not same:
@@ -631,12 +640,10 @@ class _Reader:
             if pooled:
                 raise NotReadError(softmax, "has constant queries of what was pooled before")
             zeros = {
-                node: torch.zeros(len(asked), matrix.shape[1]).double()
-                for node, matrix in key.matrices.items()
+                node: torch.zeros(len(fixed), matrix.shape[1]).double() for node, matrix in key.matrices.items()
             }
-            query = _Affine(("constant", key_of(asked)), zeros, fixed.constant)
-        of_tokens = pooled if len(fixed.atom) else True
-        return _Head(query, key, own, of_tokens), row, tuple(seen), scores.constant[order], turns
+            query, of_tokens = _Affine(("constant", key_of(fixed)), zeros, fixed), True
+        return _Head(query, key, own, of_tokens), row, tuple(seen), biases, turns
 
     def _scaled(
         self, query: _Affine, key: _Affine, turn: Tensor | None, other: Tensor | None, number: int
@@ -650,8 +657,9 @@ class _Reader:
         factor = float(turn.flatten()[at] / other.flatten()[at]) if turn.shape == other.shape else 0.0
         # Two factors of one number may differ by their rounding.
         first = self._scales.setdefault((query.key, key.key), factor)
-        close = dict(rtol=1e-15, atol=1e-15 * float(turn.abs().max()))
-        if abs(factor - first) > 2e-15 * abs(first) or not torch.allclose(turn, first * other, **close):
+        # The weights may be wrong by so much.
+        close = (turn - first * other).abs().max() <= 8e-16 * turn.abs().max()
+        if abs(factor - first) > 8e-16 * abs(first) or not close:
             raise NotReadError(number, "turns queries and keys by different rotations")
         matrices = {node: first * matrix for node, matrix in query.matrices.items()}
         return _Affine(("scaled", first, query.key), matrices, first * query.offset)

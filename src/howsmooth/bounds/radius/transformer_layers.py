@@ -275,7 +275,11 @@ def _zero(z: Tensor, width: Tensor | None = None) -> Tensor:
 
 ACTIVATIONS: dict[str, Activation] = {
     "identity": Activation(
-        lambda z: z, lambda z: torch.zeros_like(z) + 1, *(_zero,) * 6, slopes=(1.0, 0.0, 0.0, 0.0, 0.0)
+        lambda z: z,
+        lambda z: torch.zeros_like(z) + 1,
+        *(_zero,) * 3,
+        *(lambda z, width: torch.zeros_like(plain(z)),) * 3,
+        slopes=(1.0, 0.0, 0.0, 0.0, 0.0),
     ),
     "gelu": Activation(
         lambda z: z * _normal(z),
