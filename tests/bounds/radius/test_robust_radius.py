@@ -401,7 +401,9 @@ def test_models_without_remainders_are_refused_by_name(classifier: BertForSequen
         intermediate_size=8,
         hidden_act="leaky_relu",
     )
-    with pytest.raises(CertificateError, match=r"intermediate_act_fn.*'leaky_relu', which no known layer does"):
+    with pytest.raises(
+        CertificateError, match=r"intermediate_act_fn.*'leaky_relu', which no known layer does"
+    ):
         hs.bounds.robust_radius(BertForSequenceClassification(config), {"input_ids": IDS})
 
 

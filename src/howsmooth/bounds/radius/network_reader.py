@@ -640,7 +640,8 @@ class _Reader:
             if pooled:
                 raise NotReadError(softmax, "has constant queries of what was pooled before")
             zeros = {
-                node: torch.zeros(len(fixed), matrix.shape[1]).double() for node, matrix in key.matrices.items()
+                node: torch.zeros(len(fixed), matrix.shape[1]).double()
+                for node, matrix in key.matrices.items()
             }
             query, of_tokens = _Affine(("constant", key_of(fixed)), zeros, fixed), True
         return _Head(query, key, own, of_tokens), row, tuple(seen), biases, turns
