@@ -260,13 +260,13 @@ def word_radii(
     at = NetworkAtInput(given.module, {"input_ids": found} if ids else found)
     origin = given.origin() | {"computed": "float64"}
     chosen = Ranges.parse("all" if positions is None else positions, "positions")
-    moved = chosen.resolve(len(at.x), origin["model"], "tokens")
+    moved = at.reads if positions is None else chosen.resolve(len(at.x), origin["model"], "tokens")
     how: dict[str, Any] = {"norm": norm, "target": target, "threshold": threshold, "attack": attack}
     how["seed"] = seed
     options = how | {"target": target.tolist() if isinstance(target, Tensor) else target}
     digest = hashlib.sha256(at.x.numpy().tobytes()).hexdigest()
     # The proof is of the network as it was read; the rest is said beside the radii.
-    read = [at.network.digest(), origin["fingerprint"], digest]
+    read = [at.network.digest(), at.reads, origin["fingerprint"], digest]
     content = [version("howsmooth"), read, options, moved if jointly else None]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     file = None if file is None else Path(file)

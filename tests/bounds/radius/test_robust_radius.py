@@ -373,7 +373,7 @@ def test_tokens_of_another_width_and_images_are_refused(classifier: BertForSeque
 
     model, image = Vision("mean").eval(), torch.ones(1, 2, 2, 8)
     for given in (image, image[0, :1], image[0, 0], {"pixel_values": image}):
-        with pytest.raises(ArgumentError, match="(own, and give it the|An image goes into a dict|n, d)"):
+        with pytest.raises(ArgumentError, match=r"(own, and give it the|An image goes into a dict|n, d)"):
             hs.bounds.robust_radius(model, given)
 
 
