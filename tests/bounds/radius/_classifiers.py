@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 
 Made = Callable[[], tuple[nn.Module, Any]]
 
@@ -101,12 +101,12 @@ class NanoGPT(nn.Module):
         for i in range(2):
             q, k, v = (u.view(b, t, 2, -1).transpose(1, 2) for u in self.attn[i](self.ln1[i](x)).split(8, 2))
             if self.fused:
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             else:
                 scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
                 y = scores.masked_fill(self.mask[:, :, :t, :t] == 0, float("-inf")).softmax(-1) @ v
             x = x + self.proj[i](y.transpose(1, 2).contiguous().view(b, t, -1))
-            x = x + self.back[i](F.gelu(self.fc[i](self.ln2[i](x))))
+            x = x + self.back[i](functional.gelu(self.fc[i](self.ln2[i](x))))
         return self.head(self.norm(x)[:, [-1], :]), None
 
 
@@ -150,21 +150,21 @@ class Own(nn.Module):
         u = self.n1(x)
         match self.kind:
             case "parallel":
-                return x + self._attended(u) + self.b(F.gelu(self.a(u)))
+                return x + self._attended(u) + self.b(functional.gelu(self.a(u)))
             case "layer scale":
                 x = x + self.gamma * self._attended(u)
-                return x + self.gamma * self.b(F.relu(self.a(self.n2(x))))
+                return x + self.gamma * self.b(functional.relu(self.a(self.n2(x))))
             case "batch norm":
                 return self.bn((x + self._attended(x)).transpose(1, 2)).transpose(1, 2)
             case "gated":
                 x = x + self._attended(u)
                 u = self.n2(x)
-                return x + self.b(F.silu(self.a(u)) * self.c(u))
+                return x + self.b(functional.silu(self.a(u)) * self.c(u))
             case "bilinear":
                 return x + self.b(self.a(x) * self.c(x))
             case _:
                 x = x + self._attended(u)
-                return x + self.b(F.gelu(self.a(self.n2(x)), approximate="tanh"))
+                return x + self.b(functional.gelu(self.a(self.n2(x)), approximate="tanh"))
 
     def _attended(self, u: Tensor) -> Tensor:
         n = u.shape[1]
@@ -190,7 +190,9 @@ CLASSIFIERS: dict[str, Made] = {
     "MobileBERT": _text(
         "MobileBert", **ENCODER, embedding_size=8, intra_bottleneck_size=4, num_feedforward_networks=1
     ),
-    "ModernBERT": _text("ModernBert", **ENCODER, cls_token_id=3, sep_token_id=4, bos_token_id=1, eos_token_id=1),
+    "ModernBERT": _text(
+        "ModernBert", **ENCODER, cls_token_id=3, sep_token_id=4, bos_token_id=1, eos_token_id=1
+    ),
     "GPT-2": _text("GPT2", **NAMED_OTHERWISE),
     "GPT-Neo": _text(
         "GPTNeo", vocab_size=20, hidden_size=8, num_layers=2, num_heads=2, num_labels=3, window_size=2,
@@ -205,7 +207,10 @@ CLASSIFIERS: dict[str, Made] = {
     ),
     "Bloom": _text("Bloom", **{**NAMED_OTHERWISE, "hidden_size": 8, "pad_token_id": 3}),
     "Falcon": _text("Falcon", **{k: v for k, v in ENCODER.items() if k != "intermediate_size"}),
-    **{name: _text(name, **DECODER) for name in ("Llama", "Mistral", "Qwen2", "Phi", "Phi3", "Starcoder2", "Olmo")},
+    **{
+        name: _text(name, **DECODER)
+        for name in ("Llama", "Mistral", "Qwen2", "Phi", "Phi3", "Starcoder2", "Olmo")
+    },
     **{name: _text(name, **DECODER, head_dim=4) for name in ("Qwen3", "Gemma", "Gemma3Text")},
     "Llama with padding on the left": _text("Llama", LEFT, **DECODER),
     **{

@@ -17,7 +17,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from howsmooth.bounds.radius.network_reader import NotReadError, read_network
+from howsmooth.bounds.radius.network_graph import NotReadError
+from howsmooth.bounds.radius.network_reader import read_network
 from howsmooth.bounds.radius.symbolic_tensor import SymbolicTensor, refused_module, run_on_symbols
 from howsmooth.bounds.radius.symbolic_terms import Terms
 from howsmooth.bounds.radius.transformer_network import Network
@@ -49,18 +50,18 @@ class _Place(NamedTuple):
 class _Recorder(TorchDispatchMode):
     """Finds the embedded tokens in one run of a model on an input.
 
-    Memory is followed, not tensors, so that views count as what they show.
+    Memory is followed, not tensors, so that views count as what they show. Only an output in new memory is a
+    place: nothing else shows it, so that other tokens in its place reach all that comes after.
     """
 
     def __init__(self, given: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._count, self._met = 0, False
         self._last_use: dict[int, int] = {}  # by memory that depends on the input
-        self._views: dict[int, dict[int, int]] = {}  # the last use of each tensor that shows this memory
         self._made: dict[int, int] = {}
         self._integers = set[int]()
         self._kept: list[Tensor] = [given]  # memory must not be used twice
-        self._places: list[tuple[int, tuple[int, ...], _Place]] = []
+        self._places: list[tuple[int, _Place]] = []
         if given.is_floating_point():
             self._follow(given, -1, 0)
         else:
@@ -71,16 +72,11 @@ class _Recorder(TorchDispatchMode):
         if memory in self._made:
             return
         self._made[memory], self._last_use[memory] = operation, operation
-        self._show(t, memory, operation, output)
-
-    def _show(self, t: Tensor, memory: int, operation: int, output: int) -> None:
-        """Note a tensor that shows followed memory."""
         self._kept.append(t)
-        views = self._views.setdefault(memory, {})
-        if not self._met and t.ndim == 3 and len(t) == 1 and t.numel():
-            # What shows the memory already must not be used later.
-            self._places.append((memory, tuple(views), _Place(operation, output, t.clone()[0])))
-        views[id(t)] = operation
+        if not self._met and t.ndim in (2, 3) and t.numel() and (t.ndim == 2 or len(t) == 1):
+            tokens = t.clone()
+            place = _Place(operation, output, tokens if t.ndim == 2 else tokens[0])
+            self._places.append((memory, place))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -91,10 +87,8 @@ class _Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if moving and (name in _MEETINGS or "attention" in name):
             self._met = True
-        for t in tensors:
-            if (memory := _memory(t)) in moving:
-                self._last_use[memory] = number
-                self._views[memory][id(t)] = number
+        for memory in moving:
+            self._last_use[memory] = number
         known = {_memory(t) for t in tensors}
         for output, t in enumerate(tree_flatten(found)[0]):
             if not isinstance(t, Tensor):
@@ -105,9 +99,6 @@ class _Recorder(TorchDispatchMode):
                     self._follow(t, number, output)
                 elif memory not in self._made:  # memory that was there before is written
                     self._made[memory] = self._last_use[memory] = number
-                    self._views[memory] = {id(t): number}
-                elif not any(t is given for given in tensors):
-                    self._show(t, memory, number, output)
             elif not t.is_floating_point() and looked_up:
                 self._integers.add(_memory(t))
                 self._kept.append(t)
@@ -115,10 +106,9 @@ class _Recorder(TorchDispatchMode):
 
     def place(self) -> _Place | None:
         """Return the last place through which everything passes that depends on the input."""
-        for memory, views, place in reversed(self._places):
-            before = [m for m, made in self._made.items() if made <= place.operation and m != memory]
-            last = [self._last_use[m] for m in before] + [self._views[memory][view] for view in views]
-            if all(use <= place.operation for use in last):
+        for memory, place in reversed(self._places):
+            before = (m for m, made in self._made.items() if made <= place.operation and m != memory)
+            if all(self._last_use[m] <= place.operation for m in before):
                 return place
         return None
 
@@ -127,22 +117,21 @@ class _Replacement(TorchDispatchMode):
     """Puts other tokens in the place of the embedded ones."""
 
     def __init__(self, place: _Place, tokens: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._place, self._tokens, self._count = place, tokens, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if self._count == self._place.operation:
             outputs, structure = tree_flatten(found)
-            # The output of a view must be a tensor that nothing else shows.
-            outputs[self._place.output] = self._tokens.clone()
+            outputs[self._place.output] = self._tokens.reshape(outputs[self._place.output].shape)
             found = tree_unflatten(outputs, structure)
         self._count += 1
         return found
 
 
 def _memory(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
+    return int(t.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,10 +159,9 @@ class Classifier:
 
         """
         if isinstance(inputs, Mapping):
-            main = getattr(model, "main_input_name", None)
-            main = (
-                main if main in inputs else next((k for k, t in inputs.items() if isinstance(t, Tensor)), "")
-            )
+            main = str(getattr(model, "main_input_name", ""))
+            if main not in inputs:
+                main = next((name for name, t in inputs.items() if isinstance(t, Tensor)), "")
             return cls._found(model, dict(inputs), main)
         if not hasattr(model, "main_input_name"):
             classifier = cls(model, {}, "", _Place(-1, 0, inputs))

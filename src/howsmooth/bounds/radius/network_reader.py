@@ -1,9 +1,8 @@
 """Read a network of known layers from the terms of a model's logits.
 
 Nothing is known of the model but its operations. They are followed from the logits back to the tokens, and
-grouped into maps (attention, feed-forward, norm, linear) whose sums are the nodes of a graph; the nodes, in an
-order in which each comes after what it needs, are the stages of the network. An operation that belongs to no
-map is refused.
+grouped into maps (attention, feed-forward, norm, linear), whose sums are the nodes of a graph. An operation
+that belongs to no map is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.radius.network_graph import (
+    Affine,
+    Node,
+    NotReadError,
+    Part,
+    identity,
+    linear,
+    staged,
+)
 from howsmooth.bounds.radius.symbolic_terms import PLACES, Terms, constant, entries_of, key_of
 from howsmooth.bounds.radius.transformer_layers import (
     ACTIVATIONS,
@@ -25,20 +33,13 @@ from howsmooth.bounds.radius.transformer_layers import (
     Map,
     Norm,
 )
-from howsmooth.bounds.radius.transformer_network import Network, Stage
+from howsmooth.bounds.radius.transformer_network import Network
 
-__all__ = ["NotReadError", "read_network"]
+__all__ = ["read_network"]
 
 _CORES = {"weighted", "multiply"} | ACTIVATIONS.keys()
 _POOLED = 0  # the only row after tokens were averaged
-
-
-class NotReadError(Exception):
-    """An operation that belongs to no map, with the number of its term."""
-
-    def __init__(self, number: int, why: str) -> None:
-        super().__init__(why)
-        self.number = number
+_TURNS = "turns queries and keys by different rotations"
 
 
 class _Sum(NamedTuple):
@@ -73,70 +74,18 @@ class _Sum(NamedTuple):
         return key_of(self.place), key_of(atoms), self.factor.numpy().tobytes()
 
 
-@dataclass(eq=False)
-class _Node:
-    """Vectors of all tokens that one part of the model computes: a sum of maps and of other nodes.
-
-    ``rows`` are the tokens whose vectors are needed, ``length`` is their length.
-    """
-
-    name: str
-    length: int
-    serial: int = 0
-    parts: list[_Part] = field(default_factory=list)
-    added: list[_Node] = field(default_factory=list)
-    rows: set[int] = field(default_factory=set)
-    pooled: bool = False
-
-
-class _Affine(NamedTuple):
-    """An affine map of nodes, with a matrix for each node."""
-
-    key: tuple[Any, ...]
-    matrices: dict[_Node, Tensor]
-    offset: Tensor
-
-    def weight(self, columns: Mapping[_Node, int], width: int) -> Tensor:
-        """Return the matrix that acts on a state which has each node at the given column."""
-        if len(self.matrices) == 1:
-            ((_, only),) = self.matrices.items()
-            if only.shape[1] == width:
-                return only
-        found = self.offset.new_zeros(len(self.offset), width)
-        for node, matrix in self.matrices.items():
-            found[:, columns[node] : columns[node] + matrix.shape[1]] += matrix
-        return found
-
-
-Build = Callable[[Mapping[_Node, int], int, list[int], list[int]], Map]
-
-
-@dataclass(eq=False)
-class _Part:
-    """A map of nodes, whose output is a summand of a node.
-
-    ``build`` makes it, given the columns of the nodes in its input, their number, and the tokens of which the
-    input and the output consist. ``mixes`` says that it is an attention.
-    """
-
-    key: tuple[Any, ...]
-    kind: str
-    owner: int
-    sources: set[_Node]
-    build: Build
-    mixes: bool = False
-    offsets: tuple[Callable[[], Tensor], ...] = ()  # what is added to its output
-
-
 class _Head(NamedTuple):
-    """One head of an attention: its maps, the queries and keys of which are turned. The result is pooled if
-    the query is a constant.
+    """One head of an attention for one row: its maps, the queries and keys of which are turned, the tokens
+    that the row sees, and what is added to their scores. The result is pooled if the query is a constant.
     """
 
-    query: _Affine
-    key: _Affine
-    value: _Affine
+    query: Affine
+    key: Affine
+    value: Affine
     pooled: bool
+    row: int
+    seen: tuple[int, ...]
+    biases: Tensor
 
 
 @dataclass(eq=False)
@@ -147,7 +96,7 @@ class _Rows:
 
     seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
     biases: dict[int, Tensor] = field(default_factory=dict)
-    turns: dict[int, Tensor] = field(default_factory=dict)
+    turns: dict[int, Tensor | None] = field(default_factory=dict)
 
 
 def read_network(
@@ -168,7 +117,7 @@ def read_network(
     readout = reader.readout(logits)
     if not reader.tokens.rows:
         raise NotReadError(0, "has logits that do not depend on the tokens")
-    return _staged(reader.tokens, *readout)
+    return staged(reader.tokens, *readout)
 
 
 class _Reader:
@@ -176,12 +125,12 @@ class _Reader:
 
     def __init__(self, terms: Terms, d: int, name: Callable[[int], str]) -> None:
         self.terms, self.name = terms, name
-        self.tokens = _Node("tokens", d)
-        self._nodes: dict[tuple[Any, ...], _Node] = {}
-        self._found: dict[bytes, tuple[_Node, int]] = {}
-        self._affine: dict[tuple[Any, ...], _Affine] = {}
-        self._heads: dict[bytes, tuple[_Affine, bool, int]] = {}
-        self._turns: dict[bytes, tuple[_Affine, bool, int, Tensor | None]] = {}
+        self.tokens = Node("tokens", d)
+        self._nodes: dict[tuple[Any, ...], Node] = {}
+        self._found: dict[bytes, tuple[Node, int]] = {}
+        self._affine: dict[tuple[Any, ...], Affine] = {}
+        self._heads: dict[bytes, tuple[Affine, bool, int]] = {}
+        self._turns: dict[bytes, tuple[Affine, bool, int, Tensor | None]] = {}
         self._scales: dict[Any, float] = {}
         self._rows: dict[tuple[Any, ...], _Rows] = {}
         # Sums that a norm or a linear map is given are nodes; others are part of the sums that they are in.
@@ -227,8 +176,8 @@ class _Reader:
                 fixed[here] += constant(of[0])[at]
             elif kind == "total":
                 inner = self._sum(entries_of(of[0]))
-                for place in here.tolist():
-                    parts.append((torch.full_like(inner.place, place), inner.atom, inner.factor))
+                every = [torch.full_like(inner.place, place) for place in here.tolist()]
+                parts += [(place, inner.atom, inner.factor) for place in every]
                 fixed[here] += inner.constant.sum()
                 continue
             else:
@@ -254,7 +203,7 @@ class _Reader:
 
     # ---- nodes
 
-    def node(self, entries: Tensor) -> tuple[_Node, int]:
+    def node(self, entries: Tensor) -> tuple[Node, int]:
         """Return the node to which a vector belongs, and the token whose vector it is."""
         key = key_of(entries)
         if key not in self._found:
@@ -263,58 +212,58 @@ class _Reader:
         node.rows.add(row)
         return node, row
 
-    def _node(self, entries: Tensor) -> tuple[_Node, int]:
+    def _node(self, entries: Tensor) -> tuple[Node, int]:
         d = self.tokens.length
         first = int(entries[0])
         number = first // PLACES if first >= 0 else 0
         if number == 0 and first % d == 0 and torch.equal(entries, torch.arange(first, first + d)):
             return self.tokens, first // d
-        kind, *of = self.terms[number]
+        kind = self.terms[number][0]
         if kind == "norm" and torch.equal(entries, self.terms.whole(number)):
             return self._normed(number)
         same = bool((entries // PLACES == number).all())
         return self._summed(self._sum(entries, number if same and kind == "add" else -1))
 
-    def _normed(self, number: int) -> tuple[_Node, int]:
+    def _normed(self, number: int) -> tuple[Node, int]:
         _, centred, eps, gain, bias, operand = self.terms[number]
         source, row = self.node(entries_of(operand))
         key = ("norm", source, centred, eps, gain, bias)
 
-        def build(columns: Mapping[_Node, int], width: int, *rows: list[int]) -> Map:
+        def build(columns: Mapping[Node, int], width: int, *rows: list[int]) -> Map:
             return Norm(constant(gain), constant(bias), eps, centred)
 
-        part = _Part(key, "norm", number, {source}, build)
+        part = Part(key, "norm", number, {source}, build)
         return self._named(key, len(constant(gain)), [part], [], source.pooled), row
 
     def _named(
-        self, key: tuple[Any, ...], length: int, parts: list[_Part], added: list[_Node], pooled: bool
-    ) -> _Node:
+        self, key: tuple[Any, ...], length: int, parts: list[Part], added: list[Node], pooled: bool
+    ) -> Node:
         if key not in self._nodes:
             name = self.name(parts[0].owner) if parts else ""
             serial = len(self._nodes) + 1
-            self._nodes[key] = _Node(name, length, serial, parts, added, pooled=pooled)
+            self._nodes[key] = Node(name, length, serial, parts, added, pooled=pooled)
         return self._nodes[key]
 
-    def _summed(self, found: _Sum) -> tuple[_Node, int]:
+    def _summed(self, found: _Sum) -> tuple[Node, int]:
         """Return the node of a sum: maps of other nodes, and other nodes themselves."""
         length, rows = len(found.constant), set[tuple[bool, int]]()
-        parts, added, rest = list[_Part](), list[_Node](), list[_Sum]()
+        parts, added, rest = list[Part](), list[Node](), list[_Sum]()
         last = max(found.numbers, default=0)
 
-        def use(part: _Part | None, pooled: bool, row: int) -> None:
+        def use(part: Part | None, pooled: bool, row: int) -> None:
             rows.add((pooled, row))
             if part is not None:
                 parts.append(part)
 
-        linear = [number for number in found.numbers if self.terms[number][0] == "linear"]
+        affine_numbers = [number for number in found.numbers if self.terms[number][0] == "linear"]
         cores = [number for number in found.numbers if self.terms[number][0] in _CORES]
-        others = found.of([number for number in found.numbers if number not in {*linear, *cores}])
+        others = found.of([number for number in found.numbers if number not in {*affine_numbers, *cores}])
         if self._several_rows(others):
-            if linear or cores:
+            if affine_numbers or cores:
                 raise NotReadError(last, "combines vectors of several tokens beside other maps")
             part = self._mean(found)
             return self._named(part.key, length, [part], [], True), _POOLED
-        for number in linear:
+        for number in affine_numbers:
             one = found.of([number])
             inner = self._sum(entries_of(self.terms[number][1]))
             kinds = {self.terms[i][0] for i in inner.numbers}
@@ -331,7 +280,7 @@ class _Reader:
                 affine, pooled, row = self._affine_of(
                     outside._replace(constant=torch.zeros_like(inner.constant)), out
                 )
-                use(_linear(affine, number), pooled, row)
+                use(linear(affine, number), pooled, row)
         if cores:
             for core in self._cores(found.of(cores), None):
                 use(*core)
@@ -349,7 +298,7 @@ class _Reader:
             affine, pooled, row = self._affine_of(
                 one._replace(constant=torch.zeros_like(found.constant)), None
             )
-            use(_linear(affine, one.numbers[0]), pooled, row)
+            use(linear(affine, one.numbers[0]), pooled, row)
         if len(rows) != 1:
             why = "combines vectors of several tokens, by neither attention nor a mean"
             raise NotReadError(last, why if rows else "computes something that does not depend on the tokens")
@@ -358,7 +307,7 @@ class _Reader:
         if not parts and len(added) == 1 and fixed is None:
             return added[0], row
         if not parts:
-            parts.append(_linear(_identity(added.pop(), length), last))
+            parts.append(linear(identity(added.pop(), length), last))
         key = ("sum", tuple(part.key for part in parts), tuple(added), found.constant.numpy().tobytes())
         if fixed is not None:
             parts[0] = replace(parts[0], offsets=(*parts[0].offsets, lambda: fixed))
@@ -400,14 +349,14 @@ class _Reader:
         """Return a sum as matrices that act on nodes, with a key and the token."""
         keys: list[Any] = [found.constant.numpy().tobytes()]
         blocks, rows = list[_Block](), set()
-        linear = [number for number in found.numbers if self.terms[number][0] == "linear"]
-        for number in linear:
+        affine_numbers = [number for number in found.numbers if self.terms[number][0] == "linear"]
+        for number in affine_numbers:
             node, row = self.node(entries_of(self.terms[number][1]))
             out = _Out(found.of([number]), self.terms, None)
             blocks.append(_Block(node, out.weight, out.bias))
             keys.append((node, out.key))
             rows.add((node.pooled, row))
-        for one, whole in self._vectors(found.of([i for i in found.numbers if i not in linear])):
+        for one, whole in self._vectors(found.of([i for i in found.numbers if i not in affine_numbers])):
             node, row = self.node(whole)
             columns = one.atom - whole[0]
             blocks.append(_Block(node, partial(one.matrix, len(whole), columns), None))
@@ -418,12 +367,12 @@ class _Reader:
         ((_, row),) = rows
         return tuple(keys), blocks, row
 
-    def _affine_of(self, found: _Sum, out: _Out | None) -> tuple[_Affine, bool, int]:
+    def _affine_of(self, found: _Sum, out: _Out | None) -> tuple[Affine, bool, int]:
         """Return a sum as an affine map of nodes, whether these are pooled, and the token."""
         keys, blocks, row = self._blocks(found)
         key = (keys, None if out is None else out.key)
         if key not in self._affine:
-            matrices, offset = dict[_Node, Tensor](), found.constant.clone()
+            matrices, offset = dict[Node, Tensor](), found.constant.clone()
             for block in blocks:
                 matrix = block.weight()
                 matrices[block.node] = matrices[block.node] + matrix if block.node in matrices else matrix
@@ -433,14 +382,14 @@ class _Reader:
                 weight = out.weight()
                 matrices = {node: weight @ matrix for node, matrix in matrices.items()}
                 offset = weight @ offset
-            self._affine[key] = _Affine(key, matrices, offset)
+            self._affine[key] = Affine(key, matrices, offset)
         return self._affine[key], blocks[0].node.pooled, row
 
-    def _mean(self, found: _Sum) -> _Part:
-        """Return a weighted mean of vectors of one node, whose entries may be multiplied, as an attention whose
-        scores are constants.
+    def _mean(self, found: _Sum) -> Part:
+        """Return a weighted mean of vectors of one node, whose entries may be multiplied. It is an attention
+        with constant scores.
         """
-        nodes, factors = set[_Node](), dict[int, Tensor]()
+        nodes, factors = set[Node](), dict[int, Tensor]()
         number = max(found.numbers)
         for one, whole in self._vectors(found):
             node, row = self.node(whole)
@@ -462,8 +411,8 @@ class _Reader:
         total = torch.where((total - 1).abs() < 4e-16, 1.0, total)
         d, offset = node.length, found.constant
 
-        def build(columns: Mapping[_Node, int], width: int, before: list[int], after: list[int]) -> Map:
-            n, value, none = len(before), torch.zeros(1, d, width).double(), torch.zeros(1, 1, width).double()
+        def build(columns: Mapping[Node, int], width: int, before: list[int], after: list[int]) -> Map:
+            value, none = (torch.zeros(1, rows, width).double() for rows in (d, 1))
             value[0, :, columns[node] : columns[node] + d] = torch.eye(d).double()
             rest = (value.new_zeros(1, d), torch.diag(total)[None], offset, torch.tensor([0]))
             mean = Attention(none, none[..., 0], none, none[..., 0], value, *rest)
@@ -473,11 +422,11 @@ class _Reader:
             return _with_rows(mean, rows_of_mean, places, [_POOLED], {_POOLED: 0})
 
         key = ("mean", node, tuple(rows), key_of(each), key_of(offset))
-        return _Part(key, "mean", number, {node}, build, mixes=True)
+        return Part(key, "mean", number, {node}, build, mixes=True)
 
     # ---- maps that are not affine
 
-    def _cores(self, found: _Sum, out: _Out | None) -> list[tuple[_Part, bool, int]]:
+    def _cores(self, found: _Sum, out: _Out | None) -> list[tuple[Part, bool, int]]:
         """Return the maps whose results are the atoms of a sum, each followed by the linear map ``out``, with
         whether the results are pooled, and the token.
         """
@@ -489,14 +438,13 @@ class _Reader:
         parts = []
         for kind, numbers in kinds.items():
             own = found.of(numbers)
-            down = _Down(own, out)
             if kind == "weighted":
-                parts.append(self._attention(own, down, numbers))
+                parts.append(self._attention(own, out, numbers))
             elif kind == "multiply":
-                parts.append(self._gated(own, down))
+                parts.append(self._gated(own, _Down(own, out)))
             else:
                 up, pooled, row = self._affine_of(self._sum(self._operand(own.atom)), None)
-                parts.append((_feed_forward(kind, up, down, numbers[0]), pooled, row))
+                parts.append((_feed_forward(kind, up, _Down(own, out), numbers[0]), pooled, row))
         return parts
 
     def _operand(self, entries: Tensor) -> Tensor:
@@ -512,7 +460,7 @@ class _Reader:
         found = {self.terms[number][0] for number in (entries // PLACES).unique().tolist() if number >= 0}
         return found.pop() if len(found) == 1 else ""
 
-    def _gated(self, own: _Sum, down: _Down) -> tuple[_Part, bool, int]:
+    def _gated(self, own: _Sum, down: _Down) -> tuple[Part, bool, int]:
         gate, up = torch.empty_like(own.atom), torch.empty_like(own.atom)
         kinds = set()
         for number in own.numbers:
@@ -533,71 +481,63 @@ class _Reader:
         if (other, same) != (pooled, row):
             raise NotReadError(number, "multiplies vectors of different tokens")
 
-        def build(columns: Mapping[_Node, int], width: int, *rows: list[int]) -> Map:
-            both = (first.weight(columns, width), first.offset, second.weight(columns, width), second.offset)
-            gate, gate_bias, up, up_bias = both
-            return GatedFeedForward(
-                gate, gate_bias, up, up_bias, ACTIVATIONS[kind], down.weight(), down.offset()
-            )
+        def build(columns: Mapping[Node, int], width: int, *rows: list[int]) -> Map:
+            gate, up = (affine.weight(columns, width) for affine in (first, second))
+            back = down.weight()
+            rest = (ACTIVATIONS[kind], back, back.new_zeros(len(back)))
+            return GatedFeedForward(gate, first.offset, up, second.offset, *rest)
 
         key = ("gated", kind, first.key, second.key, down.key)
         sources = first.matrices.keys() | second.matrices.keys()
-        return _Part(key, "feed-forward", number, set(sources), build), pooled, row
+        return Part(key, "feed-forward", number, set(sources), build), pooled, row
 
-    def _attention(self, own: _Sum, down: _Down, numbers: list[int]) -> tuple[_Part, bool, int]:
-        heads, at_row, seen, turns, biases = list[_Head](), None, None, {}, []
+    def _attention(self, own: _Sum, out: _Out | None, numbers: list[int]) -> tuple[Part, bool, int]:
         order = sorted(numbers, key=lambda number: int(own.of([number]).place.min()))
-        for number in order:
-            head, row, keys, of_row, turned = self._head(number)
-            if (at_row, seen) not in ((None, None), (row, keys)):
-                raise NotReadError(number, "has heads of different rows or masks, which are not read")
-            at_row, seen = row, keys
-            heads.append(head)
-            biases.append(of_row)
-            for token, turn in turned.items():
-                if token in turns and not _same(turns[token], turn):
-                    raise NotReadError(number, "turns queries and keys by different rotations")
-                turns[token] = turn
-        assert at_row is not None and seen is not None
-        columns = torch.empty_like(own.atom)
-        sizes = [len(head.value.offset) for head in heads]
-        shapes = {(len(head.query.offset), size) for head, size in zip(heads, sizes, strict=True)}
-        if len(shapes) != 1:
-            raise NotReadError(order[0], "has heads of different sizes")
-        for place, number in enumerate(order):
-            here = own.atom // PLACES == number
-            columns[here] = own.atom[here] % PLACES + place * sizes[0]
-        down = down.on(columns, len(heads) * sizes[0])
+        every = [self._head(number) for number in order]
+        heads = [head for head, _ in every]
+        row, seen, pooled = heads[0].row, heads[0].seen, heads[0].pooled
+        size = len(heads[0].value.offset)
+        for head in heads:
+            if (head.row, head.seen, head.pooled) != (row, seen, pooled):
+                raise NotReadError(order[0], "has heads of different rows or masks, which are not read")
+            if len(head.value.offset) != size or len(head.query.offset) != len(heads[0].query.offset):
+                raise NotReadError(order[0], "has heads of different sizes")
+        head_of = torch.tensor([order.index(number) for number in (own.atom // PLACES).tolist()])
+        down = _Down(own, out, own.atom % PLACES + head_of * size, len(heads) * size)
         key = ("attention", down.key, *((h.query.key, h.key.key, h.value.key) for h in heads))
         rows = self._rows.setdefault(key, _Rows())
-        rows.seen[at_row] = seen
-        rows.biases[at_row] = torch.stack(biases)
-        for token, turn in turns.items():
-            if token in rows.turns and not _same(rows.turns[token], turn):
-                raise NotReadError(order[0], "turns queries and keys by different rotations")
-            rows.turns[token] = turn
+        biases = torch.stack([head.biases for head in heads])
+        same = rows.seen.setdefault(row, seen) == seen
+        if not same or not torch.equal(rows.biases.setdefault(row, biases), biases):
+            raise NotReadError(order[0], "applies one attention twice to the same tokens, with other masks")
+        for token, turn in (item for _, turns in every for item in turns.items()):
+            if not _same(rows.turns.setdefault(token, turn), turn):
+                raise NotReadError(order[0], _TURNS)
         sources = {node for head in heads for affine in head[:3] for node in affine.matrices}
+        pools = pooled and not any(node.pooled for node in sources)
+        if pools and any(turn is not None for turn in rows.turns.values()):
+            raise NotReadError(order[0], "has a constant query for keys that are turned")
 
-        def build(at: Mapping[_Node, int], width: int, before: list[int], after: list[int]) -> Map:
-            maps = []
-            for part in ("query", "key", "value"):
-                every = [getattr(head, part) for head in heads]
-                maps.append(torch.stack([affine.weight(at, width) for affine in every]))
-                maps.append(torch.stack([affine.offset for affine in every]))
-            output = down.weight().unflatten(1, (len(heads), -1)).movedim(1, 0).contiguous()
-            attention = Attention(*maps, output, down.offset(), torch.arange(0))
+        def build(at: Mapping[Node, int], width: int, before: list[int], after: list[int]) -> Map:
+            q, k, v = (
+                (
+                    torch.stack([one.weight(at, width) for one in every]),
+                    torch.stack([one.offset for one in every]),
+                )
+                for every in zip(*(head[:3] for head in heads), strict=True)
+            )
+            back = down.weight()
+            output = back.unflatten(1, (len(heads), -1)).movedim(1, 0).contiguous()
+            attention = Attention(*q, *k, *v, output, back.new_zeros(len(back)), torch.arange(0))
             places = {token: place for place, token in enumerate(before)}
-            if heads[0].pooled and not any(node.pooled for node in sources):
+            if pools:
                 return _with_rows(attention, rows, places, [_POOLED], {_POOLED: 0})
             return _with_rows(attention, rows, places, after, places)
 
-        part = _Part(key, "attention", order[0], sources, build, mixes=True)
-        return part, heads[0].pooled, at_row
+        return Part(key, "attention", order[0], sources, build, mixes=True), pooled, row
 
-    def _head(self, number: int) -> tuple[_Head, int, tuple[int, ...], Tensor, dict[int, Tensor | None]]:
-        """Return one head of an attention, its row, the tokens that this row sees, the biases of its scores
-        and the rotations.
-        """
+    def _head(self, number: int) -> tuple[_Head, dict[int, Tensor | None]]:
+        """Return one head of an attention for one row, and the rotations of tokens."""
         _, weights_key, values_key = self.terms[number]
         weights = entries_of(weights_key)
         softmax = int(weights[0]) // PLACES
@@ -607,7 +547,7 @@ class _Reader:
         scores = self._sum(entries_of(of[0]))
         alone = torch.equal(scores.place, torch.arange(len(weights))) and bool((scores.factor == 1).all())
         turns: dict[int, Tensor | None] = {}
-        query: _Affine | None = None
+        query: Affine | None = None
         row, turn_of_row, of_tokens, biases = _POOLED, None, True, scores.constant
         if alone and self._only_kind(scores.atom) == "dot" and len(scores.numbers) == 1:
             asked = entries_of(self.terms[scores.numbers[0]][1])
@@ -643,12 +583,12 @@ class _Reader:
                 node: torch.zeros(len(fixed), matrix.shape[1]).double()
                 for node, matrix in key.matrices.items()
             }
-            query, of_tokens = _Affine(("constant", key_of(fixed)), zeros, fixed), True
-        return _Head(query, key, own, of_tokens), row, tuple(seen), biases, turns
+            query, of_tokens = Affine(("constant", key_of(fixed)), zeros, fixed), True
+        return _Head(query, key, own, of_tokens, row, tuple(seen), biases), turns
 
     def _scaled(
-        self, query: _Affine, key: _Affine, turn: Tensor | None, other: Tensor | None, number: int
-    ) -> _Affine:
+        self, query: Affine, key: Affine, turn: Tensor | None, other: Tensor | None, number: int
+    ) -> Affine:
         """Return a query map times the factor by which the rotation of a query is that of the key."""
         if _same(turn, other):
             return query
@@ -661,25 +601,25 @@ class _Reader:
         # The weights may be wrong by so much.
         close = (turn - first * other).abs().max() <= 8e-16 * turn.abs().max()
         if abs(factor - first) > 8e-16 * abs(first) or not close:
-            raise NotReadError(number, "turns queries and keys by different rotations")
+            raise NotReadError(number, _TURNS)
         matrices = {node: first * matrix for node, matrix in query.matrices.items()}
-        return _Affine(("scaled", first, query.key), matrices, first * query.offset)
+        return Affine(("scaled", first, query.key), matrices, first * query.offset)
 
-    def _once(self, entries: Tensor) -> tuple[_Affine, bool, int]:
+    def _once(self, entries: Tensor) -> tuple[Affine, bool, int]:
         """Return a vector as an affine map of a token, whether it is pooled, and the token."""
         name = key_of(entries)
         if name not in self._heads:
             self._heads[name] = self._affine_of(self._sum(entries), None)
         return self._heads[name]
 
-    def _turned(self, entries: Tensor) -> tuple[_Affine, bool, int, Tensor | None]:
+    def _turned(self, entries: Tensor) -> tuple[Affine, bool, int, Tensor | None]:
         """Return a query or key as an affine map of a token, followed by a rotation or None."""
         name = key_of(entries)
         if name not in self._turns:
             self._turns[name] = self._rotated(entries)
         return self._turns[name]
 
-    def _rotated(self, entries: Tensor) -> tuple[_Affine, bool, int, Tensor | None]:
+    def _rotated(self, entries: Tensor) -> tuple[Affine, bool, int, Tensor | None]:
         found = self._sum(entries)
         atoms = found.atom.unique()
         if self._only_kind(atoms) == "linear":
@@ -698,10 +638,10 @@ class _Reader:
 
     # ---- logits
 
-    def readout(self, logits: Tensor) -> tuple[dict[_Node, dict[int, Tensor]], Tensor]:
+    def readout(self, logits: Tensor) -> tuple[dict[Node, dict[int, Tensor]], Tensor]:
         """Return the matrices by which logits are a sum over the rows of some nodes, and an offset."""
         found = self._sum(logits)
-        matrices: dict[_Node, dict[int, Tensor]] = {}
+        matrices: dict[Node, dict[int, Tensor]] = {}
 
         def add(one: _Sum, before: Tensor | None) -> None:
             for picked, whole in self._vectors(one):
@@ -709,14 +649,14 @@ class _Reader:
                 matrix = picked.matrix(len(whole), picked.atom - whole[0])
                 plus(node, row, matrix if before is None else before @ matrix)
 
-        def plus(node: _Node, row: int, matrix: Tensor) -> None:
+        def plus(node: Node, row: int, matrix: Tensor) -> None:
             rows = matrices.setdefault(node, {})
             rows[row] = rows[row] + matrix if row in rows else matrix
 
-        linear = [number for number in found.numbers if self.terms[number][0] == "linear"]
-        add(found.of([number for number in found.numbers if number not in linear]), None)
+        affine_numbers = [number for number in found.numbers if self.terms[number][0] == "linear"]
+        add(found.of([number for number in found.numbers if number not in affine_numbers]), None)
         offset = found.constant.clone()
-        for number in linear:
+        for number in affine_numbers:
             operand = entries_of(self.terms[number][1])
             inner = self._sum(operand)
             out = _Out(found.of([number]), self.terms, inner.constant)
@@ -732,7 +672,7 @@ class _Reader:
 class _Block(NamedTuple):
     """A matrix that acts on a node, and a bias that comes with it."""
 
-    node: _Node
+    node: Node
     weight: Callable[[], Tensor]
     bias: Callable[[], Tensor] | None
 
@@ -776,10 +716,6 @@ class _Down:
         self._size = len(found.place) if size is None else size
         self.key = (found.key(self._columns), None if out is None else out.key)
 
-    def on(self, columns: Tensor, size: int) -> _Down:
-        """Return the same matrix with other columns for the atoms."""
-        return _Down(self._found, self._out, columns, size)
-
     def weight(self) -> Tensor:
         """Return the matrix (outputs, entries)."""
         own = self._found.matrix(self._size, self._columns)
@@ -790,31 +726,18 @@ class _Down:
         found[:, self._columns] = self._out.weight()[:, self._found.place] * self._found.factor
         return found
 
-    def offset(self) -> Tensor:
-        """Return zeros (outputs,)."""
-        return torch.zeros_like((self._found if self._out is None else self._out.found).constant)
-
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
-def _feed_forward(kind: str, up: _Affine, down: _Down, number: int) -> _Part:
-    def build(columns: Mapping[_Node, int], width: int, *rows: list[int]) -> Map:
-        return FeedForward(
-            up.weight(columns, width), up.offset, ACTIVATIONS[kind], down.weight(), down.offset()
-        )
+def _feed_forward(kind: str, up: Affine, down: _Down, number: int) -> Part:
+    def build(columns: Mapping[Node, int], width: int, *rows: list[int]) -> Map:
+        back = down.weight()
+        activation, rest = ACTIVATIONS[kind], back.new_zeros(len(back))
+        return FeedForward(up.weight(columns, width), up.offset, activation, back, rest)
 
-    return _Part((kind, up.key, down.key), "feed-forward", number, set(up.matrices), build)
-
-
-def _linear(affine: _Affine, number: int) -> _Part:
-    def build(columns: Mapping[_Node, int], width: int, *rows: list[int]) -> Map:
-        weight, size = affine.weight(columns, width), len(affine.offset)
-        eye = torch.eye(size, dtype=torch.float64)
-        return FeedForward(weight, affine.offset, ACTIVATIONS["identity"], eye, eye.new_zeros(size))
-
-    return _Part(("linear", affine.key), "linear", number, set(affine.matrices), build)
+    return Part((kind, up.key, down.key), "feed-forward", number, set(up.matrices), build)
 
 
 def _with_rows(
@@ -842,117 +765,3 @@ def _with_rows(
         turns=turns,
         score_bias=biases if bool(biases.any()) else None,
     )
-
-
-# ---- from the graph to the stages
-
-
-class _Step(NamedTuple):
-    """A map to be made a stage, the node that is added to its output, and the node that is then complete."""
-
-    part: _Part
-    added: _Node | None
-    result: _Node
-
-
-def _serial(node: _Node) -> int:
-    return node.serial
-
-
-def _identity(node: _Node, length: int) -> _Affine:
-    eye = torch.eye(length, dtype=torch.float64)
-    return _Affine(("identity", node), {node: eye}, eye.new_zeros(length))
-
-
-def _ordered(ends: Iterable[_Node]) -> list[_Node]:
-    """Return all nodes but the tokens, each after those that it needs."""
-    found: dict[_Node, None] = {}
-    waiting: list[tuple[_Node, bool]] = [(end, False) for end in ends]
-    while waiting:
-        node, ready = waiting.pop()
-        if node in found:
-            continue
-        needed = [
-            *node.added,
-            *(source for part in node.parts for source in sorted(part.sources, key=_serial)),
-        ]
-        if ready or all(one in found for one in needed):
-            found[node] = None
-        else:
-            waiting.append((node, True))
-            waiting += [(one, False) for one in reversed(needed) if one not in found]
-    return [node for node in found if node.parts]
-
-
-def _steps(order: list[_Node]) -> list[_Step]:
-    steps = []
-    for node in order:
-        first, *others = node.added or [None]
-        parts = list(node.parts)
-        for one in others:
-            parts.append(_linear(_identity(one, node.length), parts[0].owner))
-        for part in parts[:-1]:
-            so_far = _Node(node.name, node.length, rows=node.rows, pooled=node.pooled)
-            steps.append(_Step(part, first, so_far))
-            first = so_far
-        steps.append(_Step(parts[-1], first, node))
-    return steps
-
-
-def _staged(
-    tokens: _Node, matrices: Mapping[_Node, Mapping[int, Tensor]], offset: Tensor
-) -> tuple[Network, list[int]]:
-    """Arrange the nodes as stages, each of which computes one map on a state that holds what is needed."""
-    steps = _steps(_ordered(matrices))
-    rows = sorted(tokens.rows)
-    reads, state, width = rows, {tokens: 0}, tokens.length
-    stages, names = list[Stage](), set[str]()
-    needed = [set(matrices)]
-    for step in reversed(steps):
-        before = needed[-1] - {step.result} | step.part.sources
-        needed.append(before | ({step.added} if step.added is not None else set()))
-    for step, later in zip(steps, reversed(needed[:-1]), strict=True):
-        part, after = step.part, rows
-        if part.mixes:
-            others = {node for node in later if node.pooled == step.result.pooled}
-            pools = step.result.pooled and not all(node.pooled for node in part.sources)
-            if pools and later != {step.result}:
-                raise NotReadError(part.owner, "goes on with single tokens beside what they are pooled to")
-            after = sorted(set().union(*(node.rows for node in others)))
-        sources = sorted(state[node] for node in part.sources)
-        end = max(state[node] + node.length for node in part.sources)
-        branch = slice(sources[0], end)
-        columns = {node: state[node] - branch.start for node in part.sources}
-        layer = part.build(columns, end - branch.start, rows, after)
-        for offset_of in part.offsets:
-            layer = _shifted(layer, offset_of())
-        added = step.added
-        residual = None if added is None else slice(state[added], state[added] + added.length)
-        keep = later != {step.result}
-        name = f"{step.result.name}.{part.kind}".lstrip(".")
-        while name in names:
-            name += "'"
-        names.add(name)
-        whole = slice(None) if (branch.start, branch.stop) == (0, width) else branch
-        if residual is not None and (residual.start, residual.stop) == (0, width):
-            residual = slice(None)
-        stages.append(Stage(name, layer, whole, residual, keep))
-        state = {**state, step.result: width} if keep else {step.result: 0}
-        width = width + step.result.length if keep else step.result.length
-        rows = after
-    readout = torch.zeros(len(offset), len(rows), width, dtype=torch.float64)
-    for node, blocks in matrices.items():
-        for row, matrix in blocks.items():
-            readout[:, rows.index(row), state[node] : state[node] + node.length] += matrix
-    return Network(tuple(stages), readout, offset), reads
-
-
-def _shifted(layer: Map, offset: Tensor) -> Map:
-    """Return a layer with something added to its output."""
-    match layer:
-        case FeedForward() | GatedFeedForward():
-            return replace(layer, down_bias=layer.down_bias + offset)
-        case Attention():
-            return replace(layer, output_bias=layer.output_bias + offset)
-        case Norm():
-            return replace(layer, bias=layer.bias + offset)

@@ -87,13 +87,15 @@ class _Run(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READING and any(isinstance(t, SymbolicTensor) for t in args):
             self._refuse("reads values of the tokens")
-        if name == "scaled_dot_product_attention" and any(isinstance(t, SymbolicTensor) for t in args[:3]):
+        if func is torch.nn.functional.scaled_dot_product_attention and any(
+            isinstance(t, SymbolicTensor) for t in args[:3]
+        ):
             return self._guarded(name, lambda: self._wrapped(self._attention(*args, **kwargs)))
         return func(*args, **kwargs)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Perform an operation of PyTorch on terms."""
-        name = func.overloadpacket.__name__
+        name = func.overloadpacket.__name__ if func.namespace == "aten" else func.name()
         self.terms.owner = self._running()
         return self._guarded(name, lambda: self._performed(func, name, args, kwargs))
 
@@ -228,7 +230,7 @@ class _Run(TorchFunctionMode):
     def _masked_fill(self, a: Any, mask: Tensor, value: Any) -> Tensor:
         if not isinstance(a, SymbolicTensor) or isinstance(mask, SymbolicTensor):
             raise DifferentOperationError("hides scores by a mask that depends on the tokens")
-        if not float(value) <= torch.finfo(torch.float64).min:
+        if not float(value) <= torch.finfo(torch.float32).min:
             why = f"replaces scores by {float(value):g}, which hides no token; minus infinity does"
             raise DifferentOperationError(why)
         hidden = torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(mask, -math.inf)
