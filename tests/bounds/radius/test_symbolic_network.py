@@ -172,6 +172,38 @@ def test_a_write_changes_every_view_of_its_memory() -> None:
     refused(Encoder(twist), "combines vectors of several tokens")
 
 
+@torch.library.custom_op("howsmooth_tests::relu", mutates_args=())
+def _relu(u: Tensor) -> Tensor:
+    return u.clamp(0, FAR)
+
+
+def test_an_operation_of_another_library_is_not_that_of_pytorch() -> None:
+    refused(Encoder(lambda u: _relu(u)), "computes 'howsmooth_tests::relu'")
+
+
+class Twice(nn.Module):
+    """One attention, applied to the same tokens with two masks."""
+
+    def __init__(self, *masks: Tensor) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
+        self.head, self.masks = nn.Linear(4, 2, dtype=torch.float64), masks
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [self.attention(x, x, x, attn_mask=mask, need_weights=False)[0] for mask in self.masks]
+        return self.head((x + sum(seen)).mean(1))
+
+
+def test_one_attention_with_two_masks_is_not_read_as_one() -> None:
+    causal = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    network = read_network(Twice(causal))
+    torch.testing.assert_close(network.logits(x()), Twice(causal)(x()[None])[0].detach())
+    refused(Twice(causal, causal.T), "applies one attention twice to the same tokens")
+    bias = torch.eye(3, dtype=torch.float64)
+    refused(Twice(bias, 2 * bias), "applies one attention twice to the same tokens")
+
+
 class Clipped(nn.GELU):
     def forward(self, z: Tensor) -> Tensor:
         return super().forward(z).clamp(max=FAR)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from howsmooth.bounds.radius.transformer_layers import (
 from howsmooth.bounds.radius.transformer_network import Network
 
 __all__ = ["read_network"]
+
+Found = TypeVar("Found")
 
 _CORES = {"weighted", "multiply"} | ACTIVATIONS.keys()
 _POOLED = 0  # the only row after tokens were averaged
@@ -63,6 +65,11 @@ class _Sum(NamedTuple):
         """The numbers of the terms of all atoms."""
         return [int(number) for number in (self.atom // PLACES).unique()]
 
+    @property
+    def linear(self) -> _Sum:
+        """The sum without constants."""
+        return self._replace(constant=torch.zeros_like(self.constant))
+
     def matrix(self, size: int, columns: Tensor) -> Tensor:
         """Return the matrix of the sum, with the given column for each summand."""
         found = torch.zeros(len(self.constant), size, dtype=torch.float64)
@@ -71,7 +78,7 @@ class _Sum(NamedTuple):
 
     def key(self, atoms: Tensor) -> tuple[Any, ...]:
         """Return what tells two sums apart, with other names for the atoms."""
-        return key_of(self.place), key_of(atoms), self.factor.numpy().tobytes()
+        return key_of(self.place), key_of(atoms), key_of(self.factor)
 
 
 class _Head(NamedTuple):
@@ -120,6 +127,19 @@ def read_network(
     return staged(reader.tokens, *readout)
 
 
+def _remembered(read: Callable[[_Reader, Tensor], Found]) -> Callable[[_Reader, Tensor], Found]:
+    """Let a reader read each vector once."""
+
+    def remembered(reader: _Reader, entries: Tensor) -> Found:
+        name = read.__name__, key_of(entries)
+        if name not in reader._known:
+            reader._known[name] = read(reader, entries)
+        found: Found = reader._known[name]
+        return found
+
+    return remembered
+
+
 class _Reader:
     """Finds the nodes that compute the vectors of a model. Each vector is read once."""
 
@@ -127,10 +147,8 @@ class _Reader:
         self.terms, self.name = terms, name
         self.tokens = Node("tokens", d)
         self._nodes: dict[tuple[Any, ...], Node] = {}
-        self._found: dict[bytes, tuple[Node, int]] = {}
         self._affine: dict[tuple[Any, ...], Affine] = {}
-        self._heads: dict[bytes, tuple[Affine, bool, int]] = {}
-        self._turns: dict[bytes, tuple[Affine, bool, int, Tensor | None]] = {}
+        self._known: dict[tuple[str, bytes], Any] = {}
         self._scales: dict[Any, float] = {}
         self._rows: dict[tuple[Any, ...], _Rows] = {}
         # Sums that a norm or a linear map is given are nodes; others are part of the sums that they are in.
@@ -205,13 +223,11 @@ class _Reader:
 
     def node(self, entries: Tensor) -> tuple[Node, int]:
         """Return the node to which a vector belongs, and the token whose vector it is."""
-        key = key_of(entries)
-        if key not in self._found:
-            self._found[key] = self._node(entries)
-        node, row = self._found[key]
+        node, row = self._node(entries)
         node.rows.add(row)
         return node, row
 
+    @_remembered
     def _node(self, entries: Tensor) -> tuple[Node, int]:
         d = self.tokens.length
         first = int(entries[0])
@@ -277,9 +293,7 @@ class _Reader:
             parts[first] = replace(parts[first], offsets=(out.bias,))
             outside = inner.of([i for i in inner.numbers if self.terms[i][0] not in _CORES])
             if len(outside.place):
-                affine, pooled, row = self._affine_of(
-                    outside._replace(constant=torch.zeros_like(inner.constant)), out
-                )
+                affine, pooled, row = self._affine_of(outside.linear, out)
                 use(linear(affine, number), pooled, row)
         if cores:
             for core in self._cores(found.of(cores), None):
@@ -295,9 +309,7 @@ class _Reader:
             else:
                 rest.append(one)
         for one in rest:
-            affine, pooled, row = self._affine_of(
-                one._replace(constant=torch.zeros_like(found.constant)), None
-            )
+            affine, pooled, row = self._affine_of(one.linear)
             use(linear(affine, one.numbers[0]), pooled, row)
         if len(rows) != 1:
             why = "combines vectors of several tokens, by neither attention nor a mean"
@@ -308,7 +320,7 @@ class _Reader:
             return added[0], row
         if not parts:
             parts.append(linear(identity(added.pop(), length), last))
-        key = ("sum", tuple(part.key for part in parts), tuple(added), found.constant.numpy().tobytes())
+        key = ("sum", tuple(part.key for part in parts), tuple(added), key_of(found.constant))
         if fixed is not None:
             parts[0] = replace(parts[0], offsets=(*parts[0].offsets, lambda: fixed))
         return self._named(key, length, parts, added, pooled), row
@@ -345,45 +357,35 @@ class _Reader:
 
     # ---- affine maps
 
-    def _blocks(self, found: _Sum) -> tuple[tuple[Any, ...], list[_Block], int]:
-        """Return a sum as matrices that act on nodes, with a key and the token."""
-        keys: list[Any] = [found.constant.numpy().tobytes()]
-        blocks, rows = list[_Block](), set()
+    def _affine_of(self, found: _Sum, out: _Out | None = None) -> tuple[Affine, bool, int]:
+        """Return a sum as an affine map of nodes, whether these are pooled, and the token."""
+        made = list[tuple[Node, tuple[Any, ...], Callable[[], Tensor], Callable[[], Tensor] | None]]()
+        rows = set()
         affine_numbers = [number for number in found.numbers if self.terms[number][0] == "linear"]
         for number in affine_numbers:
             node, row = self.node(entries_of(self.terms[number][1]))
-            out = _Out(found.of([number]), self.terms, None)
-            blocks.append(_Block(node, out.weight, out.bias))
-            keys.append((node, out.key))
+            own = _Out(found.of([number]), self.terms, None)
+            made.append((node, own.key, own.weight, own.bias))
             rows.add((node.pooled, row))
         for one, whole in self._vectors(found.of([i for i in found.numbers if i not in affine_numbers])):
             node, row = self.node(whole)
             columns = one.atom - whole[0]
-            blocks.append(_Block(node, partial(one.matrix, len(whole), columns), None))
-            keys.append((node, one.key(columns)))
+            made.append((node, one.key(columns), partial(one.matrix, len(whole), columns), None))
             rows.add((node.pooled, row))
         if len(rows) != 1:
             raise NotReadError(max(found.numbers, default=0), "combines vectors of several tokens")
-        ((_, row),) = rows
-        return tuple(keys), blocks, row
-
-    def _affine_of(self, found: _Sum, out: _Out | None) -> tuple[Affine, bool, int]:
-        """Return a sum as an affine map of nodes, whether these are pooled, and the token."""
-        keys, blocks, row = self._blocks(found)
-        key = (keys, None if out is None else out.key)
+        key = (key_of(found.constant), *(part[:2] for part in made), None if out is None else out.key)
         if key not in self._affine:
             matrices, offset = dict[Node, Tensor](), found.constant.clone()
-            for block in blocks:
-                matrix = block.weight()
-                matrices[block.node] = matrices[block.node] + matrix if block.node in matrices else matrix
-                if block.bias is not None:
-                    offset += block.bias()
+            for node, _, weight, bias in made:
+                matrices[node] = matrices[node] + weight() if node in matrices else weight()
+                offset += 0.0 if bias is None else bias()
             if out is not None:
-                weight = out.weight()
-                matrices = {node: weight @ matrix for node, matrix in matrices.items()}
-                offset = weight @ offset
+                last = out.weight()
+                matrices = {node: last @ matrix for node, matrix in matrices.items()}
+                offset = last @ offset
             self._affine[key] = Affine(key, matrices, offset)
-        return self._affine[key], blocks[0].node.pooled, row
+        return self._affine[key], *rows.pop()
 
     def _mean(self, found: _Sum) -> Part:
         """Return a weighted mean of vectors of one node, whose entries may be multiplied. It is an attention
@@ -443,7 +445,7 @@ class _Reader:
             elif kind == "multiply":
                 parts.append(self._gated(own, _Down(own, out)))
             else:
-                up, pooled, row = self._affine_of(self._sum(self._operand(own.atom)), None)
+                up, pooled, row = self._affine_of(self._sum(self._operand(own.atom)))
                 parts.append((_feed_forward(kind, up, _Down(own, out), numbers[0]), pooled, row))
         return parts
 
@@ -476,8 +478,8 @@ class _Reader:
             raise NotReadError(number, "has gates with different activations")
         if kind != "identity":
             gate = self._operand(gate)
-        first, pooled, row = self._affine_of(self._sum(gate), None)
-        second, other, same = self._affine_of(self._sum(up), None)
+        first, pooled, row = self._affine_of(self._sum(gate))
+        second, other, same = self._affine_of(self._sum(up))
         if (other, same) != (pooled, row):
             raise NotReadError(number, "multiplies vectors of different tokens")
 
@@ -605,21 +607,14 @@ class _Reader:
         matrices = {node: first * matrix for node, matrix in query.matrices.items()}
         return Affine(("scaled", first, query.key), matrices, first * query.offset)
 
+    @_remembered
     def _once(self, entries: Tensor) -> tuple[Affine, bool, int]:
         """Return a vector as an affine map of a token, whether it is pooled, and the token."""
-        name = key_of(entries)
-        if name not in self._heads:
-            self._heads[name] = self._affine_of(self._sum(entries), None)
-        return self._heads[name]
+        return self._affine_of(self._sum(entries))
 
+    @_remembered
     def _turned(self, entries: Tensor) -> tuple[Affine, bool, int, Tensor | None]:
         """Return a query or key as an affine map of a token, followed by a rotation or None."""
-        name = key_of(entries)
-        if name not in self._turns:
-            self._turns[name] = self._rotated(entries)
-        return self._turns[name]
-
-    def _rotated(self, entries: Tensor) -> tuple[Affine, bool, int, Tensor | None]:
         found = self._sum(entries)
         atoms = found.atom.unique()
         if self._only_kind(atoms) == "linear":
@@ -669,21 +664,13 @@ class _Reader:
         return matrices, offset
 
 
-class _Block(NamedTuple):
-    """A matrix that acts on a node, and a bias that comes with it."""
-
-    node: Node
-    weight: Callable[[], Tensor]
-    bias: Callable[[], Tensor] | None
-
-
 class _Out:
     """The linear map of a vector to a sum, of which the terms give the rows."""
 
     def __init__(self, found: _Sum, terms: Terms, constants: Tensor | None) -> None:
         self.found, self._terms, self._constants = found, terms, constants
         self._at = found.atom % PLACES
-        self.key = (*found.key(self._at), b"" if constants is None else constants.numpy().tobytes())
+        self.key = (*found.key(self._at), b"" if constants is None else key_of(constants))
 
     def _times(self, part: int) -> Tensor:
         if len(self.found.place) == len(self.found.constant) and bool((self.found.factor == 1).all()):
