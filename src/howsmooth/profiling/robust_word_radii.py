@@ -32,7 +32,7 @@ from howsmooth.study.records import plain_rows
 from howsmooth.threads import with_fastest_threads
 from howsmooth.words import readable, visible_token
 
-__all__ = ["WordRadii", "word_radii"]
+__all__ = ["WordRadii", "keep_row", "kept_rows", "word_radii"]
 
 _SHOWN = 10
 _LOST = "Most is lost at the part of the model whose approximation makes the radius smaller the most."
@@ -270,7 +270,7 @@ def word_radii(
     content = [version("howsmooth"), read, options, moved if jointly else None]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     file = None if file is None else Path(file)
-    kept = _kept(file, key)
+    kept = {(row["position"], row["order"]): row for row in kept_rows(file, key)}
 
     def radius(position: int | None, of_order: int, guess: float) -> float:
         row = kept.get((position, of_order))
@@ -278,10 +278,7 @@ def word_radii(
             tokens, on_step = (moved, told) if position is None else (position, None)
             row = _row(at.radius(tokens, order=of_order, guess=guess, on_step=on_step, **how), position)
             kept[position, row["order"]] = row
-            if file is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with file.open("a", encoding="utf-8") as lines:
-                    lines.write(f"\n{json.dumps({'key': key, **row})}\n")
+            keep_row(file, key, row)
         return float(row["radius"])
 
     every = [None] if jointly else moved
@@ -335,13 +332,21 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
     return row | {"lost_at": max(found.losses, key=found.losses.__getitem__), "seconds": found.seconds}
 
 
-def _kept(file: Path | None, key: str) -> dict[tuple[int | None, int], dict[str, Any]]:
-    """Return the finished rows of a file by position and order."""
-    rows = {}
+def kept_rows(file: Path | None, key: str) -> list[dict[str, Any]]:
+    """Return the finished rows that a file has under a key."""
+    rows = []
     lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
     for line in lines:
         with suppress(ValueError):  # a line that was cut when the program was killed
             row = json.loads(line)
             if row.pop("key") == key:
-                rows[row["position"], row["order"]] = row
+                rows.append(row)
     return rows
+
+
+def keep_row(file: Path | None, key: str, row: Mapping[str, Any]) -> None:
+    """Add a finished row to a file under a key."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(f"\n{json.dumps({'key': key, **row})}\n")
